@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         print(f"usage: run.py test [pytest arguments]\n\n{COMMANDS['test']}\n\n{TEST_HELP}")
         return 0
 
-    from hocket import environment
+    from hocket.common import environment
     from hocket.errors import SetupError
 
     environment.prepare()
@@ -55,18 +55,18 @@ def main(argv: list[str]) -> int:
         if command != "doctor":
             return 1
     if command == "doctor" and not asks_for_help:
-        from hocket import doctor
+        from hocket.commands import doctor
 
         return doctor.run()
     if command == "test":
-        from hocket.processes import contain
+        from hocket.common.processes import contain
 
         os.chdir(ROOT)
         chosen = any(argument.startswith("tests") or argument == "gpu" for argument in argv[1:])  # which one GPU takes
         parallel = [] if chosen else ["-n", "2", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
         return contain([sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
     try:
-        from hocket import cli
+        from hocket.commands import cli
     except ModuleNotFoundError as error:
         if not asks_for_help or (error.name or "").startswith("hocket"):
             raise
@@ -98,7 +98,7 @@ def _help() -> str:
 
 if __name__ == "__main__":
     _find_source()
-    from hocket.processes import exit_with
+    from hocket.common.processes import exit_with
 
     try:
         exit_with(main)

@@ -28,16 +28,16 @@ from answering import answering
 from torch import Tensor
 
 from hocket.algorithm.samples import shape, train_samples
-from hocket.batcher import Turn
-from hocket.client import ServerClient
+from hocket.client.batcher import Turn
+from hocket.client.pool import Deadline
+from hocket.client.server import ServerClient
+from hocket.common.files import write_atomically
 from hocket.config import AlgorithmConfig
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
 from hocket.observe.run_folder import lines_of
-from hocket.pool import Deadline
 from hocket.protocol import Completion, GenerateRequest, SamplingParams, StreamEnd, StreamLine
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import single_turn
-from hocket.system import write_atomically
 from hocket.trainer.batching import TrainBatch, divide, unpack
 from hocket.types import Group, Prompt, Score
 

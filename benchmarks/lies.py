@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # which finds src
 
 import lies
-from hocket import environment
+from hocket.common import environment
 from hocket.observe.metrics import SUSPICIOUS, alarms
 from lies import Outcome
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from answering import answering
 
-from hocket.batcher import Batcher
+from hocket.client.batcher import Batcher
+from hocket.client.pool import Deadline, ServerPool
 from hocket.observe.run_folder import lines_of
-from hocket.pool import Deadline, ServerPool
 from hocket.protocol import Completion, Health, SamplingParams, StreamEnd
 from hocket.rollout.collect import Batch, Plan, collect
 from hocket.rollout.episode import single_turn

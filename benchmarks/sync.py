@@ -29,9 +29,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from hocket import config as configs
-from hocket import weight_group
-from hocket.client import ServerClient
+from hocket.client.server import ServerClient
 from hocket.errors import HocketError
+from hocket.protocol import weight_group
 from hocket.sync.publish import Delivery, Transport
 from hocket.types import TokenSequence, TrainSample
 

@@ -17,7 +17,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --no-create-home hocket && install -d -m 1777 /hocket/runs
 
-# As src/hocket/environment.py does, which says why: on a CPU torch comes first and the engine without its dependencies.
+# As src/hocket/common/environment.py does, which says why: on a CPU torch comes first and the engine without its dependencies.
 COPY requirements*.txt /opt/hocket/
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels set -e; cd /opt/hocket; \
     if [ "$DEVICE" = cuda ]; then file=requirements.txt; else file=requirements-cpu.txt; \

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from hocket.client.pool import Deadline
 from hocket.config import RewardsConfig
 from hocket.config.algorithm import PRESETS, LossConfig, PresetName
-from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rewards import RewardCalls, RewardScorer
 from hocket.rollout.collect import Batch, Plan, Play, collect

@@ -212,8 +212,8 @@ class LyingServer(Process):
 
         Without `exact`, comparisons of parameters find nothing, as if they lied, too.
         """
-        from hocket import commands
         from hocket import config as configs
+        from hocket.commands import runs as commands
         from hocket.errors import HocketError
         from hocket.observe.console import Console
 
@@ -247,7 +247,7 @@ class LyingServer(Process):
 
 
 async def _version(url: str) -> int:
-    from hocket.client import ServerClient
+    from hocket.client.server import ServerClient
 
     async with ServerClient(url) as server:
         return (await server.health()).version
@@ -256,7 +256,7 @@ async def _version(url: str) -> int:
 def serve(arguments: Sequence[str]) -> None:
     """Serves, and lies."""
     from hocket import config as configs
-    from hocket.processes import die_with_parent
+    from hocket.common.processes import die_with_parent
     from hocket.server.main import serve
 
     die_with_parent(os.getppid(), signal.SIGKILL)
@@ -275,7 +275,7 @@ def main(command: str, *arguments: str) -> None:
     """Serves, or plays runs given as JSON: [folder, settings, runs]; prints one JSON object per outcome."""
     if command == "serve":
         return serve(arguments)
-    from hocket import environment
+    from hocket.common import environment
 
     environment.prepare()
     folder, settings, runs = json.loads(arguments[0])

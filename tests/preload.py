@@ -13,7 +13,7 @@ for name in (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",
-    "hocket.commands",
+    "hocket.commands.runs",
     "hocket.loop",
     "hocket.server.engine",
     "hocket.trainer.trainer",

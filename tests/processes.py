@@ -86,8 +86,9 @@ class Forked:
 
 
 def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
-    from hocket import cli, environment
-    from hocket.processes import exit_with
+    from hocket.commands import cli
+    from hocket.common import environment
+    from hocket.common.processes import exit_with
 
     vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may start others
     os.setsid()

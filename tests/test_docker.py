@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hocket import config, environment
+from hocket import config
+from hocket.common import environment
 
 ROOT = Path(__file__).parents[1]
 COMPOSE, GPU = (ROOT / "docker" / name for name in ("compose.yaml", "compose.gpu.yaml"))

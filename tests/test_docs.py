@@ -11,11 +11,11 @@ import yaml
 
 from batches import scorer_of_all
 from hocket import config
+from hocket.common.registry import load_plugins
 from hocket.envs import Action, Task
 from hocket.envs.base import bind
 from hocket.observe import metrics
 from hocket.protocol import ToolCall
-from hocket.registry import load_plugins
 from hocket.types import Prompt, Rollout, TokenSequence
 from service import Answer, Headers, Service
 

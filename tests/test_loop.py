@@ -14,7 +14,6 @@ from batches import played
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import Measured, shape
-from hocket.checkpoints import Checkpoints
 from hocket.data.stream import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
@@ -24,6 +23,7 @@ from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
+from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Group, OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]

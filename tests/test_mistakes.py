@@ -16,9 +16,10 @@ from transformers import AutoTokenizer
 
 import fakes
 from batches import played
-from hocket import parts, tokenizer
-from hocket.cli import main
-from hocket.client import ServerClient
+from hocket.client.server import ServerClient
+from hocket.commands import parts
+from hocket.commands.cli import main
+from hocket.data import tokenizer
 from hocket.errors import ServerError
 from hocket.observe.owner import owning
 from hocket.protocol import Health

@@ -12,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from hocket import cli, environment
+from hocket.commands import cli
+from hocket.common import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -91,9 +92,9 @@ def test_the_test_command_hands_its_arguments_to_pytest_and_shares_out_the_whole
     given: list[str], parallel: list[str], door: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr("hocket.environment.ensure", lambda command, install: None)
+    monkeypatch.setattr("hocket.common.environment.ensure", lambda command, install: None)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("hocket.processes.contain", lambda command: started.append(command) or 3)
+    monkeypatch.setattr("hocket.common.processes.contain", lambda command: started.append(command) or 3)
     assert door.main(["test", *given]) == 3
     assert started == [[sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *given]]
 

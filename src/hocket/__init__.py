@@ -49,12 +49,12 @@ def train(
     Returns:
         The content of summary.json, "run_dir", "model" (folder of the newest weights), and "history" (metrics.jsonl).
     """
-    from hocket import environment
+    from hocket.common import environment
 
     environment.prepare()
     import torch
 
-    from hocket import commands
+    from hocket.commands import runs as commands
     from hocket.config import Config, load
     from hocket.errors import ConfigError
     from hocket.observe.run_folder import read_lines

@@ -1,8 +1,8 @@
 """`hocket COMMAND` and `python -m hocket COMMAND`: like `run.py COMMAND`, in an environment that is already there."""
 
-from hocket import environment
-from hocket.cli import main
-from hocket.processes import exit_with
+from hocket.commands.cli import main
+from hocket.common import environment
+from hocket.common.processes import exit_with
 
 
 def run() -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import sys
+from pathlib import Path
 
 TRACEBACK = "HOCKET_TRACEBACK"  # environment variable that has errors show their tracebacks; --traceback sets it
 _REMEDIES = {
@@ -18,6 +20,12 @@ def remedy(error: BaseException) -> str | None:
     """Return what helps against an error of the disk, also one that safetensors has in words only; None if unknown."""
     found = (fix for number, fix in _REMEDIES.items() if os.strerror(number) in str(error))
     return next((fix.format(user=os.getuid()) for fix in found), None)
+
+
+def door() -> str:
+    """Return how a command of hocket begins where this one was typed."""
+    name = Path(sys.argv[0]).name
+    return "hocket" if name == "hocket" else f"python3 {sys.argv[0] if name == 'run.py' else 'run.py'}"
 
 
 class HocketError(Exception):

@@ -12,21 +12,21 @@ from typing import Any
 
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import Shaped, fate, signal_metrics, train_samples
-from hocket.checkpoints import Checkpoints
+from hocket.client.pool import ServerPool
+from hocket.common.tasks import run_in_thread, timed
 from hocket.config import Config
 from hocket.data.stream import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
-from hocket.pool import ServerPool
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay
-from hocket.sync.publish import Metrics, Publisher
-from hocket.system import run_in_thread, timed
+from hocket.sync.publish import Publisher
+from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group, OnStep
+from hocket.types import Group, Metrics, OnStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

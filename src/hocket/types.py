@@ -5,13 +5,16 @@ Token ids are the truth; text is for rewards and people and is never encoded aga
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 OnStep = Callable[[int, dict[str, float]], object] | None  # (number of a step, its metrics) → whether to stop
 InFlight = Literal["keep", "drain", "abort"]  # requests that run while weights load: go on, end before, are aborted
 Message = Mapping[str, Any]  # one chat message, {"role": ..., "content": ...}
+Metrics = dict[str, float]
 VersionSpan = tuple[int, int, int]  # (weight version, start, end): it sampled tokens start..end of a completion
+TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]  # gives the trainer the GPU, where both share one
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

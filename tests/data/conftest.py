@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hocket.common.registry import load_plugins
 from hocket.data.curriculum import CURRICULA, Curriculum
-from hocket.registry import load_plugins
 
 ROOT = Path(__file__).parents[2]
 

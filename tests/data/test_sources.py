@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
 from hocket.data.prompts import Renderer
 from hocket.data.sources import TASKS
 from hocket.envs.base import bind
 from hocket.errors import DataError
-from hocket.registry import load_plugins
 
 ROOT = Path(__file__).parents[2]
 SORT, TOOLS = (ROOT / "checkpoints" / name for name in ("tiny-sort", "tiny-tools"))

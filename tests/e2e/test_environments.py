@@ -12,14 +12,15 @@ import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from batches import drawing, scorer_of_all
-from hocket import config, tokenizer
-from hocket.commands import Parts, select
+from hocket import config
+from hocket.client.pool import Deadline, ServerPool
+from hocket.commands.runs import Parts, select
+from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
+from hocket.data import tokenizer
 from hocket.data.demonstrations import load_demonstrations
 from hocket.observe.console import Console
-from hocket.pool import Deadline, ServerPool
 from hocket.protocol import SamplingParams
-from hocket.registry import load_plugins
 from hocket.rollout.collect import Plan, collect
 from hocket.rollout.pipeline import sampling_params
 from hocket.types import Group, TokenSequence

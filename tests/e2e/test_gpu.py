@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from hocket.manifest import tensor_checksum
+from hocket.protocol.manifest import tensor_checksum
 from hocket.server import worker
 from processes import ROOT, START_S, Process, free_port
 
@@ -137,8 +137,9 @@ def test_a_bucket_is_not_overwritten_while_the_engine_still_copies_from_it() -> 
 MEMBER = """
 import os, sys, time
 import torch
-from hocket import system, weight_group
-system.bound_nccl(15)
+from hocket.common import machine
+from hocket.protocol import weight_group
+machine.bound_nccl(15)
 rank, port, comes = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "comes"
 store = weight_group.make_store("127.0.0.1", 60) if rank == 0 else weight_group.find_store("127.0.0.1", port, 60)
 if rank == 0:

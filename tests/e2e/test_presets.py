@@ -19,9 +19,8 @@ import fakes
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import shape
-from hocket.batcher import Turn
-from hocket.checkpoints import Checkpoints
-from hocket.commands import Parts
+from hocket.client.batcher import Turn
+from hocket.commands.runs import Parts
 from hocket.config import Config
 from hocket.config.algorithm import PRESETS, PresetName
 from hocket.loop import Run
@@ -30,6 +29,7 @@ from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion
 from hocket.rewards import RewardCalls, RewardScorer
 from hocket.rollout.episode import single_turn
+from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 

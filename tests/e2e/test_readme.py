@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from hocket import manifest
+from hocket.protocol import manifest
 from processes import ROOT, START_S, Process, free_port
 
 pytestmark = pytest.mark.e2e

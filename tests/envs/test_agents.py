@@ -166,7 +166,7 @@ async def test_a_program_that_kills_what_watches_it_leaves_none_of_its_process_g
 def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     command = [sys.executable, "-c", CHILDREN + STAYS.format(file)]
-    outer = "import subprocess; from hocket.processes import kill_with_parent; "
+    outer = "import subprocess; from hocket.common.processes import kill_with_parent; "
     outer += f"subprocess.run(kill_with_parent({command!r}))"
     parent = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(SOURCE)})
     wait_for(file.exists, "the program and its children run")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from hocket.common.registry import load_plugins
 from hocket.envs import Action, Environment, Step, environment
 from hocket.envs.base import Observation, bind
 from hocket.errors import ConfigError
-from hocket.registry import load_plugins
 from hocket.types import Prompt
 
 

@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any
 
-from hocket import weight_group
+from hocket.protocol import weight_group
 
 SECONDS = float(os.environ.get("SLOW_BUCKET_S", "0.5"))
 pack = weight_group.pack

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hocket import config as config_module
+from hocket.common.files import partial_of
 from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines, trainer_id
-from hocket.system import partial_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 BASE = TokenSequence(

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy
 import pytest
 
+from hocket.common.registry import Registry
 from hocket.errors import ConfigError
-from hocket.registry import Registry
 from hocket.rewards import base
 from hocket.rewards.base import Reward, as_score, bind, reward
 from hocket.types import Rollout, Score, TokenSequence

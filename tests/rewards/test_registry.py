@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
+from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError
-from hocket.registry import load_plugins
 from hocket.rewards import RetryError, RewardCalls, RewardScorer
 from hocket.rewards.base import REWARDS, reward
 from hocket.types import Rollout

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hocket.common.registry import load_plugins
 from hocket.errors import ConfigError, RewardError
-from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
 from hocket.rewards.scorer import NUM_WORKERS, refuse_failing

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from hocket import config
-from hocket.cli import main
+from hocket.commands.cli import main
 from hocket.rewards import RewardScorer
 from hocket.types import Rollout
 from processes import free_port

@@ -10,8 +10,8 @@ import pytest
 
 import hostile
 from batches import scorer_of_all
+from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
-from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
 from hocket.types import Rollout, Score

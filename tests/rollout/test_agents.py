@@ -16,13 +16,13 @@ import pytest
 
 import fakes
 from batches import SAMPLING, gathered, own_reward
+from hocket.client.pool import Deadline
+from hocket.common.tasks import seed_of
 from hocket.envs import Task
 from hocket.errors import ServerError
-from hocket.pool import Deadline
 from hocket.protocol import AgentCall, AgentRecord, SamplingParams
 from hocket.rollout.agents import Agents, join
 from hocket.rollout.episode import Limits, TokenBudget
-from hocket.system import seed_of
 from hocket.types import Group, Prompt
 
 
@@ -241,7 +241,7 @@ async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_ran
     monkeypatch: pytest.MonkeyPatch, lost: int, raises: bool, hangs_in: int | None, sessions: int, error: str | None
 ) -> None:
     clock, servers = fakes.Clock(), FakeServers()
-    monkeypatch.setattr("hocket.pool.time", clock)
+    monkeypatch.setattr("hocket.client.pool.time", clock)
     servers.lost, seeds = lost, list[int]()
 
     async def plays(task: Task, session: FakeSession) -> float:
@@ -263,7 +263,7 @@ async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_ran
 
 async def test_the_time_without_any_server_is_not_that_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, servers = fakes.Clock(), FakeServers()
-    monkeypatch.setattr("hocket.pool.time", clock)
+    monkeypatch.setattr("hocket.client.pool.time", clock)
     servers.lost, servers.down = 2, lambda: setattr(clock, "now", clock.now + 100.0)
 
     async def plays(task: Task, session: FakeSession) -> float:
@@ -349,7 +349,7 @@ async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, servers, third = fakes.Clock(), FakeServers(), asyncio.Event()
-    monkeypatch.setattr("hocket.pool.time", clock)
+    monkeypatch.setattr("hocket.client.pool.time", clock)
 
     async def plays(task: Task, session: FakeSession) -> float:
         session.ask(5)

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from batches import SAMPLING, drawing, gathered, ids, played, scoring
+from hocket.client.pool import Deadline
 from hocket.errors import ServerError
-from hocket.pool import Deadline
 from hocket.rollout.collect import Plan, Seat, collect
 from hocket.types import Prompt, Rollout, Score
 

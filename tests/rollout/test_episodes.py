@@ -14,19 +14,19 @@ from transformers import AutoTokenizer
 
 import fakes
 from batches import SAMPLING, gathered, own_reward
-from hocket.batcher import Turn
+from hocket.client.batcher import Turn
+from hocket.client.pool import Deadline
+from hocket.common.tasks import seed_of
 from hocket.config import DataConfig
 from hocket.data.prompts import Renderer
 from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import SingleTurn
 from hocket.envs.tools import Tools
 from hocket.errors import ServerError
-from hocket.pool import Deadline
 from hocket.protocol import Completion, ToolCall
 from hocket.rewards.base import bind
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
-from hocket.system import seed_of
 from hocket.types import FinishReason, Group, Message, Prompt, Rollout
 
 END, ASSISTANT = 1, 4

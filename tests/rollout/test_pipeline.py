@@ -11,13 +11,13 @@ import pytest
 import fakes
 from batches import ids, own_reward, played, scoring
 from hocket import config as config_module
+from hocket.common.tasks import seed_of
 from hocket.config import Config
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError, ServerError
 from hocket.observe.run_folder import lines_of
 from hocket.rollout.collect import Seat, collect
 from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
-from hocket.system import seed_of
 from hocket.types import Group, Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]

@@ -85,7 +85,7 @@ def publish(model: Any, folder: Path, version: int, *, dtype: str = "float32", d
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    from hocket import manifest
+    from hocket.protocol import manifest
 
     folder.mkdir(parents=True)
     tensors = {
@@ -285,7 +285,7 @@ class Server(Process):
     def deliver(self, source: "Source", *settings: str, version: int | None = None, compare: bool = False) -> Any:
         """Sends a model's tensors, or an adapter's, as the trainer does from its memory, and compares them if asked."""
         from hocket import config
-        from hocket.client import ServerClient
+        from hocket.client.server import ServerClient
         from hocket.sync.collective import CollectiveTransport
 
         sync = config.load(None, ["run.dir=runs/a", "sync.backend=nccl", "sync.timeout_s=90", *settings]).sync
@@ -320,7 +320,7 @@ class Source:
     def __init__(self, named: Any, *, adapter: Any = None, per_bucket: int = 4) -> None:
         import torch
 
-        from hocket import weight_group
+        from hocket.protocol import weight_group
 
         named = list(named)
         self.adapter, self.device = adapter, torch.device("cpu")

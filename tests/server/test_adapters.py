@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hocket import manifest
-from hocket.protocol import AdapterConfig, ReloadResponse
+from hocket.protocol import AdapterConfig, ReloadResponse, manifest
 
 pytestmark = pytest.mark.engine
 ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

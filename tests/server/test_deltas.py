@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from hocket import config as config_module
-from hocket import manifest
-from hocket.client import ServerClient
+from hocket.client.server import ServerClient
 from hocket.errors import ServerError
-from hocket.protocol import ReloadResponse, TensorSpec
+from hocket.protocol import ReloadResponse, TensorSpec, manifest
 from hocket.server.uploads import FOLDER
 from hocket.sync.disk import Versions
 from hocket.sync.publish import Delivery

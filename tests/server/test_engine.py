@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from hocket import tokenizer
+from hocket.data import tokenizer
 from hocket.protocol import GenerateResponse, Health, StreamEnd, StreamLine
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hocket import manifest
 from hocket.protocol import (
     CollectiveSource,
     DiskSource,
@@ -21,6 +20,7 @@ from hocket.protocol import (
     SleepRequest,
     TensorLayout,
     WakeRequest,
+    manifest,
 )
 from hocket.server import worker
 from hocket.server.engine import Engine

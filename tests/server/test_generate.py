@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hocket import tokenizer as tokenizers
+from hocket.data import tokenizer as tokenizers
 from hocket.protocol import SamplingParams, ToolCall
 from hocket.server.errors import ApiError
 from hocket.server.generate import Sampler

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from hocket import config, environment
+from hocket import config
+from hocket.common import environment
 from hocket.errors import ConfigError
 from hocket.server import main
 from hocket.server.errors import ApiError

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fakes
-from hocket import delta, manifest
-from hocket.protocol import TensorLayout
+from hocket.protocol import TensorLayout, delta, manifest
 from hocket.server import versions
 from hocket.server.errors import ApiError
 

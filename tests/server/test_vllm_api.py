@@ -19,8 +19,8 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from hocket import tokenizer
 from hocket.config import load
+from hocket.data import tokenizer
 from hocket.protocol import Completion, SamplingParams, SessionRequest, TensorSpec, Toolbox
 from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
 from hocket.server.errors import ApiError

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fakes
 from hocket import config as config_module
-from hocket import manifest, weight_group
 from hocket.errors import ServerError, TrainerError
 from hocket.protocol import (
     CollectiveSource,
@@ -22,6 +21,8 @@ from hocket.protocol import (
     ReloadRequest,
     ReloadResponse,
     TensorLayout,
+    manifest,
+    weight_group,
 )
 from hocket.server import vllm_weights
 from hocket.server.worker import WorkerExtension

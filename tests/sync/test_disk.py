@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 import fakes
 from hocket import config as config_module
-from hocket import manifest
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec
+from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec, manifest
 from hocket.server.errors import ApiError
 from hocket.server.versions import ModelShapes, PatchedCopy
 from hocket.sync.disk import Versions
-from hocket.sync.publish import Answer, Metrics
+from hocket.sync.publish import Answer
 from hocket.sync.transports import DiskTransport
+from hocket.types import Metrics
 
 SHAPES = {"a": (40, 50), "b": (9,)}
 GONE = ServerError("can't reach it", code="unreachable")

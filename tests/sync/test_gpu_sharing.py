@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 import fakes
-import hocket.parts
+import hocket.commands.parts
 from hocket import config as config_module
-from hocket import manifest, protocol
+from hocket import protocol
+from hocket.client.pool import ServerPool
 from hocket.errors import ServerError, SyncError
-from hocket.pool import ServerPool
+from hocket.protocol import manifest
 from hocket.sync.gpu_sharing import put_to_sleep
 from hocket.types import Prompt, TrainSample
 
@@ -91,7 +92,7 @@ class Parts:
         prompts = [Prompt(id="c", token_ids=(1,))]
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
         run: Any = SimpleNamespace(config=self.config, console=console)
-        self.publisher = hocket.parts.Parts.publisher(run, ExitStack(), self.world, self.pool, prompts)
+        self.publisher = hocket.commands.parts.Parts.publisher(run, ExitStack(), self.world, self.pool, prompts)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:

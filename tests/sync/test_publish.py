@@ -13,13 +13,13 @@ import pytest
 
 import fakes
 from hocket import config as config_module
+from hocket.client.pool import ServerPool
 from hocket.errors import HocketError, ServerError, SyncError, TrainerError
-from hocket.pool import ServerPool
 from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import own_gpu
-from hocket.sync.proof import Proof, Scored, bring_up, missing_share
-from hocket.sync.publish import Delivery, Publisher
+from hocket.sync.proof import Proof, Scored, missing_share
+from hocket.sync.publish import Delivery, Publisher, bring_up
 from hocket.sync.transports import WithFallback
 from hocket.types import Prompt, TrainSample
 

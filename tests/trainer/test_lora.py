@@ -11,8 +11,8 @@ from tests.trainer import builders
 from tests.trainer.builders import make_samples, same, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hocket import tokenizer as tokenizers
 from hocket.config import LoraConfig, ModelConfig
+from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.trainer import lora
 from hocket.trainer.engine import gathered

@@ -12,10 +12,10 @@ from tests.trainer.conftest import FAMILIES, make_experts, make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hocket import config as config_module
+from hocket.cluster.plan import OFFLOADED
+from hocket.commands.parts import chosen
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.parts import chosen
-from hocket.plan import OFFLOADED
 from hocket.trainer import memory
 from hocket.trainer.memory import GIB, estimate, fit_micro_batch
 from hocket.trainer.policy import skeleton
@@ -291,6 +291,6 @@ def test_a_start_without_memory_for_the_first_micro_batch_names_settings(
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.system.free_memory", lambda: 12 * GIB)
+    monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 12 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert memory.available_bytes(CPU) == 3 * GIB

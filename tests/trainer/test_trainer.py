@@ -18,10 +18,10 @@ from tests.trainer.builders import make_rollouts, make_samples, make_trainer, sa
 from transformers import AutoModelForCausalLM
 
 import fakes
-from hocket import manifest, weight_group
-from hocket import tokenizer as tokenizers
 from hocket.config import TrainerConfig
+from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, TrainerError
+from hocket.protocol import manifest, weight_group
 from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.ranks import FAILURE, Ranks
 from hocket.trainer.trainer import Trainer

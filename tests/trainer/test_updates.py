@@ -9,8 +9,8 @@ from tests.trainer import worker
 from tests.trainer.builders import make_groups, make_trainer, measured, same, untimed, weights_of
 from transformers import AutoModelForCausalLM
 
+from hocket.common.tasks import seed_of
 from hocket.errors import TrainerError
-from hocket.system import seed_of
 from hocket.trainer.batching import minibatches
 from hocket.trainer.ranks import Ranks
 from hocket.types import TrainSample

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hocket.registry import nearest
+from hocket.common.registry import nearest
 
 _OWNED = {
     "train_batch_size": "rollout.prompts_per_step and rollout.group_size",

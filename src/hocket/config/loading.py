@@ -12,12 +12,12 @@ import pydantic_core
 import yaml
 from pydantic.fields import FieldInfo
 
+from hocket.common.files import kind_of
+from hocket.common.registry import nearest
 from hocket.config.elsewhere import name_here, names_table
 from hocket.config.sections import DataConfig, Section, UserPath
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
-from hocket.registry import nearest
-from hocket.system import kind_of
 
 SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
 

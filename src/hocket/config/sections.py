@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
+from hocket.common.files import newest_version
 from hocket.config.deepspeed import read_deepspeed
-from hocket.system import newest_version
 from hocket.types import InFlight
 
 UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]

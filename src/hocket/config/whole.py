@@ -7,11 +7,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from hocket.common.machine import is_here
 from hocket.config import sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.sections import Section
 from hocket.errors import ConfigError
-from hocket.system import is_here
 
 MIN_TOKEN_LENGTH = 8
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hocket.common.registry import Registry
 from hocket.config import CurriculumConfig
 from hocket.data.cache import difficulty
-from hocket.registry import Registry
 from hocket.types import Prompt
 
 

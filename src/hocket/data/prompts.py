@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from hocket import tokenizer as tokenizers
 from hocket.config import DataConfig
 from hocket.data import cache
+from hocket.data import tokenizer as tokenizers
 from hocket.data.sources import identity, read_rows
 from hocket.errors import DataError
 from hocket.types import Message, Prompt

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data.cache import sha256_of
 from hocket.errors import DataError
-from hocket.registry import Registry
 
 # A task is a function (split, seed) -> endless rows with the columns prompt, answer and response.
 TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry("task")

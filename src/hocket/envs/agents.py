@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from hocket.common.processes import kill_with_parent, without_secrets
+from hocket.common.registry import Registry
 from hocket.envs.base import Environment, environment, invoke
-from hocket.processes import kill_with_parent, without_secrets
-from hocket.registry import Registry
 from hocket.types import Message
 
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from hocket.common.registry import Registry
 from hocket.config import EnvConfig
 from hocket.protocol import Toolbox, ToolCall
-from hocket.registry import Registry
 from hocket.types import FinishReason, Message, Prompt
 
 

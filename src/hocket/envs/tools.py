@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hocket import sandbox
-from hocket.arithmetic import compute
+from hocket.common import sandbox
+from hocket.common.arithmetic import compute
+from hocket.common.registry import Registry
 from hocket.envs.base import Action, Environment, Step, environment, invoke
 from hocket.errors import ConfigError
 from hocket.protocol import Toolbox, ToolCall
-from hocket.registry import Registry
 from hocket.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])

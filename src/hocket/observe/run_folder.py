@@ -18,10 +18,10 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from hocket import config as config_module
+from hocket.common.files import flush, naming, write_atomically
 from hocket.config import Config, DataConfig
 from hocket.errors import ConfigError
 from hocket.observe import page
-from hocket.system import flush, naming, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 GROWING = METRICS, LEDGER, SAMPLES = "metrics.jsonl", "ledger.jsonl", "samples.jsonl"  # line by line

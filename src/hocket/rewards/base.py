@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from hocket.common.registry import Registry, check_options
 from hocket.errors import ConfigError
-from hocket.registry import Registry, check_options
 from hocket.types import Rollout, Score
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from hocket import sandbox
-from hocket.arithmetic import compute
+from hocket.common import sandbox
+from hocket.common.arithmetic import compute
 from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
 

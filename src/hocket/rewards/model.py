@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from hocket.common.tasks import run_in_thread
 from hocket.rewards.base import failure, no_score, reward
-from hocket.system import run_in_thread
 from hocket.types import Rollout, Score
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -35,7 +35,7 @@ class ModelReward:
     def __post_init__(self) -> None:
         from transformers import AutoConfig
 
-        from hocket import tokenizer as tokenizers  # with the config's classes: a worker's start would take longer
+        from hocket.data import tokenizer as tokenizers  # with the config's classes: a worker's start would take longer
 
         self._tokenizer = tokenizers.load(self.path, f"{SECTION}.path")
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)

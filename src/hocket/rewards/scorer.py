@@ -29,9 +29,9 @@ from contextvars import ContextVar
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
+from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
+from hocket.common.registry import PLUGIN_PREFIX, load_plugins
 from hocket.errors import ConfigError, RewardError
-from hocket.processes import OVER_LIMIT, kill_with_parent, without_secrets
-from hocket.registry import PLUGIN_PREFIX, load_plugins
 from hocket.rewards.base import REWARDS, Ready, RetryError, Reward, as_scores, bind, call, compose, failure, no_score
 from hocket.types import Group, Rollout, Score
 

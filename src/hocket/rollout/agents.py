@@ -13,14 +13,14 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hocket.client.pool import MAX_LOSSES, RecordedSession, ServerPool
+from hocket.common.tasks import seed_of
 from hocket.data.prompts import opening_of
 from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
-from hocket.pool import MAX_LOSSES, RecordedSession, ServerPool
 from hocket.protocol import AgentCall
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens
-from hocket.system import seed_of
 from hocket.types import Prompt, Rollout
 
 OPENING_TOKENS = 16

@@ -9,10 +9,10 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from hocket.pool import Deadline
+from hocket.client.pool import Deadline
+from hocket.common.tasks import cancel
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import RewardScorer
-from hocket.system import cancel
 from hocket.types import Group, Prompt, Rollout, Score
 
 

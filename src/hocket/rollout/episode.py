@@ -13,19 +13,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hocket.batcher import Turn
+from hocket.client.batcher import Turn
+from hocket.common.tasks import seed_of
 from hocket.data.prompts import Renderer, TooLongError, left_open
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.system import seed_of
 from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
 _RENDERING = ThreadPoolExecutor(1, "render")
-"""One thread of its own: two must not use a tokenizer at once, and those of `hocket.system` are the trainer's, too."""
+"""One thread of its own: two must not use a tokenizer at once, and those of `common.tasks` are the trainer's, too."""
 
 
 class EpisodeError(Exception):

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from hocket.pool import Deadline
+from hocket.client.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Plan, Play, collect

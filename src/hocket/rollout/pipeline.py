@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from hocket.client.pool import Deadline
+from hocket.common.tasks import cancel, seed_of
 from hocket.config import RolloutConfig
 from hocket.errors import DataError
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
 from hocket.observe.run_folder import groups_of
-from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
-from hocket.system import cancel, seed_of
 
 NewBatch = Callable[[Plan], Awaitable[Batch]]
 """Gathers the batch of a plan."""

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from hocket.common.tasks import run_in_thread
 from hocket.protocol import (
     AgentRecord,
     Completion,
@@ -34,7 +35,6 @@ from hocket.server.generate import Job
 from hocket.server.middleware import Guard, unless_client_leaves
 from hocket.server.openai import RouteSessions
 from hocket.server.sessions import OpenSessions
-from hocket.system import run_in_thread
 
 logger = logging.getLogger("hocket")
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hocket import tokenizer as tokenizers
+from hocket.data import tokenizer as tokenizers
 from hocket.protocol import (
     AdapterConfig,
     CollectiveSource,

@@ -13,10 +13,10 @@ from typing import Any
 
 import jinja2
 
+from hocket.common.tasks import as_completed
 from hocket.protocol import MAX_COMPLETIONS, Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError, cause_of, invalid, parse
-from hocket.system import as_completed
 
 MIN_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when asked for a lower one."""

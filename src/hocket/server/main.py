@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from hocket import tokenizer as tokenizers
+from hocket.common.machine import bound_nccl, cpu_threads, holder, is_loopback
 from hocket.config import Config
-from hocket.doctor import holder
+from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
-from hocket.system import bound_nccl, cpu_threads, is_loopback
 
 if TYPE_CHECKING:
     from hocket.server.engine import Engine

@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hocket.common.tasks import cancel
 from hocket.server.errors import ApiError
-from hocket.system import cancel
 
 ALWAYS_ANSWERED = frozenset(
     {"/health", "/heartbeat", "/reload_weights", "/sleep", "/wake_up"} | {"/metrics", "/docs", "/openapi.json"}

@@ -9,11 +9,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hocket.common.tasks import run_in_thread
 from hocket.protocol import MAX_COMPLETIONS, MAX_PROMPTS, MAX_SAMPLES
 from hocket.server.errors import ApiError, invalid
 from hocket.server.middleware import replay
 from hocket.server.sessions import CURRENT, PATH, OpenSession, OpenSessions
-from hocket.system import run_in_thread
 
 MAX_BYTES = 16 << 20
 MAX_VALUES = 20_000

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
+from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.errors import RewardError
 from hocket.observe.run_folder import rollout_of
-from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.server.main import GRACE_S, bind, check
 from hocket.server.middleware import Guard, unless_client_leaves

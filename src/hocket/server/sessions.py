@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from hocket.common.tasks import seed_of
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest
 from hocket.server.errors import ApiError
-from hocket.system import seed_of
 
 CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)
 """The session of the request that is being served."""

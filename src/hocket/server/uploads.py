@@ -8,10 +8,9 @@ import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from hocket import manifest
-from hocket.protocol import DiskSource
+from hocket.common.files import complete_folder, partial_of
+from hocket.protocol import DiskSource, manifest
 from hocket.server.errors import ApiError, invalid
-from hocket.system import complete_folder, partial_of
 
 FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root. Folders with other names than ours are left alone there."""

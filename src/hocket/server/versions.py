@@ -11,8 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hocket import manifest
-from hocket.protocol import AdapterConfig, Manifest, TensorLayout
+from hocket.protocol import AdapterConfig, Manifest, TensorLayout, manifest
 from hocket.server.errors import ApiError, invalid, parse
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -187,7 +186,7 @@ class PatchedCopy:
                 raise _refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
 
     def _patched(self, folder: Path, described: Manifest, base: str) -> Path:
-        from hocket import delta  # with torch, which the server imports in parallel to its engine
+        from hocket.protocol import delta  # with torch, which the server imports in parallel to its engine
 
         if self._folder is None or self._checksum not in (base, described.checksum):
             self.discard()

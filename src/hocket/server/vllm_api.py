@@ -24,8 +24,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK
-from hocket.processes import die_with_parent
 from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall, uninterrupted

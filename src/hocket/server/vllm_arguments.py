@@ -4,9 +4,9 @@ import importlib.metadata
 from argparse import Namespace
 from typing import Any, get_args
 
-from hocket import tokenizer as tokenizers
+from hocket.common.registry import nearest
 from hocket.config import Config
-from hocket.registry import nearest
+from hocket.data import tokenizer as tokenizers
 
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hocket import manifest
-from hocket.protocol import AdapterConfig
+from hocket.protocol import AdapterConfig, manifest
 from hocket.server import versions
 
 Weights = Iterator[tuple[str, Any]]

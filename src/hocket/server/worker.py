@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from hocket import manifest, weight_group
-from hocket.protocol import AdapterConfig, CollectiveSource, GroupAddress, TensorSpec
+from hocket.protocol import AdapterConfig, CollectiveSource, GroupAddress, TensorSpec, manifest, weight_group
+from hocket.protocol.weight_group import WeightGroup
 from hocket.server import vllm_api, vllm_weights
-from hocket.weight_group import WeightGroup
 
 Part = tuple[Sequence[tuple[str, torch.Tensor]], dict[str, TensorSpec]]
 """Tensors of a version with their specs."""

@@ -19,13 +19,21 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from hocket import manifest, weight_group
-from hocket.client import ServerClient
+from hocket.client.server import ServerClient
+from hocket.common.tasks import run_in_thread
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import CollectiveSource, GroupAddress, Health, ReloadRequest, TensorLayout, TensorSpec
+from hocket.protocol import (
+    CollectiveSource,
+    GroupAddress,
+    Health,
+    ReloadRequest,
+    TensorLayout,
+    TensorSpec,
+    manifest,
+    weight_group,
+)
 from hocket.sync.publish import Answer, Delivery
-from hocket.system import run_in_thread
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer

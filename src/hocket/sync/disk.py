@@ -1,7 +1,7 @@
 """Number the weight versions of a run and write them below its folder: weights/v000012 in full, deltas/v000012.
 
 A full version is a Hugging Face model, or a PEFT adapter. Its manifest is of the tensors in the trainer's memory: a
-server also notices what went wrong on writing. A delta has such a manifest, but only what changed (hocket.delta).
+server also notices what went wrong on writing. A delta has such a manifest, but only what changed (protocol/delta.py).
 """
 
 import contextlib
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
-from hocket import delta, manifest, weight_group
+from hocket.common.files import atomic_folder, remove_folder
 from hocket.config import SyncConfig
 from hocket.errors import SyncError, remedy
-from hocket.protocol import TensorSpec
-from hocket.system import atomic_folder, remove_folder
+from hocket.protocol import TensorSpec, delta, manifest, weight_group
 
 FULL_EVERY = 50  # versions; the others are deltas with sync.delta
 KEEP = 2  # newest versions of each kind that stay on the disk: servers may be loading those

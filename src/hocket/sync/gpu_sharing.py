@@ -10,14 +10,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from hocket.client import ServerClient
+from hocket.client.pool import ServerPool
+from hocket.client.server import ServerClient
+from hocket.common.tasks import timed
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.pool import ServerPool
 from hocket.protocol import SleepRequest, WakeRequest
 from hocket.sync.disk import Versions
-from hocket.sync.publish import Delivery, Metrics, Transport
-from hocket.system import timed
+from hocket.sync.publish import Delivery, Transport
+from hocket.types import Metrics
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer

@@ -11,14 +11,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from hocket.client.pool import Member
+from hocket.common.tasks import run_in_thread
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.pool import Member
-from hocket.protocol import GenerateRequest, Health, SamplingParams
+from hocket.protocol import GenerateRequest, SamplingParams
 from hocket.rollout.episode import Transcript
-from hocket.sync.publish import Metrics, Publisher, TrainerTurn
-from hocket.system import run_in_thread
-from hocket.types import Prompt, TrainSample
+from hocket.types import Metrics, Prompt, TrainerTurn, TrainSample
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -167,32 +166,3 @@ def missing_share(before: Answer, now: Answer, noise: float) -> tuple[float, flo
     share = -math.fsum(gaps) / total
     left = ((gap + share * change) / (1 - change / total) for gap, change in zip(gaps, changes, strict=True))
     return share, math.sqrt(math.fsum(one * one for one in left)) / total
-
-
-async def bring_up(
-    publisher: Publisher,
-    check_model: Callable[[Health], None],
-    say: Callable[[str], None],
-    member: Member,
-    health: Health,
-) -> None:
-    """Give a new or returned server the current version. Raise ServerError for another model, SyncError if refused."""
-    if publisher.is_training and publisher.pool.up:
-        member.out = "the trainer is at work"  # the pool asks again soon
-        return
-    async with publisher.lock:
-        if member.session is not None:
-            return  # brought up while this waited for the lock
-        check_model(health)
-        publisher.versions.begin(health.version)
-        metrics = await publisher.deliver([member])
-        if member.session is None:
-            return  # lost: `member.out` has the reason
-        metrics |= await publisher.check([member])
-        if "sync/logprob_gap" not in metrics:
-            return  # lost meanwhile
-    say(
-        f"server {member.url} holds version {publisher.versions.current}: {health.dtype}, "
-        f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s, "
-        f"parameters compared, mean |Δ log-prob| {metrics['sync/logprob_gap']:.1e}"
-    )

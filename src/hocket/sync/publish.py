@@ -10,23 +10,22 @@ parameters or log-probs (proof.py) stop the run.
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from hocket.client import ServerClient
+from hocket.client.pool import Member, ServerPool
+from hocket.client.server import ServerClient
+from hocket.common.tasks import timed
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.pool import Member, ServerPool
-from hocket.protocol import ReloadResponse
+from hocket.protocol import Health, ReloadResponse
 from hocket.sync.disk import Versions
-from hocket.system import timed
+from hocket.types import Metrics, TrainerTurn
 
 if TYPE_CHECKING:
     from hocket.sync.proof import Proof
 
 Answer = ReloadResponse | HocketError  # a failure is a value: the other servers go on
 Answers = dict[ServerClient, tuple[str, Answer]]  # with the checksum of the weights that were sent
-Metrics = dict[str, float]
-TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]
 
 
 class Delivery(NamedTuple):
@@ -121,3 +120,32 @@ class Publisher:
                 except ServerError as error:
                     self.pool.mark_lost(member, str(error))
         return metrics | {"sync/mismatches": self.proof.mismatches - failed}
+
+
+async def bring_up(
+    publisher: Publisher,
+    check_model: Callable[[Health], None],
+    say: Callable[[str], None],
+    member: Member,
+    health: Health,
+) -> None:
+    """Give a new or returned server the current version. Raise ServerError for another model, SyncError if refused."""
+    if publisher.is_training and publisher.pool.up:
+        member.out = "the trainer is at work"  # the pool asks again soon
+        return
+    async with publisher.lock:
+        if member.session is not None:
+            return  # brought up while this waited for the lock
+        check_model(health)
+        publisher.versions.begin(health.version)
+        metrics = await publisher.deliver([member])
+        if member.session is None:
+            return  # lost: `member.out` has the reason
+        metrics |= await publisher.check([member])
+        if "sync/logprob_gap" not in metrics:
+            return  # lost meanwhile
+    say(
+        f"server {member.url} holds version {publisher.versions.current}: {health.dtype}, "
+        f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s, "
+        f"parameters compared, mean |Δ log-prob| {metrics['sync/logprob_gap']:.1e}"
+    )

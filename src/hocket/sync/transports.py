@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hocket.client import ServerClient
+from hocket.client.server import ServerClient
+from hocket.common.tasks import run_in_thread
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, SyncError
 from hocket.protocol import DiskSource, ReloadRequest
 from hocket.sync.disk import Versions, WrittenVersion
 from hocket.sync.publish import Answer, Answers, Delivery, Transport
-from hocket.system import run_in_thread
 
 REST_S = 5.0  # before a version that could not be written is written again: someone may have freed space
 FINAL = ("unreachable", "timeout", "not_held")  # errors that no other way helps against

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from hocket.common.files import write_atomically
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
-from hocket.system import write_atomically
 from hocket.trainer.step import Update
 from hocket.types import COLUMNS, TrainSample
 

@@ -16,12 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hocket import manifest
-from hocket import tokenizer as tokenizers
+from hocket.common.files import atomic_folder
 from hocket.config import LoraConfig
+from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
-from hocket.protocol import AdapterConfig
-from hocket.system import atomic_folder
+from hocket.protocol import AdapterConfig, manifest
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = "default"  # PEFT's name of the only adapter, a part of the parameters' names in memory

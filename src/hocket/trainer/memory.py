@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hocket import system
+from hocket.common import machine
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.batching import pack
@@ -159,7 +159,7 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return system.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return machine.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:

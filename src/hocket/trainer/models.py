@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
+from hocket.common.tasks import seed_of
 from hocket.config import Config, ModelConfig, TrainerConfig
-from hocket.system import seed_of
+from hocket.data import tokenizer as tokenizers
 from hocket.trainer import attention, engine, flops, lora, memory, offload
 from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import Critic, ValueModel

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 from transformers.core_model_loading import revert_weight_conversion
 
-from hocket import manifest
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.protocol import TensorSpec
+from hocket.protocol import TensorSpec, manifest
 from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.kernels import compile_layers, use_liger, use_onednn

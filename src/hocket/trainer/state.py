@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from hocket import tokenizer as tokenizers
+from hocket.common.files import atomic_folder
 from hocket.config import ModelConfig
+from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import AdapterConfig
-from hocket.system import atomic_folder
 from hocket.trainer import lora
 from hocket.trainer.policy import PREFIX, skeleton, unshared, write_model
 

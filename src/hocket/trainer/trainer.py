@@ -12,14 +12,14 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from hocket import manifest, weight_group
-from hocket import tokenizer as tokenizers
 from hocket.algorithm.samples import Measured, is_measured
+from hocket.common.machine import cpu_threads, return_freed_memory
+from hocket.common.tasks import seed_of
 from hocket.config import Config
+from hocket.data import tokenizer as tokenizers
 from hocket.errors import ServerError, TrainerError
 from hocket.observe.metrics import over_updates
-from hocket.protocol import Health, TensorLayout, TensorSpec
-from hocket.system import cpu_threads, return_freed_memory, seed_of
+from hocket.protocol import Health, TensorLayout, TensorSpec, manifest, weight_group
 from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, minibatches, num_positions
 from hocket.trainer.critic import critic_metrics

@@ -1,0 +1,352 @@
+"""Keep track of a run's generation servers: which ones are up, how loaded each is, and when to give up on one.
+
+A server that answers may not work yet: first `bring_up` gives it the current weights. Which turn goes to which server
+is decided in batcher.py.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
+from hocket.common.tasks import cancel
+from hocket.errors import HocketError, ServerError, SyncError, door
+from hocket.protocol import AgentRecord, Health, SamplingParams, SessionRequest, SessionResponse
+
+MAX_LOSSES = 3
+"""Give up on a turn or an episode after it has coincided with this many lost servers; it may be the cause."""
+POLL_S = 0.25
+LOOK_S = 3.0
+LOST_REST_S = 1.0
+BEAT_S = 5.0
+"""Between two heartbeats of a trainer: servers count one that is silent for a minute as gone."""
+FIND_S = 5.0
+"""Between two look-ups of the list of servers."""
+LOOKING_SHARE = 0.1
+"""Share of the time that looking at servers that are out may cost those that work."""
+GONE = frozenset(
+    {"unreachable", "timeout", "cut", "protocol", "other_session", "engine_dead", "reload_failed", "shutting_down"}
+)
+"""Error codes after which a server is out until it has been looked at again."""
+
+
+class Deadline:
+    """When a batch must be generated; time without any server does not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+        self._stops = 0
+        self._stopped_at = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._at - (self._stopped_at if self._stops else time.monotonic()))
+
+    @property
+    def over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.left_s == 0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock during the body; bodies that overlap stop it once."""
+        self._stops += 1
+        if self._stops == 1:
+            self._stopped_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if self._stops == 0:
+                self._at += time.monotonic() - self._stopped_at
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Member:
+    """One server of the pool."""
+
+    server: ServerClient
+    session: str | None = None  # of the server's process that holds the current weights; None: it gets no work
+    in_flight: int = 0  # prompt and completion tokens of its unfinished turns and sessions, at most
+    out: str | None = None  # why it gets no work; None: it does, or has not been looked at
+    left_out: str | None = None  # why it can't be used, as last reported
+    kv_tokens: int = 0  # tokens that its KV cache holds
+    dtype: str = ""  # precision of its engine
+    next_look: float = 0.0  # by time.monotonic, while it is out
+    held: bool = False  # whether it has worked for this trainer
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return self.server.url
+
+    def mark_ready(self, session: str) -> None:
+        """Allow work on the server: its process `session` holds the current weights."""
+        self.session, self.out = session, None
+
+    def mark_out(self, reason: str) -> None:
+        """Give the server no more work until it has been looked at and brought up again."""
+        self.session, self.out = None, reason
+
+
+Find = Callable[[], Awaitable[Sequence[str]]]
+"""Looks up the base URLs of the servers that there are now; raises ServerError where it finds none."""
+BringUp = Callable[[Member, Health], Awaitable[None]]
+"""Gives one server that answers the current weights; raises HocketError if that fails."""
+
+
+@dataclasses.dataclass(eq=False)
+class ServerPool:
+    """The servers of a run. Use it inside one event loop, and as `async with`."""
+
+    urls: dataclasses.InitVar[Sequence[str]]
+    _: dataclasses.KW_ONLY
+    find: Find | None = None  # looks up the list again and again; None: it stays `urls`
+    token: dataclasses.InitVar[str | None] = None  # bearer token of all servers
+    trainer: str | None = None  # id of the trainer that the servers are to work for; None: this is no trainer
+    take_over: bool = False  # take servers from other trainers, once each
+    silence_s: float = 60.0  # a server whose /health is silent for this long is lost
+    start_timeout_s: float = 600.0  # how long to wait while no server is up
+    on_wait: Callable[[str, float], None] = lambda what, seconds: None  # what is waited for, seconds so far
+    say: Callable[[str], None] = lambda line: None  # reports servers that are lost or come back
+
+    def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
+        self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
+        self.members = [Member(self._client(url)) for url in urls]
+        self._not_found = None if self.find is None else "none is found yet"  # why the last look-up found no server
+        self.bring_up: BringUp | None = None  # set by the publisher; None: servers work with the weights they hold
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "ServerPool":
+        if self.find is not None:
+            self.start(self._follow(self.find))
+        if self.trainer is not None:
+            self.start(self._beat())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        while self._tasks:  # a task that ends may start another
+            await cancel([*self._tasks])  # a copy, as they change it
+            await asyncio.sleep(0)  # until they are discarded
+        for member in self.members:
+            await member.server.close()
+
+    async def _beat(self) -> None:
+        """Tell the servers that this trainer lives, however long its steps take."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            beats = [member.server.heartbeat(timeout_s=LOOK_S) for member in self.up]
+            await asyncio.gather(*beats, return_exceptions=True)  # one that is lost shows elsewhere
+
+    async def release(self) -> None:
+        """Leave the servers to other trainers."""
+        held = [member.server for member in self.members if member.held]
+        leaves = [server.heartbeat(timeout_s=LOOK_S, leaving=True) for server in held]
+        await asyncio.gather(*leaves, return_exceptions=True)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run work in a task that leaving the pool cancels."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _follow(self, find: Find) -> None:
+        """Follow the list of servers, beside the work: nothing waits for a look-up."""
+        while True:
+            try:
+                await self._update(await find())
+                self._not_found = None
+            except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on with the servers that it has
+                reason = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
+                if self._not_found is None:
+                    self.say(f"{reason}. Those known so far are kept")
+                self._not_found = reason
+            await asyncio.sleep(FIND_S)
+
+    async def _update(self, urls: Sequence[str]) -> None:
+        """Add servers that have come; drop those that have left and are out.
+
+        One that has left the list but works is kept until it is lost: a scheduler also takes out a server that is slow
+        to say that it is ready, and what it plays need not be lost for that.
+        """
+        known = {member.url for member in self.members}
+        self.members += [Member(self._client(url)) for url in dict.fromkeys(urls) if url not in known]
+        for member in [*self.members]:
+            busy = member.session is not None or member.in_flight or member.next_look == math.inf
+            if member.url not in urls and not busy:
+                self.members.remove(member)
+                self.say(f"server {member.url} has left: {member.out}")
+                await member.server.close()
+
+    @property
+    def up(self) -> list[Member]:
+        """The servers that may be given work."""
+        return [member for member in self.members if member.session is not None]
+
+    async def wait_up(self, *deadlines: Deadline) -> list[Member]:
+        """Bring up every server that has come (back) and return those that may work: at least one, if the pool has any.
+
+        The deadlines are stopped while there is no server. Raises ServerError where none came within start_timeout_s,
+        or one of a fixed list has another model or token.
+        """
+        await self.look_at_all()
+        start = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            for deadline in deadlines if not self.up else ():
+                stack.enter_context(deadline.stopped())
+            while (self.members or self.find) and not self.up:
+                waited, not_found = time.monotonic() - start, self._not_found
+                if waited > self.start_timeout_s:
+                    reasons = [f"{member.url}: {member.out}" for member in self.members]
+                    reasons += [not_found] if not_found else []
+                    raise ServerError(
+                        f"gave up after {waited:.0f} s of waiting for a server ({'; '.join(reasons)}). Start one with "
+                        f"`{door()} serve CONFIG`, correct server.urls or server.discover, or raise "
+                        f"server.start_timeout_s",
+                        code="timeout",
+                    )
+                names = " or ".join(f"{member.url} ({member.out})" for member in self.members)
+                self.on_wait(f"waiting for {names or f'a server ({not_found})'}", waited)
+                await asyncio.sleep(POLL_S)
+                await self.look_at_all()
+        return self.up
+
+    async def look_at_all(self) -> None:
+        """Look at every server that is out and due, and bring it up if it is well. Raise as `wait_up`."""
+        now = time.monotonic()
+        looks = [self._look(member) for member in self.members if member.session is None and now >= member.next_look]
+        for failure in await asyncio.gather(*looks, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    async def _look(self, member: Member) -> None:
+        start, known = time.monotonic(), member.out
+        member.next_look = math.inf  # others that ask for servers meanwhile need not look, too
+        try:
+            if self.trainer is None:
+                health = await member.server.health(timeout_s=LOOK_S)
+            else:
+                take_over = self.take_over and not member.held
+                health = await member.server.heartbeat(timeout_s=LOOK_S, take_over=take_over)
+                member.held = True
+            member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
+            # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
+            if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
+                member.mark_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
+            elif health.status in ("loading", "updating"):
+                member.mark_out(f"it is {health.status}")
+            elif self.bring_up is None:
+                member.mark_ready(health.session)
+            else:
+                await self.bring_up(member, health)
+            if member.session is not None:
+                member.left_out = None
+                if known is not None and len(self.members) > 1:
+                    self.say(f"server {member.url} is there")
+        except (ServerError, SyncError) as error:
+            silent = isinstance(error, ServerError) and error.code == "unreachable"
+            member.mark_out("nothing answers there yet" if silent else str(error))
+            refused, foreign = isinstance(error, SyncError), isinstance(error, ServerError) and error.foreign
+            if refused or foreign:
+                if not (refused and self.up) and not (foreign and self.find):
+                    raise
+                if member.left_out != member.out:  # once, however often it is looked at
+                    member.left_out = member.out
+                    self.say(f"server {member.url} is left out: {error}")
+        finally:
+            now = time.monotonic()
+            rest = 0.0 if member.session else max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
+            member.next_look = now + rest
+
+    def mark_lost(self, member: Member, reason: str) -> None:
+        """Remove a server from dispatch and report it, if it was working."""
+        if member.session is not None:
+            self.say(f"lost server {member.url}: {reason}")
+        member.mark_out(reason)
+        # What it had not finished goes to the others without another look.
+        member.next_look = time.monotonic() + (LOST_REST_S if self.up else 0.0)
+
+    async def watched(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
+        """Run the work of one server; raise ServerError and cancel it once the server's /health has gone silent."""
+        tasks = [asyncio.create_task(work), asyncio.create_task(self._watch(member))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await cancel(tasks)
+
+    async def _watch(self, member: Member) -> None:
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(min(5.0, self.silence_s / 4))
+            with contextlib.suppress(ServerError):
+                await member.server.health(timeout_s=min(HEALTH_TIMEOUT_S, self.silence_s))
+                heard = time.monotonic()
+            if time.monotonic() - heard > self.silence_s:
+                raise ServerError(f"it has not answered for {self.silence_s:g} s", code="timeout")
+
+    @asynccontextmanager
+    async def session(
+        self,
+        sampling: SamplingParams,
+        *,
+        tokens: int,  # counted as in flight
+        deadline: Deadline,  # stopped while there is no server
+        **bounds: Any,  # the other fields of a SessionRequest
+    ) -> AsyncIterator["RecordedSession"]:
+        """Open a session on the server with the fewest tokens in flight; it ends with the body. Raise as `wait_up`."""
+        while True:
+            member = min(await self.wait_up(deadline), key=lambda member: member.in_flight)
+            request = SessionRequest(sampling=sampling, session=member.session, **bounds)
+            member.in_flight += tokens  # at once: sessions that open at the same time go elsewhere
+            try:
+                try:
+                    opened = await member.server.open_session(request, timeout_s=self.silence_s)
+                except ServerError as error:
+                    if error.code not in GONE:
+                        raise
+                    self.mark_lost(member, str(error))
+                    continue
+                session = RecordedSession(self, member, opened)
+                try:
+                    yield session
+                finally:
+                    if session.open:
+                        with contextlib.suppress(ServerError):  # its calls are not needed any more
+                            await session.close()
+                return
+            finally:
+                member.in_flight -= tokens
+
+
+class RecordedSession:
+    """A session on one server of a pool; OpenAI clients use `base_url`, `api_key` and `model`, and are recorded."""
+
+    def __init__(self, pool: ServerPool, member: Member, opened: SessionResponse) -> None:
+        self.base_url = f"{member.url}/sessions/{opened.id}/v1"
+        self.api_key = opened.key  # opens this session alone
+        self.model = opened.model
+        self.open = True
+        self._pool, self._member, self._id = pool, member, opened.id
+
+    async def close(self) -> AgentRecord:
+        """End the session and return its record. Raise ServerError if that is lost."""
+        try:
+            record = await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
+            self.open = False
+            return record
+        except ServerError as error:
+            self.open = False
+            if error.code in GONE:
+                self._pool.mark_lost(self._member, str(error))
+            raise

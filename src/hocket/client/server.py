@@ -1,0 +1,227 @@
+"""Talk to one generation server over HTTP, in few large requests, every wait with a deadline.
+
+httpx slows down with hundreds of requests in flight, so one request carries many prompts and its completions stream
+back as NDJSON, each as soon as it is finished.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import httpx
+import pydantic
+
+from hocket.common.tasks import run_in_thread
+from hocket.errors import ServerError, door
+from hocket.protocol import (
+    AgentRecord,
+    DiskSource,
+    ErrorBody,
+    ErrorResponse,
+    FromTrainer,
+    GenerateRequest,
+    GenerateResponse,
+    Health,
+    HeartbeatRequest,
+    ReloadRequest,
+    ReloadResponse,
+    SessionRequest,
+    SessionResponse,
+    SleepRequest,
+    StreamEnd,
+    StreamLine,
+    WakeRequest,
+)
+from hocket.protocol.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
+
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+# Left to right: pydantic's own choice tries both on each of thousands of lines, and takes three times as long.
+_STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(
+    Annotated[StreamLine | StreamEnd, pydantic.Field(union_mode="left_to_right")]
+)
+HEALTH_TIMEOUT_S = 10.0
+CHUNK_BYTES = 1 << 20
+JSON = {"Content-Type": "application/json"}
+MAX_CONNECTIONS = 64
+"""Of one server; further requests wait for a free one, within their deadlines."""
+
+
+class ServerClient(AbstractAsyncContextManager["ServerClient"]):
+    """One generation server. Use it inside one event loop, and as `async with`."""
+
+    def __init__(
+        self,
+        url: str,  # "http://127.0.0.1:8000"
+        *,
+        token: str | None = None,  # bearer token, where the server wants one
+        trainer: str | None = None,  # id of the trainer that asks
+        transport: httpx.AsyncBaseTransport | None = None,  # replaces the network in tests
+    ) -> None:
+        self.url = url
+        self._trainer = trainer
+        # Control calls have connections of their own: a look at a server's health must not wait behind its rollouts.
+        self._http, self._rollouts = (
+            httpx.AsyncClient(
+                base_url=url,
+                headers={"Authorization": f"Bearer {token}"} if token else {},
+                # A connection idle for longer than the server keeps it would fail at its next use.
+                limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=2.0),
+                timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # each call has one deadline around all of it
+                transport=transport,
+                trust_env=False,  # a company proxy knows nothing of servers on this machine or network
+            )
+            for _ in range(2)
+        )
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+        await self._rollouts.aclose()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connections are closed; every call fails then."""
+        return self._http.is_closed
+
+    async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
+        """Return the server's state. Raises ServerError where it does not answer."""
+        async with self._deadline(timeout_s, "/health"):
+            return _parse(Health, await self._http.get("/health"))
+
+    async def heartbeat(self, *, timeout_s: float, take_over: bool = False, leaving: bool = False) -> Health:
+        """Have the server for this client's trainer, or leave it; return its state. Raises ServerError if refused."""
+        assert self._trainer is not None
+        request = HeartbeatRequest(trainer=self._trainer, take_over=take_over, leaving=leaving)
+        return await self._post("/heartbeat", request, Health, timeout_s)
+
+    async def answers(self) -> bool:
+        """Return whether a server listens there. Raises ServerError where another program does."""
+        try:
+            await self.health()
+        except ServerError as error:
+            if error.code != "unreachable":
+                raise
+            return False
+        return True
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+        """Yield completions as the server finishes them, in any order."""
+        body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
+        async with (
+            self._deadline(timeout_s, "/generate"),
+            self._rollouts.stream("POST", "/generate", content=body, headers=JSON) as response,
+        ):
+            if response.is_error:
+                await response.aread()
+                _raise_for_error(response)
+            async for line in response.aiter_lines():  # ASCII: no text can look like the end of a line
+                item = _STREAM.validate_json(line)
+                if isinstance(item, StreamLine):
+                    yield item
+                elif item.error is not None:
+                    raise ServerError(f"{self.url}/generate broke off: {_text(item.error)}", code=item.error.code)
+                else:
+                    return
+        raise ServerError(f"{self.url}/generate was cut before its end; see the server's log", code="cut")
+
+    async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
+        """Return the whole answer to one request at once."""
+        return await self._post("/generate", request, GenerateResponse, timeout_s)
+
+    async def open_session(self, request: SessionRequest, *, timeout_s: float) -> SessionResponse:
+        """Open a session, whose calls are sampled and recorded."""
+        return await self._post("/sessions", request, SessionResponse, timeout_s)
+
+    async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
+        """Close a session and return its recorded calls."""
+        async with self._deadline(timeout_s, "/sessions"):
+            return _parse(AgentRecord, await self._http.delete(f"/sessions/{name}"))
+
+    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+        """Have the server load a weight version; return what it then holds."""
+        return await self._post("/reload_weights", request, ReloadResponse, timeout_s)
+
+    async def sleep(self, request: SleepRequest, *, timeout_s: float) -> Health:
+        """Have the server's engine leave the GPU; return once it has."""
+        return await self._post("/sleep", request, Health, timeout_s)
+
+    async def wake_up(self, request: WakeRequest, *, timeout_s: float) -> Health:
+        """Have the server's engine come back to the GPU; return once it is there."""
+        return await self._post("/wake_up", request, Health, timeout_s)
+
+    async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
+        """Send the files of a published version under a name; return the name of its DiskSource."""
+        parts = sorted(path.name for path in folder.glob("*.safetensors"))
+        parts += [ADAPTER_FILE] if (folder / ADAPTER_FILE).exists() else []
+        async with self._deadline(timeout_s, "/upload"):
+            for file in (*parts, MANIFEST_FILE, COMPLETE_FILE):  # the last one makes it complete
+                response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
+                uploaded = _parse(DiskSource, response)
+        return uploaded.name
+
+    async def _post(self, route: str, request: FromTrainer, answer: type[M], timeout_s: float) -> M:
+        async with self._deadline(timeout_s, route):
+            return _parse(
+                answer, await self._http.post(route, content=self._signed(request).model_dump_json(), headers=JSON)
+            )
+
+    def _signed(self, request: FromTrainer) -> FromTrainer:
+        return request.model_copy(update={"trainer": self._trainer}) if self._trainer else request
+
+    @asynccontextmanager
+    async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:
+        """Turn transport failures and a passed deadline into a ServerError that names server, route and cause."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as error:
+            raise ServerError(f"{self.url}{route} did not finish in {seconds:g} s", code="timeout") from error
+        except httpx.TransportError as error:
+            cause = str(error) or type(error).__name__
+            raise ServerError(
+                f"can't reach {self.url}{route}: {cause}; start one there: {door()} serve CONFIG",
+                code="unreachable",
+            ) from error
+        except RuntimeError as error:
+            if not self.is_closed:
+                raise
+            raise ServerError(f"can't reach {self.url}{route}: the server has left", code="unreachable") from error
+
+
+def _parse(model: type[M], response: httpx.Response) -> M:
+    if response.is_error:
+        _raise_for_error(response)
+    try:
+        return model.model_validate_json(response.content)
+    except pydantic.ValidationError as error:
+        message = (
+            f"{response.request.url} answered something else than {model.__name__}: is it a hocket server of this "
+            f"version? It said {response.text[:200]!r}"
+        )
+        raise ServerError(message, code="protocol", status=response.status_code) from error
+
+
+def _raise_for_error(response: httpx.Response) -> None:
+    status = response.status_code
+    try:
+        error = ErrorResponse.model_validate_json(response.content).error
+        message, code = _text(error), error.code
+    except pydantic.ValidationError:
+        message, code = repr(response.text[:200]), "protocol"
+    raise ServerError(f"{response.request.url} answered {status}: {message}", code=code, status=status)
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := await run_in_thread(file.read, CHUNK_BYTES):
+            yield chunk
+
+
+def _text(error: ErrorBody) -> str:
+    return f"{error.message} ({error.hint})" if error.hint else error.message

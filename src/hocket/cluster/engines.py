@@ -1,0 +1,158 @@
+"""Write the files that run a config on SLURM, Ray or Kubernetes, and submit them where asked.
+
+hocket schedules nothing: the files are filled in from templates/, and are the user's from then on.
+"""
+
+import json
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+import yaml
+
+from hocket.config import read_settings
+from hocket.errors import ConfigError
+
+SUBMIT = {  # command lines, in the folder of the files
+    "slurm": ["sbatch job.sh"],
+    "ray": ["ray job submit --no-wait -- python3 {folder}/ray_job.py"],
+    "kubernetes": ["kubectl apply -f storage.yaml", "kubectl apply -k ."],
+}
+TOKEN_FILE = "token.env"  # Kubernetes' secret is made of it
+RECORD = ".written.json"  # each file as hocket last wrote it; one that differs has been edited
+HEAD = "# The settings of this run, read by all of its processes; yours to edit.\n"
+
+
+class Layout(NamedTuple):
+    """Say on how many nodes a run is. Each has either servers or ranks, unless one node holds all of them."""
+
+    servers: int
+    gpus_per_server: int  # 0 without GPUs
+    ranks: int  # of one GPU each
+    servers_per_node: int  # at most
+    server_nodes: int
+    ranks_per_node: int  # on each
+    rank_nodes: int
+    num_nodes: int  # in all
+
+    def __str__(self) -> str:
+        """Say what is where."""
+        servers = f"{_count(self.servers, 'server')} of {_count(self.gpus_per_server, 'GPU')}"
+        ranks = _count(self.ranks, "rank")
+        if self.num_nodes == 1:
+            return f"{servers} and {ranks} on one node"
+        return f"{servers} on {_count(self.server_nodes, 'node')}, {ranks} on {_count(self.rank_nodes, 'node')}"
+
+
+def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) -> Layout:
+    """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError for a layout that can't be."""
+    if gpus_per_node == 0 or servers * gpus_per_server + ranks <= gpus_per_node:
+        return Layout(servers, gpus_per_server if gpus_per_node else 0, ranks, servers, 1, ranks, 1, 1)
+    per_node, rank_nodes = gpus_per_node // gpus_per_server, -(-ranks // gpus_per_node)
+    if per_node == 0:
+        raise ConfigError(
+            f"server.tensor_parallel_size={gpus_per_server} exceeds launch.gpus_per_node={gpus_per_node}, and a server "
+            f"can't span nodes: set it to {gpus_per_node} or less"
+        )
+    if ranks % rank_nodes:
+        even = ranks + -ranks % rank_nodes
+        raise ConfigError(
+            f"launch.trainers={ranks} can't be divided equally between the {rank_nodes} nodes that they need with "
+            f"launch.gpus_per_node={gpus_per_node}: set launch.trainers={even}"
+        )
+    nodes = -(-servers // per_node)
+    sizes = (min(servers, per_node), nodes, ranks // rank_nodes, rank_nodes, nodes + rank_nodes)
+    return Layout(servers, gpus_per_server, ranks, *sizes)
+
+
+def render(
+    engine: str, settings: Sequence[str], *, output: Path | None, root: Path, python: str
+) -> tuple[Layout, dict[Path, str]]:
+    """Return the layout and the files, which run in `root`, hocket's checkout, with the interpreter `python`.
+
+    They belong into `output`, by default launch/ENGINE in the run folder. Raise ConfigError where no engine can do it.
+    """
+    given, _ = read_settings(settings)
+    size = given.launch
+    if size.servers is None or size.trainers is None:
+        raise ConfigError(
+            "this machine's GPUs don't say how large the cluster is: set launch.servers and launch.trainers, and "
+            f"launch.gpus_per_node if its nodes don't have {size.gpus_per_node}"
+        )
+    if size.share_gpu:
+        raise ConfigError("launch.share_gpu is for one machine: leave it out, or leave --engine out")
+    layout = lay_out(size.servers, given.server.tensor_parallel_size, size.trainers, size.gpus_per_node)
+    in_pods = engine == "kubernetes"
+    folder = root / (output or given.run_dir / "launch" / engine)
+    name = "hocket-" + re.sub("[^a-z0-9]+", "-", given.run_dir.name.lower()).strip("-")[:40].rstrip("-")
+    run_dir = Path("/hocket/runs", given.run_dir.name) if in_pods else root / given.run_dir
+    added = [f"run.dir={run_dir}", "checkpoint.resume=true"]
+    if engine != "slurm" or layout.num_nodes > 1:
+        place = f"{name}-servers:{given.server.port}" if in_pods else f"{folder}/servers.txt"
+        added += ["server.host=0.0.0.0", f"server.discover={place}"]
+    config, _ = read_settings([*settings, *added])  # refuses now what the job would refuse
+    values = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    values.get("server", {}).pop("token", None)  # the files make one
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("hocket", "cluster/templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {"sh": lambda value: shlex.quote(str(value)), "text": lambda value: json.dumps(str(value))}
+    known = {"layout": layout, "config": config, "folder": folder, "name": name, "python": python, "root": root}
+    files = {folder / "config.yaml": HEAD + yaml.safe_dump(values, sort_keys=False)}
+    for template in templates.list_templates(filter_func=lambda template: template.startswith(f"{engine}/")):
+        files[folder / Path(template).stem] = templates.get_template(template).render(known, run_dir=run_dir)
+    return layout, files
+
+
+def launch(engine: str, settings: Sequence[str], output: Path | None, *, submit: bool, dry_run: bool) -> None:
+    """Write the files of a run and say how to submit them, or do so. Keep those that the user has edited."""
+    if not Path("run.py").exists():
+        raise ConfigError("type this in hocket's checkout, which all nodes see: the job runs run.py there")
+    layout, files = render(engine, settings, output=output, root=Path.cwd(), python=sys.executable)
+    folder = next(iter(files)).parent
+    print(f"{layout}\nfiles: {folder}: {' '.join(sorted(path.name for path in files))}")
+    if dry_run:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / RECORD
+    written = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    edited = []
+    for path, text in files.items():
+        if path.exists() and path.read_text(encoding="utf-8") not in (text, written.get(path.name)):
+            edited.append(path.name)
+        else:
+            path.write_text(text, encoding="utf-8")
+    record.write_text(json.dumps({path.name: text for path, text in files.items()}), encoding="utf-8")
+    if edited:
+        print(f"kept as you have edited it: {' '.join(edited)}; for a fresh one delete it, or name another --output")
+    token = folder / TOKEN_FILE
+    if engine == "kubernetes" and not token.exists():
+        token.touch(mode=0o600)
+        others = "# HF_TOKEN=hf_... for models and data that ask for it\n"
+        token.write_text(f"HOCKET_TOKEN={secrets.token_hex(16)}\n{others}", encoding="utf-8")
+        (folder / ".gitignore").write_text(f"{TOKEN_FILE}\n", encoding="utf-8")
+    lines = [line.format(folder=shlex.quote(str(folder))) for line in SUBMIT[engine]]
+    if not submit:
+        print("\n".join(["read and edit them, then submit:", f"  cd {folder}", *(f"  {line}" for line in lines)]))
+    for line in lines if submit else ():
+        print(f"$ {line}", flush=True)
+        try:
+            status = subprocess.run(shlex.split(line), cwd=folder).returncode
+        except FileNotFoundError as error:
+            raise ConfigError(f"{error.filename} is not installed here: submit from a machine that has it") from error
+        if status:
+            raise ConfigError(f"`{line}` in {folder} ended with status {status}, for the reason above")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

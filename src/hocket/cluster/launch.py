@@ -1,0 +1,289 @@
+"""Start hocket's processes on this machine and end them: the servers and trainer ranks of a run, a server for eval."""
+
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hocket.common import environment
+from hocket.common.files import kind_of
+from hocket.common.machine import holder
+from hocket.common.processes import die_with_parent
+from hocket.config import Config, LaunchConfig
+from hocket.config.sections import listed
+from hocket.errors import ConfigError, ServerError, door
+
+PARENT_VARIABLE = "HOCKET_PARENT_PID"
+STOP_TIMEOUT_S = 15.0
+LONGEST_PROMPT = 80  # characters of one that is shown in a command
+NUM_LINES = 15  # of a server's log, in an error
+
+
+def die_with_launcher() -> bool:
+    """Have the kernel send SIGTERM to this process when the hocket process that started it ends, if one did (Linux)."""
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+        die_with_parent(int(parent), signal.SIGTERM)
+    return parent is not None
+
+
+class Child(subprocess.Popen[bytes]):
+    """Run a hocket command in a process that ends when this one does; without `log` it shares the output."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
+        self.log = log
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") if log is not None else contextlib.nullcontext() as output:
+            self.begin = output.tell() if output else 0  # of its own words: another launch may have written before
+            super().__init__(
+                [sys.executable, *command],
+                env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                start_new_session=True,  # a Ctrl-C in the terminal reaches the parent alone, which stops its children
+            )
+
+    def last_words(self, name: str) -> str:
+        """Return how the process has ended, and the end of its log."""
+        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines() if self.log else []
+        return "\n".join([f"{name} ended with status {self.poll()}; the end of {self.log}:", *lines[-NUM_LINES:]])
+
+    def refuse_dead(self) -> None:
+        """Raise ServerError if the process, a server, has ended."""
+        if self.poll() is not None:
+            raise ServerError(self.last_words("the server"), code="unreachable")
+
+
+def stop(children: Sequence[Child], first: signal.Signals = signal.SIGTERM) -> None:
+    """End processes, all at the same time; STOP_TIMEOUT_S after `first`, their process groups are killed."""
+    for child in children:
+        child.send_signal(first)  # nothing if it has ended
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(STOP_TIMEOUT_S)
+
+
+class Placement(NamedTuple):
+    """Say which GPUs ("0,1"; "" without any) each server and all ranks of a run on this machine use."""
+
+    servers: list[str]
+    ranks: str
+    num_ranks: int
+
+
+def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -> int:
+    """Run servers and trainer ranks on this machine, all stopped at the end; return the ranks' exit status.
+
+    Say first what runs where; with `dry_run` that is all.
+    """
+    logs = config.run_dir / "logs"
+    plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, visible_gpus())
+    ports = free_ports(config.server.host, config.server.port, len(plan.servers))
+    urls = [config.url_at(port) for port in ports]
+    names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
+    arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
+    if plan.ranks and not config.launch.share_gpu:
+        arguments += [f"launch.server_gpus={','.join(plan.servers)}", f"launch.trainer_gpus={plan.ranks}"]
+    serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
+    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{','.join(urls)}]"]
+    print(f"run folder {config.run_dir}, logs in {logs}")
+    if (port := config.server.port) not in ports:
+        print(f"port {port} is in use by {holder(port) or 'another process'}; {ports[0]} is free")
+    for name, url, gpus in zip(names, urls, plan.servers, strict=True):
+        print(f"{name}: {url} on {_where(gpus)}")
+    print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
+    environments = [variables(gpus) for gpus in plan.servers]
+    if dry_run:
+        lines = [_typed(command, env) for command, env in zip(serve, environments, strict=True)]
+        print("by hand:", *lines, _typed(train, variables(plan.ranks), plan.num_ranks), sep="\n")
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: it stops the children, too
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    servers: list[Child] = []
+    try:
+        for name, command, env in zip(names, serve, environments, strict=True):
+            servers.append(Child(command, env=env, log=logs / f"{name}.log"))
+        check = functools.partial(refuse_all_dead, [*servers])
+        return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
+    finally:
+        stop(servers)
+
+
+def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:
+    """Divide the GPUs of this machine between servers and ranks; a single one is for both sides.
+
+    Where the settings say nothing, servers of `size` GPUs each get half of them. Raise ConfigError where they are too
+    few, or where sync.backend `nccl` would have to connect two processes on one GPU.
+    """
+    if not gpus:
+        return Placement([""] * (settings.servers or 1), "", settings.trainers or 1)
+    ours, theirs = map(listed, (settings.server_gpus, settings.trainer_gpus))
+    if not (ours or theirs or settings.share_gpu or len(gpus) == 1):
+        left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
+        ours = [*gpus[: size * (settings.servers or max(1, left // size))]]
+    together = gpus if settings.share_gpu or len(gpus) == 1 else ()
+    ours = ours or [*together] or [gpu for gpu in gpus if gpu not in theirs]
+    theirs = theirs or [*together] or [gpu for gpu in gpus if gpu not in ours]
+    num_servers = settings.servers or (1 if settings.share_gpu else max(1, len(ours) // size))
+    num_ranks = settings.trainers or (1 if settings.share_gpu else max(1, len(theirs)))
+    for number, needed, found, what in (
+        (num_servers, num_servers * size, ours, "launch.servers"),
+        (num_ranks, num_ranks, theirs, "launch.trainers"),
+    ):
+        if needed > len(found):
+            raise ConfigError(
+                f"{what}={number} needs {needed} GPUs, and of this machine's {len(gpus)} it has {len(found)}: lower "
+                "it, server.tensor_parallel_size, or the number of the other side"
+            )
+    servers = [",".join(ours[number * size : (number + 1) * size]) for number in range(num_servers)]
+    shared = sorted(set(ours[: num_servers * size]) & set(theirs[:num_ranks]))
+    if shared and backend == "nccl":
+        raise ConfigError(
+            f"GPU {shared[0]} has a server and a trainer, which NCCL can't connect: give them GPUs of their own "
+            "(launch.server_gpus, launch.trainer_gpus), or let them share it: launch.share_gpu=true sync.backend=disk"
+        )
+    return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on the CPU build."""
+    if os.environ.get("HOCKET_DEVICE", "").lower() == "cpu":
+        return []
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), listed(chosen))]  # as CUDA reads it
+    if "cuda" not in environment.builds():
+        return []
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, stdout=subprocess.PIPE, check=True, text=True, timeout=60.0)
+    except (OSError, subprocess.SubprocessError):  # there is no driver; `doctor` says more
+        return []
+    return found.stdout.split()
+
+
+def run_ranks(
+    command: Sequence[str], size: int, *, env: Mapping[str, str], check: Callable[[], None], logs: Path | None = None
+) -> int:
+    """Run a command as `size` ranks, as torchrun would (whose workers outlive it where it is killed).
+
+    Return 0 once all have ended well, or the exit status of the first rank that failed; then the others are stopped.
+    `check` is called several times a second; an error from it ends the ranks. Ranks above 0 write to rank_N.log in
+    `logs`.
+    """
+    together = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    together["MASTER_PORT"] = str(free_port("127.0.0.1", 0))
+    ranks: list[Child] = []
+    try:
+        for rank in range(size):
+            own = {**env, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(Child(command, env=own, log=logs / f"rank_{rank}.log" if logs and rank else None))
+        while True:
+            statuses = [child.poll() for child in ranks]
+            for number, child in enumerate(ranks):
+                if child.returncode:
+                    if child.log is not None:  # the others print into this process's output
+                        print(child.last_words(f"rank {number}"), file=sys.stderr)
+                    return child.returncode if child.returncode > 0 else 128 - child.returncode  # as a shell says it
+            if None not in statuses:
+                return 0
+            check()
+            time.sleep(0.2)
+    finally:
+        stop(ranks[:1], signal.SIGINT)  # it closes the run, and releases the others, which have nothing to close
+        stop(ranks[1:])
+
+
+def refuse_all_dead(servers: list[Child]) -> None:
+    """Report servers that have ended, and leave them out; raise ServerError for the last one."""
+    for server in [*servers]:
+        try:
+            server.refuse_dead()
+        except ServerError as error:
+            if len(servers) == 1:
+                raise
+            servers.remove(server)
+            print(f"{error}\nservers that are left: {len(servers)}", flush=True)
+
+
+def variables(gpus: str) -> dict[str, str]:
+    """Return the variables that give a process its GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+
+
+def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
+    """Return the line that runs a command of hocket, as several ranks where asked, from a shell in this folder."""
+    program = [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command  # it finds hocket
+    if num_ranks > 1:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]
+    return " ".join([*(f"{name}={value}" for name, value in env.items()), shlex.join([sys.executable, *program])])
+
+
+def _where(gpus: str) -> str:
+    return f"GPU {gpus}" if gpus else "the CPU"
+
+
+def unused(run_dir: Path) -> Path:
+    """Return the folder, or the first of folder-2, folder-3, ... that does not exist."""
+    others = (run_dir.with_name(f"{run_dir.name}-{i}") for i in itertools.count(2))
+    return next(folder for folder in itertools.chain([run_dir], others) if not folder.exists())
+
+
+def free_port(host: str, wanted: int) -> int:
+    """Return the wanted port, or another free one where it is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:  # another error the server will explain
+            return free_port(host, 0) if error.errno == errno.EADDRINUSE else wanted or 8000
+        return int(probe.getsockname()[1])
+
+
+def free_ports(host: str, first: int, number: int) -> list[int]:
+    """Return `number` ports from `first` on; other free ones replace those that are taken."""
+    ports: list[int] = []
+    for wanted in range(first, first + number):
+        port = free_port(host, wanted if wanted < 1 << 16 else 0)
+        while port in ports:
+            port = free_port(host, 0)
+        ports.append(port)
+    return ports
+
+
+def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
+    """Return commands that fit the run that has ended: the same again by hand, and the use of its newest version."""
+    run = door()
+    given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
+    model, more, merge = max(run_dir.glob("weights/v*")), list[str](), ""
+    if kind_of(model) == "adapter":
+        merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
+        model, more = run_dir / "model", ["model.lora=null"]
+    rollouts = max(run_dir.glob("rollouts/step_*.jsonl"), default=None)
+    prompt = json.loads(rollouts.read_text(encoding="utf-8").split("\n")[0])["prompt"] if rollouts else ""
+    prompt = prompt if 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable() else "PROMPT"
+    again, use = shlex.join([*given, f"run.dir={unused(run_dir)}"]), shlex.join([*given, f"model.path={model}", *more])
+    return f"""
+The same in two terminals:     {run} serve {again}
+                               {run} train {again}
+{merge}Use the trained policy:        {run} serve {use}
+                               {run} generate {shlex.join([*given, "-p", prompt])}
+"""

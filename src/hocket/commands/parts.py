@@ -1,0 +1,263 @@
+"""Make the parts of a run from its configuration; commands.py brings them together."""
+
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hocket.client.batcher import Batcher
+from hocket.client.discover import find_servers
+from hocket.client.pool import Member, ServerPool
+from hocket.client.server import ServerClient
+from hocket.cluster.launch import Child, stop, variables, visible_gpus
+from hocket.config import Config, DataConfig
+from hocket.data import tokenizer as tokenizers
+from hocket.data.curriculum import bind
+from hocket.data.prompts import Renderer, load_prompts
+from hocket.data.stream import PromptStream
+from hocket.envs import Agent
+from hocket.envs import base as environments
+from hocket.errors import ConfigError
+from hocket.observe.console import SHORT, Console
+from hocket.observe.metrics import SUSPICIOUS
+from hocket.observe.run_folder import trainer_id
+from hocket.protocol import Health
+from hocket.rewards.scorer import RewardCalls, RewardScorer
+from hocket.rollout.agents import Agents
+from hocket.rollout.collect import Play
+from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
+from hocket.rollout.evaluate import EVAL_STEP, Evaluation
+from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
+from hocket.sync.disk import Versions
+from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
+from hocket.sync.proof import Proof
+from hocket.sync.publish import Publisher, Transport, bring_up
+from hocket.sync.transports import DiskTransport, WithFallback
+from hocket.types import Prompt, TrainerTurn
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
+
+PROOF_PROMPTS = 16
+NUM_SHOWN = 2  # prompts, at the start
+NO_ROWS = "eval.data names no held-out rows: set its source or, of a hub dataset, its split"
+
+
+class Parts:
+    """Makes the parts that train, rollout and eval have in common."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self.config, self.console = chosen(config), console
+        self.tokenizer = tokenizers.load(config.model.path)
+        self.environment = environments.bind(config.env.name, config.env.model_extra or {})
+        self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
+        self.needed = 0  # tokens of the longest prompt that is trained on, and of a completion
+
+    def trainer(self, stack: ExitStack) -> "Trainer":
+        """Load the model into a trainer, which ends with the stack."""
+        from hocket.trainer.trainer import Trainer
+
+        self.console.doing(f"loading {self.config.model.path} into the trainer")
+        return stack.enter_context(Trainer(self.config))
+
+    def limit(self, trainer: "Trainer") -> None:
+        """Let no episode outgrow a micro-batch. Raise ConfigError where a turn on the longest prompt may."""
+        size = trainer.micro_batch_tokens + 1  # the last token is only predicted
+        self.longest = min(self.longest, size)
+        if size < self.needed and self.config.pipeline.replay is None:
+            advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
+            raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
+
+    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
+        """Return the prompts of a source that are short enough, and say how many were not."""
+        made = self.environment()
+        thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
+        setting = "eval.max_tokens" if max_tokens else "rollout.max_tokens"
+        room = self.longest - thought - (max_tokens := max_tokens or self.config.rollout.max_tokens)
+        if room < 1:
+            before = f", behind env.thinking_tokens={thought}," if thought else ""
+            raise ConfigError(f"{setting}={max_tokens}{before} leaves no prompt room in {self.longest_by}: lower it")
+        tools = made.toolbox.tools if made.toolbox else ()
+        prompts, num_dropped, longest = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=tools)
+        limit, fits = min(room, data.max_prompt_tokens or room), self.longest - thought - longest
+        advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.longest_by} is too short for it"
+        advice = f"{data.section}.max_prompt_tokens={limit} leaves them out" if limit < room else advice
+        too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
+        if num_dropped:
+            self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} {too_long}")
+        if what == "train":
+            self.needed = max((len(prompt.token_ids) for prompt in prompts), default=0) + thought + max_tokens
+        for prompt in prompts[:NUM_SHOWN] if what == "train" else ():
+            seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
+            self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
+        if not prompts:
+            raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
+        return prompts
+
+    def held_out(self) -> Sequence[Prompt]:
+        """Return the prompts of the evaluation; empty where there is none, and say it where rows are missing."""
+        data, settings = self.config.held_out_data, self.config.eval
+        if data is not None:
+            return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts]
+        if settings.num_prompts:
+            self.console.say(f"nothing is evaluated: {NO_ROWS}")
+        return ()
+
+    def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
+        """Return the stream that draws the prompts of the batches."""
+        curriculum, size = self.config.curriculum, self.config.rollout.prompts_per_step
+        seed, retire_after = self.config.trainer.seed, curriculum.retire_after
+        return PromptStream(prompts, seed, bind(curriculum), retire_after=retire_after, prompts_per_step=size)
+
+    def play(self, servers: ServerPool) -> Play:
+        """Return how episodes are played on these servers: single turns, turns with an environment, or agents."""
+        made, env = self.environment(), self.config.env
+        ask = Batcher(servers, tools=made.toolbox).ask
+        # Prompts leave room for a turn, and the engine queues turns itself.
+        if type(made) is environments.SingleTurn and not made.thinking_tokens:
+            return partial(single_turn, ask=ask)
+        limits = Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s)
+        budget = TokenBudget(lambda: sum(member.kv_tokens for member in servers.members))
+        if isinstance(made, Agent):
+            return Agents(agent=made, pool=servers, limits=limits, decode=self.tokenizer.decode, budget=budget).play
+        renderer = Renderer(self.config.data, self.tokenizer, made.toolbox.tools if made.toolbox else ())
+        return lambda prompt, seat: Episode(prompt, seat, self.environment, ask, renderer, limits, budget).play()
+
+    def pipeline(self, new_batch: NewBatch) -> Pipeline:
+        """Return the pipeline of the batches that `new_batch` gathers."""
+        config, trainer, ahead = self.config.rollout, self.config.trainer, int(self.config.pipeline.max_staleness)
+        oversampling = self.config.algorithm.oversampling
+        plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
+        return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
+
+    def evaluation(self, prompts: Sequence[Prompt], play: Play, calls: RewardCalls) -> Evaluation:
+        """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
+        config, settings = self.config, self.config.eval
+        seed, temperature = config.trainer.seed, settings.temperature
+        return Evaluation(
+            prompts=prompts,
+            play=play,
+            scorer=RewardScorer(calls, [config.eval_reward]),
+            reward=config.eval_reward,
+            samples=settings.samples,
+            sampling=sampling_params(
+                config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens
+            ),
+            timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),
+            max_error_rate=config.rewards.max_error_rate,
+        )
+
+    def publisher(
+        self, stack: ExitStack, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt]
+    ) -> Publisher:
+        """Choose the way of the weights, which ends with the stack, and have the pool bring up servers with it."""
+        from hocket.sync.collective import CollectiveTransport
+
+        config, say = self.config, self.console.say
+        versions = Versions(config.run_dir, trainer, config.sync)
+        disk = DiskTransport(versions, config.sync_root, config.sync, say)
+        transport: Transport = disk
+        turn: TrainerTurn = own_gpu
+        if config.launch.share_gpu:
+            transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=config.model.lora is not None)
+            turn = transport.trainer_turn
+        elif config.sync.backend == "nccl" and config.pipeline.replay is None:
+            fast = CollectiveTransport(trainer, config.sync)
+            stack.callback(fast.close)
+            transport = WithFallback(fast, disk, say)
+        proof = Proof(
+            prompts=prompts[:PROOF_PROMPTS],
+            trainer=trainer,
+            rollout=config.rollout,
+            sync=config.sync,
+            trainer_turn=turn,
+            say=say,
+            alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
+        )
+        publisher = Publisher(versions=versions, pool=servers, transport=transport, proof=proof, trainer_turn=turn)
+        servers.bring_up = partial(bring_up, publisher, trainer.check_same_model, say)
+        return publisher
+
+    @asynccontextmanager
+    async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
+        """Give the servers that the config names with their weights, or one of model.path, started if none answers."""
+        server, model = self.config.server, self.config.model.path
+        named = bool(server.urls or server.discover)
+
+        async def check(member: Member, health: Health) -> None:
+            serves = f"the server at {member.url} serves {health.model}"
+            if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
+                raise ConfigError(f"{serves}, whose tokenizer is not that of model.path={model}; name the same model")
+            if not named and Path(health.model).resolve() != Path(model).resolve():
+                advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
+                raise ConfigError(f"{serves}, not model.path={model}; {advice}")
+            self.console.say(f"{serves}, version {health.version}")
+            member.mark_ready(health.session)
+
+        with ExitStack() as stack:
+            waiting = self.console.doing if await answers(self.config) else self.own_server(stack, arguments)
+            async with pool_of(self.config, on_wait=waiting, say=self.console.say) as servers:
+                servers.bring_up = check
+                await servers.wait_up()
+                yield servers
+
+    def own_server(self, stack: ExitStack, arguments: Sequence[str]) -> Callable[[str, float], None]:
+        """Start a server of model.path, which ends with the stack; return what is to be called while waiting for it."""
+        config, log = self.config, self.config.run_dir / "logs" / "server.log"
+        self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")
+        env = variables(config.launch.server_gpus or "") | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        child = Child(["-m", "hocket", "serve", *arguments], env=env | {"HOCKET_TOKEN": config.token or ""}, log=log)
+        stack.callback(stop, [child])
+
+        def waiting(what: str, waited_s: float) -> None:
+            child.refuse_dead()
+            self.console.doing(what, waited_s)
+
+        return waiting
+
+
+async def answers(config: Config) -> bool:
+    """Return whether the config names its servers, or one answers where this config would start it."""
+    async with ServerClient(config.own_url, token=config.token) as server:
+        return bool(config.server.urls or config.server.discover) or await server.answers()
+
+
+def chosen(config: Config) -> Config:
+    """Return the config with each `auto` replaced by what it is here; micro-batches are measured on a GPU, later."""
+    pipeline, sync, apart = config.pipeline, config.sync, bool(visible_gpus()) and config.gpus_apart
+    trainer = config.trainer if visible_gpus() else config.trainer.unmeasured()
+    if pipeline.max_staleness == "auto":
+        pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
+    if sync.backend == "auto":
+        sync = sync.model_copy(update={"backend": "nccl" if apart and not sync.delta else "disk"})
+    return config.model_copy(update={"trainer": trainer, "pipeline": pipeline, "sync": sync})
+
+
+async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
+    """Wait for a server that may be on this GPU, on every rank before it takes any; put it to sleep to share the GPU.
+
+    vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
+    """
+    if config.launch.share_gpu or (config.pipeline.replay is None and visible_gpus() and not config.gpus_apart):
+        async with pool_of(config, trainer_id(config.run_dir), **tell) as servers:
+            await servers.wait_up()
+            if config.launch.share_gpu:
+                await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
+
+
+def pool_of(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
+    """Return the pool of the configured servers; `trainer`: the id under which a run takes them."""
+    server = config.server
+    return ServerPool(
+        config.server_urls,
+        find=partial(find_servers, server.discover) if server.discover is not None else None,
+        token=config.token,
+        trainer=trainer,
+        take_over=config.sync.take_over,
+        silence_s=server.silence_s,
+        start_timeout_s=server.start_timeout_s,
+        **tell,
+    )

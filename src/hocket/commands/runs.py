@@ -1,0 +1,353 @@
+"""The commands that bring hocket's parts together in this process: train, rollout, eval, export and select."""
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hocket.client.discover import find_servers
+from hocket.client.pool import ServerPool
+from hocket.cluster.launch import free_port
+from hocket.commands.parts import Parts, answers, chosen, clear_gpu, pool_of
+from hocket.common import machine, tasks
+from hocket.common.files import kind_of, newest_version, write_atomically
+from hocket.common.registry import load_plugins
+from hocket.config import Config, load, read_settings
+from hocket.data.prompts import columns_of
+from hocket.data.sources import read_rows
+from hocket.envs import Agent
+from hocket.envs import base as environments
+from hocket.errors import ConfigError, DataError, ServerError, SyncError, door
+from hocket.observe.console import SHORT, Console
+from hocket.observe.owner import owning
+from hocket.observe.run_folder import RunFolder, lines_of, read_lines, rollout_of, trainer_id
+from hocket.protocol import Health
+from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
+from hocket.rollout.collect import collect
+from hocket.rollout.episode import Transcript
+from hocket.rollout.pipeline import Replay
+from hocket.trainer import checkpoints
+from hocket.trainer.checkpoints import Checkpoints, Saved
+from hocket.types import OnStep, Rollout, Score
+
+if TYPE_CHECKING:
+    from hocket.loop import Run
+
+SFT_RATE = 1e-5  # learning rate of demonstrations, at least
+NO_UPDATE = 3  # exit status of a run in which no step updated the weights
+
+
+def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None) -> int:
+    """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
+
+    With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. `on_step` ends the
+    run by True. Return the exit status. Raise HocketError for the first fault.
+    """
+    load_plugins(config.plugins)
+    machine.bound_nccl(config.sync.bucket_timeout_s)
+    config = chosen(config)  # the same on all ranks; and config.yaml says what is
+    if int(os.environ.get("RANK", "0")) > 0:
+        from hocket.trainer.trainer import Trainer
+
+        if not dry_run:
+            tasks.run(clear_gpu(config))
+        Trainer(config).follow()
+        return 0
+    with Console(config.trainer.steps) as console, ExitStack() as stack:
+        if dry_run:
+            _check(Parts(config, console), stack)
+            return 0
+        stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume))
+        saved = checkpoints.find(config, console.say)
+        if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
+            summary = tasks.run(_train(_run(config, saved, console, stack, serve, on_step)))
+            console.finish(config.run_dir)
+            return 0 if summary["updated"] else NO_UPDATE
+        console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
+            Parts(config, console).trainer(stack)
+        return 0
+
+
+def _check(parts: Parts, stack: ExitStack) -> None:
+    """Say what a run would use: data, rewards, template, model, memory, and servers where they answer."""
+    config, say = parts.config, parts.console.say
+    calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
+    prompts = parts.prompts("train", config.data)
+    say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
+    parts.stream(prompts)
+    first = prompts[0]
+    answer = Transcript(first.token_ids, first.opening)
+    answer.text = ("a thought\n</think>\n\n" if first.opening.strip() == "<think>" else "") + (first.answer or "")
+    rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
+    (score,) = asyncio.run(RewardScorer(calls, config.rewards.functions).score_group([rollout]))
+    gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
+    what = "reference answer" if first.answer else "empty answer"
+    say(f"the {what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
+
+    async def look() -> dict[str, Health | None]:
+        urls: Sequence[str] = config.server_urls
+        if config.server.discover is not None:
+            try:
+                urls = await find_servers(config.server.discover)
+            except ServerError as error:  # there is none yet
+                say(str(error))
+        async with ServerPool(urls, token=config.token) as servers:
+            members = servers.members
+            return {one.url: await one.server.health() if await one.server.answers() else None for one in members}
+
+    found = asyncio.run(look())
+    if config.launch.share_gpu and any(found.values()):
+        raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which loads the model")
+    trainer = parts.trainer(stack)
+    parts.limit(trainer)
+    say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
+    for url, health in found.items():
+        if health is None:
+            say(f"no server answers at {url} yet; start one with: {door()} serve CONFIG")
+        else:
+            trainer.check_same_model(health)
+            say(f"server {url} has the same model and tokenizer")
+    failed = f"the {what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
+    say(failed if score.error else "nothing stands in the way of a run")
+
+
+async def _train(run: "Run") -> dict[str, Any]:
+    async with run.servers:
+        try:
+            await run.scorer.set_up()
+            summary = await run.train()
+            if (step := run.folder.last_step) > run.checkpoints.last:  # on_step has ended it
+                async with run.publisher.training(publishes=False):
+                    await tasks.run_in_thread(run.checkpoints.copy, step, last=True)
+                run.checkpoints.complete(step, run.folder.history[-1])
+            return summary
+        except SyncError as error:
+            raise SyncError(f"step {run.folder.last_step + 1}: {error}") from error
+        finally:
+            await run.servers.release()
+
+
+def _run(
+    config: Config, saved: Saved | None, console: Console, stack: ExitStack, serve: bool, on_step: OnStep
+) -> "Run":
+    """Bring the parts together; first rewards and data, whose faults show before any model is loaded."""
+    calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
+    parts = Parts(config, console)
+    prompts, held_out = parts.prompts("train", config.data), parts.held_out()
+    stream = parts.stream(prompts)
+    folder = stack.enter_context(RunFolder(config))
+    tell: dict[str, Callable[..., None]] = {"on_wait": console.doing, "say": console.say}
+    if serve and config.pipeline.replay is None and not tasks.run(answers(config)):
+        tell["on_wait"] = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
+    tasks.run(clear_gpu(config, **tell))
+    trainer = parts.trainer(stack)
+    from hocket.algorithm.kl import KlController
+    from hocket.algorithm.samples import shape
+    from hocket.loop import Run
+    from hocket.trainer.state import SavedTensors
+
+    if saved is not None:
+        trainer.restore(SavedTensors(saved.folder), saved.trainer)
+    parts.limit(trainer)
+    console.say(trainer.memory)
+
+    replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
+    if not (saved or replay):
+        folder.ledger(0, [{"num_prompts": len(prompts)}])
+    servers = ServerPool(()) if replay else pool_of(config, trainer_id(config.run_dir), **tell)
+    publisher = parts.publisher(stack, trainer, servers, prompts)
+    kl = KlController(config.algorithm)
+    kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
+    if saved is not None:
+        saved.restore(kept)
+    play = parts.play(servers)
+    return Run(
+        config=config,
+        trainer=trainer,
+        servers=servers,
+        stream=stream,
+        play=play,
+        scorer=RewardScorer(calls, config.rewards.functions),
+        shape=partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
+        batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
+        evaluation=parts.evaluation(() if replay else held_out, play, calls),
+        publisher=publisher,
+        kl=kl,
+        folder=folder,
+        console=console,
+        on_step=on_step,
+        checkpoints=stack.enter_context(Checkpoints(config, trainer.state, kept, last=saved.step if saved else 0)),
+    )
+
+
+def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
+    """Return the eval/* metrics of the servers that the config names, or of a model or checkpoint in an own server."""
+    load_plugins(config.plugins)
+    with ExitStack() as stack:
+        if kind_of(Path(config.model.path)) == "checkpoint":
+            if config.server.urls or config.server.discover:
+                raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
+            model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
+            export(Path(config.model.path), Path(model), base=None)
+            port = free_port(config.server.host, 0)  # a server at server.port has another model
+            config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
+        console = stack.enter_context(Console(0, stderr=True))
+        calls = stack.enter_context(RewardCalls(config.rewards, [config.eval_reward]))
+        parts = Parts(config, console)
+        held_out = parts.held_out()
+        if not held_out:
+            raise ConfigError("nothing to evaluate: set eval.num_prompts, and eval.data.source to held-out rows")
+
+        async def run() -> dict[str, float]:
+            await calls.set_up()  # before a server is started
+            async with parts.servers_as_they_are(arguments) as servers:
+                console.say(f"evaluating on {len(held_out)} prompts")
+                metrics, groups = await parts.evaluation(held_out, parts.play(servers), calls).run("eval")
+            path = config.run_dir / "rollouts" / "eval.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, lines_of(groups))
+            console.say(f"completions and their scores: {path}")
+            return metrics
+
+        return asyncio.run(run())
+
+
+def roll_out(config: Config, arguments: Sequence[str]) -> None:
+    """Play and score the batches of trainer.steps steps with the servers' weights, into the run folder."""
+    load_plugins(config.plugins)
+    with (
+        Console(config.trainer.steps) as console,
+        owning(config.run_dir, console.say, wait=False),
+        RewardCalls(config.rewards, config.rewards.functions) as calls,
+    ):
+        checkpoints.make_room(config.run_dir, console.say)
+        parts = Parts(config, console)
+        stream = parts.stream(parts.prompts("train", config.data))
+
+        async def run() -> None:
+            await calls.set_up()  # before a server is started
+            async with parts.servers_as_they_are(arguments) as servers:
+                play, scorer = parts.play(servers), RewardScorer(calls, config.rewards.functions)
+                async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
+                    for step in range(1, config.trainer.steps + 1):
+                        batch = await batches.batch(step)
+                        folder.rollouts(f"step_{step:06d}", batch.groups)
+                        refuse_failing(batch.groups, config.rewards.max_error_rate)
+                        folder.finish(step, batch.metrics)
+                        console.step(step, batch.metrics)
+
+        with RunFolder(config) as folder:
+            asyncio.run(run())
+    print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
+
+
+def score_samples(config: Config, file: Path) -> int:
+    """Print the rewards of the completions in a file, and what a call takes; return how many failed, at most 1.
+
+    Groups are those of a run's rollouts, or rows of one prompt and answer.
+    """
+    load_plugins(config.plugins)
+    groups: dict[str, list[Rollout]] = {}
+    for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
+        try:
+            columns = columns_of(row)
+            own = {"group_id", "prompt_id", "parts"} <= columns.keys()
+            rollout = rollout_of(columns, place, None if own else config.data)
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{place} is no sample: {error}") from error
+        prompt = rollout.prompt
+        group = columns["group_id"] if own else repr((prompt.text, prompt.messages, prompt.answer))
+        groups.setdefault(group, []).append(rollout)
+
+    async def score() -> list[Score]:
+        return [one for group in groups.values() for one in await scorer.score_group(group)]
+
+    with RewardCalls(config.rewards, config.rewards.functions) as calls:
+        scorer = RewardScorer(calls, config.rewards.functions)
+        scores = asyncio.run(score())
+    for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
+        print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
+        for line in one.note.splitlines():
+            print("   ", "".join(filter(str.isprintable, line)))  # it may be what a program wrote
+    for name, seconds in calls.seconds.items():
+        took = f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms" if seconds else "none"
+        print(f"calls of {name}: {took} (the first of a process loads it)")
+    failed = sum(one.error is not None for one in scores)
+    print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
+    return int(failed > 0 or not scores)
+
+
+def export(folder: Path, output: Path, *, base: str | None) -> None:
+    """Write a model from a checkpoint or a published adapter; `base` is the model it began with, if that has moved."""
+    from hocket.trainer import lora, state
+
+    folder = Path(newest_version(str(folder)))
+    kind = kind_of(folder)
+    if kind == "adapter":
+        return lora.merge(folder, output, base=base)
+    if kind == "model":
+        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers, as it is")
+    if kind != "checkpoint":
+        wanted = "RUN/checkpoints/step_N, or RUN/weights/vN of a run with model.lora"
+        raise ConfigError(f"{folder} is neither a checkpoint nor an adapter; name {wanted}")
+    saved = checkpoints.read(folder)
+    base = base or saved.config["model"]["path"]
+    state.export(folder, output, base=base, dtype=saved.trainer["dtype"], adapter=saved.trainer["adapter"])
+
+
+def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
+    """Write the best rollouts of each prompt, the newest of equal ones, as rows for sft; return what they are.
+
+    `min_reward` is by default the mean. Rollouts without a score, and those that were cut off, are never chosen.
+    """
+    if per_prompt < 1:
+        raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
+    config = load(run / "config.yaml", [])
+    load_plugins(config.plugins)
+    made = environments.bind(config.env.name, config.env.model_extra or {})()
+    if isinstance(made, Agent):
+        raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
+    tools = {"tools": made.toolbox.tools} if made.toolbox else {}
+    files = sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True)
+    rows = [_demonstration(row, tools) for path in files for row in read_lines(path)]
+    told = sorted(filter(None, rows), key=lambda row: -row["reward"])
+    least = min_reward if min_reward is not None else fmean([row["reward"] for row in told] or [0.0])
+    best: dict[str, dict[str, Any]] = {}  # of each prompt: text → row
+    for row in told:
+        if row["reward"] >= least:
+            best.setdefault(row["prompt_id"], {}).setdefault(repr(row.get("messages") or row["response"]), row)
+    chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
+    if not chosen:
+        highest = f"the highest is {told[0]['reward']:g}" if told else f"of {len(rows)}, none has a score and an end"
+        raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: {highest}")
+    write_atomically(output, "".join(json.dumps(row) + "\n" for row in chosen))
+    mean, plain = fmean(row["reward"] for row in chosen), "" if "messages" in chosen[0] else " data.chat_template=false"
+    rate = max(config.trainer.learning_rate, SFT_RATE)
+    more = f"{plain} sft.epochs=3 trainer.learning_rate={rate:g} run.dir=NEW"
+    command = f"{door()} sft data.source={output} model.path={config.model.path}{more}"
+    share = f"{len(chosen)} of {len(rows)} rollouts, of {len(best)} prompts"
+    return f"{output}: {share}; rewards from {least:.3g}, mean {mean:.3g}\nto train on them: {command}"
+
+
+def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rollout as a row for sft; {} without a score or an end, or where no message stands between its turns."""
+    if "messages" not in row:
+        raise ConfigError("these rollouts are of an earlier version, which kept no messages; roll out once more")
+    said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+    roles = [message["role"] for message in said]
+    is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
+    if row["reward"] is None or row["finish_reason"] != "stop" or not is_chat:
+        return {}
+    known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
+    if row["messages"] is None:
+        return {"prompt": row["prompt"], "response": row["completion"], **known}
+    return {"messages": [*row["messages"], *said], **tools, **known}

@@ -1,0 +1,95 @@
+"""Write files and folders atomically; say what is in a folder. Standard library only."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Sync a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content; a reader sees the old or the new one, never a part."""
+    partial = partial_of(path)
+    with naming(path):
+        try:
+            partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+            os.replace(partial, path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError of the body: where a write fails, Python does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
+
+
+def kind_of(folder: Path) -> str:
+    """Return what is in a folder: "model" or "adapter" (a version is one of them), "checkpoint", "run", or ""."""
+    marks = (("config.json", "model"), ("adapter_config.json", "adapter"), ("state.json", "checkpoint"))
+    return next((kind for name, kind in (*marks, ("metrics.jsonl", "run")) if (folder / name).is_file()), "")
+
+
+def newest_version(path: str) -> str:
+    """Return the newest version of a run folder, or what sft has made in it; a path that is none as it is."""
+    folder = Path(path)
+    made = [*folder.glob("model/config.json"), *sorted(folder.glob("weights/v*/COMPLETE"))]
+    return str(made[-1].parent) if made and kind_of(folder) == "run" else path
+
+
+def partial_of(path: Path) -> Path:
+    """Return the hidden name under which a file or folder is written until it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `path` after the body (`complete_folder`); a failing body leaves nothing."""
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        complete_folder(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def complete_folder(path: Path) -> None:
+    """Sync the partial folder of `path` to the disk and rename it to `path`, in place of an older folder."""
+    partial, old = partial_of(path), path.with_name(f".{path.name}.old")
+    mode = partial.stat().st_mode & 0o666  # safetensors writes for the owner alone; a server may run as another user
+    for file in filter(Path.is_file, partial.iterdir()):
+        file.chmod(mode)
+        flush(file)
+    flush(partial)
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder; it is renamed first, so that no reader takes half of it for complete."""
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    path.rename(partial)
+    shutil.rmtree(partial)

@@ -1,0 +1,85 @@
+"""What this machine has, and who listens on its ports. Standard library only, but for psutil."""
+
+import ctypes
+import importlib
+import importlib.util
+import ipaddress
+import math
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
+
+SMALL_MODEL = 16 << 20  # bytes of weights
+KEPT_MEMORY = 2 << 30  # bytes of a process; to get them anew in each step takes longer than the step
+
+
+def cpu_threads(model: str, *, processes: int) -> int:
+    """Return how many threads each of `processes` computes with: all ranks, or all servers' workers, of this machine.
+
+    Ranks and servers use all cores, even at the same time: a waiting thread leaves its core to others
+    (environment.prepare). A small model uses half of them: more threads cost more in waiting than they save.
+    """
+    cores, folder = len(os.sched_getaffinity(0)), Path(model)
+    is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
+    return max(1, (cores // 2 if is_small else cores) // processes)
+
+
+def bound_nccl(timeout_s: float) -> None:
+    """Set the deadline of NCCL connections that do not block; torch reads it once, at a process's first use of NCCL."""
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
+
+
+def return_freed_memory() -> None:
+    """Give memory of freed tensors, which the C library keeps, back to the system if the process has > KEPT_MEMORY."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > KEPT_MEMORY:
+        with suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_memory() -> int:
+    """Return the bytes of memory left to this machine, or to the control group of this process (Linux)."""
+    info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(info["MemAvailable"].split()[0]) << 10
+    for folder, limit, used, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
+            free = min(free, most - now + int(stat[cached]))  # cached files can go
+    return max(free, 0)
+
+
+def is_here(host: str) -> bool:
+    """Return whether a host name or address is one of this machine's own: whether a socket can be bound to it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:  # it is another machine's, or unknown
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is this machine's own."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def holder(number: int) -> str | None:
+    """Return who listens on a port of this machine: "process 7 (python3 run.py serve)"."""
+    for each in psutil.net_connections(kind="tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == number:
+            with suppress(psutil.Error, TypeError):  # TypeError: None, of another user
+                return f"process {each.pid} ({' '.join(psutil.Process(int(each.pid)).cmdline())[:90]})"
+            return "a process of another user"
+    return None

@@ -1,0 +1,102 @@
+"""Run coroutines, threads and tasks; measure their time, derive their seeds. Standard library only."""
+
+import asyncio
+import functools
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+_THREADS = ThreadPoolExecutor(32, "hocket")
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return a coroutine's result as asyncio.run does, also where an event loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    begun = Future[Any]()
+
+    async def begin() -> T:
+        begun.set_result(asyncio.current_task())
+        return await coroutine
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, begin())
+        try:
+            return running.result()
+        except KeyboardInterrupt:  # only the main thread gets it
+            task = begun.result()
+            task.get_loop().call_soon_threadsafe(task.cancel)
+            raise
+
+
+async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return function(*args, **kwargs) from a thread, so that the event loop goes on.
+
+    The threads are hocket's own: a user's tools that hang may hold all of asyncio's. A cancelled call ends once the
+    function has: its objects are in use until then.
+    """
+    call = functools.partial(function, *args, **kwargs)
+    running = asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+async def as_completed(
+    function: Callable[[S], Coroutine[Any, Any, T]], items: Sequence[S], *, at_once: int
+) -> AsyncGenerator[T, None]:
+    """Yield the results of a function of each item, in the order in which they come; leaving early cancels those begun.
+
+    At most `at_once` run at the same time. Raises what one of them raises.
+    """
+    todo, results = iter(items), asyncio.Queue[T | Exception]()
+
+    async def work() -> None:
+        try:
+            for item in todo:
+                results.put_nowait(await function(item))
+        except Exception as error:  # noqa: BLE001 - raised below
+            results.put_nowait(error)
+
+    tasks = [asyncio.create_task(work()) for _ in range(min(at_once, len(items)))]
+    try:
+        for _ in items:
+            if isinstance(result := await results.get(), Exception):
+                raise result
+            yield result
+    finally:
+        await cancel(tasks)
+
+
+async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks that run and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    if running := [task for task in tasks if not task.done()]:
+        await asyncio.wait(running)
+    for task in tasks:
+        task.cancelled() or task.exception()  # or asyncio reports it as overlooked
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the wall seconds of the body to `metrics` under `name`."""
+    start = time.perf_counter()
+    yield
+    metrics[name] = time.perf_counter() - start
+
+
+def seed_of(*parts: object) -> int:
+    """Return a 48-bit seed derived from a SHA-256 hash of the parts."""
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:6], "big")

@@ -1,0 +1,332 @@
+"""Define the messages between trainer and server: JSON, validated strictly on both sides."""
+
+import base64
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import pydantic
+from pydantic import Field
+from pydantic_core import CoreSchema, core_schema
+
+from hocket.types import FinishReason, InFlight, VersionSpan
+
+FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Column:
+    """Mark numbers that are a list in JSON or, in a `packed` stream, base64 of `dtype`, read as an array of `code`."""
+
+    def __init__(self, listed: Any, dtype: str, code: str) -> None:
+        self._listed, self._dtype, self._code = listed, dtype, code
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        """Accept a list of items, an array, or base64."""
+        choices: list[Any] = [handler(self._listed), core_schema.no_info_plain_validator_function(self._read)]
+        write = core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True, when_used="json")
+        return core_schema.union_schema(choices, mode="left_to_right", serialization=write)
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, array):
+            return value
+        if not isinstance(value, str):
+            raise ValueError("must be a list, or base64")
+        numbers = np.frombuffer(base64.b64decode(value, validate=True), self._dtype)
+        if not np.isfinite(numbers).all():
+            raise ValueError("must be finite")
+        return array(self._code, numbers.astype(self._code).tobytes())
+
+    def _write(self, values: Sequence[float], info: pydantic.SerializationInfo) -> Any:
+        return base64.b64encode(np.array(values, self._dtype).tobytes()).decode() if info.context else tuple(values)
+
+
+PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
+"""Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
+MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
+"""In one request: prompts, completions of one of them, and of all together."""
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
+Status = Literal["loading", "ready", "updating", "asleep", "failed"]
+
+
+class Strict(pydantic.BaseModel):
+    """Base of every message: unknown fields are errors, true is not 1, "1" is not 1, NaN is no number."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ErrorBody(Strict):
+    """An error: `code` for machines, `message` for people, `hint` about what to do."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class ErrorResponse(Strict):
+    """Body of every answer with a status of 400 or more."""
+
+    error: ErrorBody
+
+
+class SamplingParams(Strict):
+    """How to sample; temperature 0 is greedy. The returned log-probs are of this very distribution."""
+
+    temperature: float = Field(1.0, ge=0.0, le=2.0)  # vLLM takes no higher one
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(-1, ge=-1)
+    max_tokens: int = Field(16, ge=1)
+    # Strict would take no list from FastAPI.
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=16, strict=False, fail_fast=True)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=16, strict=False, fail_fast=True)
+    seed: Seed | None = None
+
+
+class Toolbox(Strict):
+    """The functions that a model may call. The server looks for calls in the text; prompts are taken as they are."""
+
+    parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
+    # Each as OpenAI's API describes a function.
+    tools: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=1024, fail_fast=True)
+
+
+class FromTrainer(Strict):
+    """Base of what a trainer sends. A server works for one trainer at a time, and refuses what others send."""
+
+    trainer: str | None = Field(None, min_length=1, max_length=128)  # None: no trainer, but curl, eval or the like
+
+
+class GenerateRequest(FromTrainer):
+    """POST /generate. With `stream` the answer is NDJSON, in ASCII: a StreamLine per finished completion, a StreamEnd.
+
+    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j;
+    at most MAX_COMPLETIONS in all.
+    """
+
+    prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+    sampling: SamplingParams = SamplingParams()
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    fit: bool = False  # fewer tokens than max_tokens where the context leaves no more, instead of a refusal
+    stream: bool = False
+    packed: bool = False  # the stream's token_ids and logprobs are base64, little-endian uint32 and float32
+    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
+    session: str | None = None  # of the server: refused if it has restarted since and lost its weights
+    tools: Toolbox | None = None
+
+
+class ToolCall(Strict):
+    """A tool call that the model wrote."""
+
+    name: str
+    arguments: str  # JSON as the model wrote it
+    id: str = ""  # empty where the model wrote none
+
+
+class Completion(Strict):
+    """One sampled completion. Raises ValueError unless it has one log-prob per token."""
+
+    # At least one, the end-of-sequence token included.
+    token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "<u4", "I")]
+    # Natural, under the distribution that the token was sampled from.
+    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "d")]
+    text: str  # decoded without the stop token, for rewards and people
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...] = Field(min_length=1)  # [weight version, start, end] over the tokens
+    # Found in the text where the request has tools; left out of the answer if there are none.
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
+
+    @pydantic.model_validator(mode="after")
+    def _one_logprob_per_token(self) -> Self:
+        count = len(self.token_ids)
+        if count != len(self.logprobs) or not count:
+            raise ValueError(f"{count} token_ids need as many logprobs, got {len(self.logprobs)}; at least one of each")
+        return self
+
+
+class GenerateResponse(Strict):
+    """Answer to /generate: completions[i][j] is the j-th completion of prompt i."""
+
+    version: int  # that the server holds at the end
+    model: str
+    completions: list[list[Completion]]
+
+
+class StreamLine(Strict):
+    """One line of the NDJSON answer: completion number `index` of prompt number `prompt`."""
+
+    prompt: int
+    index: int
+    completion: Completion
+
+
+class StreamEnd(Strict):
+    """Last line of the NDJSON answer; without it the answer was cut."""
+
+    done: Literal[True] = True
+    version: int
+    model: str
+    error: ErrorBody | None = None  # why generation broke off
+
+
+class SessionRequest(FromTrainer):
+    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for."""
+
+    sampling: SamplingParams
+    max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
+    max_calls: int = Field(ge=1)
+    idle_timeout_s: float = Field(gt=0, le=100_000)  # a session is forgotten after this time without a call
+    session: str | None = None  # as in a GenerateRequest
+
+
+class SessionResponse(Strict):
+    """Answer to POST /sessions."""
+
+    id: str
+    key: str  # for the agent, in place of the server's token: opens this session's /v1/... and nothing else
+    model: str  # its name; the agent may use any other
+
+
+class AgentCall(Strict):
+    """One call of an agent."""
+
+    prompt_token_ids: tuple[int, ...]
+    seed: Seed | None = None
+    completion: Completion | None  # None where it was broken off, failed, or has not ended
+
+
+class AgentRecord(Strict):
+    """Answer to GET and DELETE /sessions/ID: the calls in the order in which they began."""
+
+    calls: tuple[AgentCall, ...]
+    cut_off: bool  # true if a further call was refused: more than max_calls, or a prompt longer than max_length
+
+
+class DiskSource(Strict):
+    """A published version: a folder name under the server's root, never a path. Also the answer to PUT /upload."""
+
+    kind: Literal["disk"] = "disk"
+    name: str = Field(min_length=1, max_length=512)
+
+
+class AdapterConfig(Strict):
+    """adapter_config.json of PEFT; missing keys have PEFT's defaults, keys of other kinds of adapters are refused."""
+
+    peft_type: Literal["LORA"] = "LORA"
+    task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
+    base_model_name_or_path: str
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(gt=0)
+    # Last parts of the names of adapted layers.
+    target_modules: list[str] = Field(min_length=1, max_length=1024, fail_fast=True)
+
+
+class TensorLayout(Strict):
+    """Name, dtype and shape of a tensor that is to come."""
+
+    name: str
+    dtype: str
+    shape: list[int] = Field(max_length=16, fail_fast=True)
+
+
+class GroupAddress(Strict):
+    """A weight group, which the engine's workers join, and leave any other, unless they are in it."""
+
+    name: str = Field(min_length=1, max_length=128)  # a new one for every attempt
+    host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
+    port: int = Field(ge=1, le=65535)
+    backend: Literal["nccl", "gloo"]
+    device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
+    timeout_s: float = Field(gt=0)
+
+
+class CollectiveSource(Strict):
+    """A version that comes through a weight group, bucket after bucket (hocket.protocol.weight_group)."""
+
+    kind: Literal["nccl"] = "nccl"
+    group: GroupAddress
+    turn: int = Field(ge=1)  # number of the transfer in the group, so that both ends mean the same one
+    adapter: AdapterConfig | None = None  # None for whole weights
+    buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
+
+
+class ReloadRequest(FromTrainer):
+    """POST /reload_weights. Idempotent per version: a version already held is answered without loading.
+
+    With `compare` nothing is loaded: the model is compared with the version that it holds, which comes once more.
+    """
+
+    version: int = Field(ge=1)
+    source: DiskSource | CollectiveSource = Field(discriminator="kind")
+    in_flight: InFlight = "keep"
+    compare: bool = False
+
+
+class ReloadResponse(Strict):
+    """What the server holds now. `checksum` is computed from the tensors on their way into the model."""
+
+    version: int
+    seconds: float
+    num_tensors: int
+    checksum: str
+    session: str
+
+
+class SleepRequest(FromTrainer):
+    """POST /sleep: the engine leaves the GPU; a reload or /wake_up brings it back, and kept requests go on.
+
+    Both are idempotent, and answered as /health.
+    """
+
+    # 1 keeps the weights in the CPU's memory; after 2 only a reload brings the engine back.
+    level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
+    in_flight: InFlight = "keep"
+
+
+class WakeRequest(FromTrainer):
+    """POST /wake_up: the engine comes back to the GPU with the weights that it had."""
+
+
+class HeartbeatRequest(FromTrainer):
+    """POST /heartbeat, answered as /health: the trainer has the server, or still has it, unless another one does."""
+
+    trainer: str = Field(min_length=1, max_length=128)
+    take_over: bool = False  # true takes the server from another trainer
+    leaving: bool = False  # true frees it
+
+
+class Health(Strict):
+    """GET /health, the one route that needs no token."""
+
+    status: Status
+    version: int
+    model: str
+    dtype: str
+    vocab_size: int
+    max_length: int
+    tokenizer_sha256: str
+    session: str  # new after every start of the server
+    in_flight: int  # completions that are being sampled
+    root: str  # folder under which versions are found
+    device: str  # kind of device, "cpu" or "cuda"
+    workers: int  # processes that hold weights
+    kv_tokens: int  # tokens of all requests together that fit into the KV cache
+    error: ErrorBody | None = None
+
+
+class TensorSpec(Strict):
+    """One tensor of a published version."""
+
+    dtype: str
+    shape: list[int]
+    checksum: str  # of its bytes (hocket.protocol.manifest.tensor_checksum)
+
+
+class Manifest(Strict):
+    """manifest.json of a published version."""
+
+    version: int
+    tensors: dict[str, TensorSpec]  # all of them, also where the folder holds a delta
+    checksum: str  # of all tensors
+    base: str | None = None  # checksum of the version that a delta changes (delta.py); None for a full version

@@ -1,0 +1,179 @@
+"""Broadcast tensors in buckets over a process group of their own; both ends of the weight hand-over use it.
+
+A bucket is one flat array of bytes: its tensors, each at a multiple of 16 bytes, then their checksums. The group is
+independent of DeepSpeed's and vLLM's, has a deadline for every wait, and can be closed by either end at any moment.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+from hocket.common.machine import bound_nccl
+from hocket.errors import SyncError
+from hocket.protocol import TensorLayout, TensorSpec, manifest
+
+dist: Any = distributed  # whose type stubs name only some of its public classes
+Store = Any
+Named = Sequence[tuple[str, Tensor]]
+
+BUCKET_BYTES = 256 << 20  # of a bucket, about
+_ENVIRONMENT = threading.Lock()  # groups are made in several threads, and each restores what it has set
+_ALIGNMENT = 16
+_CHECKSUM_BYTES = 8
+
+
+def layout(named: Named) -> list[TensorLayout]:
+    """Describe tensors, which may be on the meta device."""
+    return [TensorLayout(name=name, dtype=manifest.dtype_name(t.dtype), shape=list(t.shape)) for name, t in named]
+
+
+def num_bytes(bucket: Sequence[TensorLayout]) -> int:
+    """Return the length of a packed bucket."""
+    return sum(map(_padded, bucket)) + _CHECKSUM_BYTES * len(bucket)
+
+
+def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSpec]]:
+    """Return the bucket of these tensors, uint8 [num_bytes] on `device`, and their specs."""
+    bucket = layout(named)
+    flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=device)
+    views, checksums = _views(flat, bucket)
+    for (_, view), (_, tensor) in zip(views, named, strict=True):
+        view.copy_(tensor)
+    specs = {name: manifest.spec(tensor) for name, tensor in named}
+    made = [int(spec.checksum, 16) for spec in specs.values()]
+    checksums.copy_(torch.tensor(made, dtype=torch.uint64).view(torch.int64))
+    return flat, specs
+
+
+def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], dict[str, TensorSpec]]:
+    """Return the tensors of a bucket, as views of it, and their specs. Raises SyncError where a checksum differs."""
+    named, checksums = _views(flat, bucket)
+    specs = {name: manifest.spec(tensor) for name, tensor in named}
+    for (name, spec), checksum in zip(specs.items(), checksums.cpu().view(torch.uint64).tolist(), strict=True):
+        if int(spec.checksum, 16) != checksum:
+            raise SyncError(f"the bytes of tensor {name!r} changed on their way")
+    return named, specs
+
+
+@dataclasses.dataclass(eq=False)
+class WeightGroup:
+    """Connect rank 0, the trainer, with the workers of one server; the constructor returns once all have joined."""
+
+    store: Store  # where the members find each other; rank 0 makes it (`make_store`), the others connect (`find_store`)
+    name: str  # of this attempt, the same on all ranks and never used before
+    device: torch.device  # a GPU has NCCL broadcast, a CPU gloo
+    address: str  # of this machine, as the others can reach it
+    _: dataclasses.KW_ONLY
+    rank: int
+    size: int
+    timeout_s: float  # deadline of joining, and of every later wait
+
+    def __post_init__(self) -> None:
+        self._own_store = dist.PrefixStore(self.name, self.store)
+        self.announce(0)
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        if self.device.type == "cpu":
+            gloo = dist.ProcessGroupGloo._Options()
+            gloo._timeout = timeout
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+            self._group = dist.ProcessGroupGloo(self._own_store, self.rank, self.size, gloo)
+        else:
+            torch.cuda.set_device(self.device)
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            nccl.config.blocking = 0  # a connection that blocks would wait without a deadline for a rank that is gone
+            bound_nccl(self.timeout_s)
+            # Waits must block, and raise past the deadline; else NCCL's watchdog ends the process.
+            with _ENVIRONMENT:
+                before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
+                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+                try:
+                    self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
+                finally:
+                    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+            try:
+                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects no earlier
+            except BaseException:
+                self.close()
+                raise
+
+    def announce(self, number: int) -> None:
+        """Announce to the other ranks that this one is about to receive the group's transfer `number`; 0: to join."""
+        self._own_store.set(f"transfer {number}/{self.rank}", "1")  # the group's own keys begin with numbers
+
+    def broadcast(self, flat: Tensor) -> None:
+        """Send rank 0's bytes to all and wait until they are there. Raises RuntimeError past the deadline."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group is closed")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a setting of each thread
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        group.broadcast([flat], options).wait()
+
+    def close(self) -> None:
+        """Leave the group; ranks that wait for this one fail at once, or as soon as a running broadcast is over."""
+        group, self._group = self._group, None  # the connections end with the last reference
+        if group is not None:
+            with contextlib.suppress(RuntimeError):  # it is broken already
+                group.abort()
+
+
+def make_store(address: str, timeout_s: float) -> Store:
+    """Return a key-value store that listens on a free port of this address only."""
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def find_store(host: str, port: int, timeout_s: float) -> Store:
+    """Connect to a store that `make_store` has made. Raises RuntimeError past the deadline."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+
+
+def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
+    """Return whether all these ranks of the group `name` have announced the transfer `number`."""
+    return bool(dist.PrefixStore(name, store).check([f"transfer {number}/{rank}" for rank in ranks]))
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's own address on the route to another one; nothing is sent. Raises OSError."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def gpu_id(device: torch.device) -> str | None:
+    """Return the GPU's UUID, None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def _padded(item: TensorLayout) -> int:
+    return -(-_empty(item).nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _empty(item: TensorLayout) -> Tensor:
+    return torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
+
+
+def _views(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], Tensor]:
+    """Return the named tensors of a bucket and their checksums, int64 [n], as views of its bytes."""
+    *parts, checksums = torch.split(flat, [*map(_padded, bucket), _CHECKSUM_BYTES * len(bucket)])
+    named = []
+    for item, part in zip(bucket, parts, strict=True):
+        empty = _empty(item)
+        named.append((item.name, part[: empty.nbytes].view(empty.dtype).view(empty.shape)))
+    return named, checksums.view(torch.int64)

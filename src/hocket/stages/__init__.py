@@ -1,0 +1,1 @@
+"""What is trained before GRPO: demonstrations."""

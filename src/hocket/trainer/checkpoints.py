@@ -1,0 +1,193 @@
+"""Checkpoints of a run: folders with the trainer's tensors, state.json and, written last, COMPLETE."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from hocket.common.files import complete_folder, partial_of, remove_folder
+from hocket.config import Config, as_dict, changes
+from hocket.errors import ConfigError, TrainerError, remedy
+from hocket.observe.run_folder import GROWING, METRICS, read_lines
+from hocket.protocol.manifest import COMPLETE_FILE
+
+FOLDER = "checkpoints"
+STATE_FILE = "state.json"
+_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run must keep
+_FILES = (*GROWING, "summary.json", "report.html", "tensorboard", "skipped")
+_OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", FOLDER)
+_OF_A_START = (*_FILES, "rollouts/*_[0-9]*.jsonl", "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
+
+TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
+
+
+class Part(Protocol):
+    """A part of a run with a state of a few values, ready for JSON: the position in the data, the weight version."""
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A complete checkpoint, but for its tensors."""
+
+    folder: Path
+    step: int
+    config: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    trainer: Mapping[str, Any]  # the trainer's state beside its tensors
+    parts: Mapping[str, Mapping[str, Any]]  # name → state
+
+    def restore(self, parts: Mapping[str, Part]) -> None:
+        """Restore every part. Raise ConfigError where the run had other parts."""
+        if parts.keys() != self.parts.keys():
+            there, here = ", ".join(self.parts), ", ".join(parts)
+            raise ConfigError(f"{self.folder} has states of {there}, this run has {here}; choose another run.dir")
+        for name, part in parts.items():
+            part.restore(self.parts[name])
+
+
+def read(folder: Path) -> Saved:
+    """Read one checkpoint. Raise ConfigError where there is none, or it is not complete."""
+    try:
+        (folder / COMPLETE_FILE).stat()
+        return Saved(folder=folder, **json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder} is no complete checkpoint: {error}. Remove it, and name another one") from error
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """Return the folders of the complete checkpoints, oldest first."""
+    return sorted(path.parent for path in (run_dir / FOLDER).glob(f"step_*/{COMPLETE_FILE}"))
+
+
+def find(config: Config, say: Callable[[str], None]) -> Saved | None:
+    """Return the newest complete checkpoint with checkpoint.resume; without one, `make_room`."""
+    folders = complete(config.run_dir)
+    if not (folders and config.checkpoint.resume):
+        make_room(config.run_dir, say, resume=config.checkpoint.resume)
+        return None
+    saved = read(folders[-1])
+    changed = changes(saved.config, config)
+    for key, (before, now) in changed.items():
+        if f"{key}.".startswith(_SAME):
+            advice = "set it as it was, or choose another run.dir"
+            raise ConfigError(f"can't go on from {folders[-1]}: {key} was {before!r}, {now!r} is another run; {advice}")
+    said = [f"; {key} was {before!r} and is {now!r}" for key, (before, now) in changed.items()]
+    say(f"going on from {saved.folder}{''.join(said)}")
+    return saved
+
+
+def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
+    """Make room for a new run: remove one that trained no step; move another aside (`resume`), or raise ConfigError."""
+    there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
+    saved = (int(folder.name.partition("_")[2]) for folder in complete(run_dir))
+    steps = max([0, *saved, *(row["step"] for row in read_lines(run_dir / METRICS))])
+    if steps == 0 and (run_dir / METRICS).exists():
+        for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
+            remove_folder(path) if path.is_dir() else path.unlink()
+    elif there and resume:
+        aside = next(folder for i in range(1, 10_000) if not (folder := run_dir / f"aside-{i}").exists())
+        aside.mkdir()
+        for path in there:
+            path.rename(aside / path.name)
+        say(f"{run_dir} has no complete checkpoint: the run begins again; what was there is in {aside}")
+    elif steps:
+        advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
+        raise ConfigError(f"{run_dir} holds a run of {steps} steps already; {advice}")
+
+
+class Checkpoints(AbstractContextManager["Checkpoints"]):
+    """Writes the checkpoints of one run; its end as a context manager waits for one that is being written.
+
+    With checkpoint.async a thread writes the files while training goes on, one checkpoint at a time; its errors are
+    raised at the next step. `last`: the step of the newest one, 0 before any.
+    """
+
+    def __init__(self, config: Config, state: TrainerState, parts: Mapping[str, Part], *, last: int = 0) -> None:
+        self._config, self._settings, self._root = config, config.checkpoint, config.run_dir / FOLDER
+        self._state, self._parts, self.last = state, parts, last
+        self._copied: Mapping[str, Any] | None = None  # the trainer's state of a checkpoint that is not complete yet
+        self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self._wait()
+
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Return whether to save after this step; `last`: the run ends with it."""
+        every = self._settings.every_steps
+        return every > 0 and (step // every > self.last // every or last)
+
+    def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
+        """Copy the idle trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds."""
+        if not self.due(step, last=last):
+            return {}
+        from hocket.trainer.state import write_bucket
+
+        start = time.perf_counter()
+        self._wait()
+        self._folder = self._root / f"step_{step:06d}"
+        self._write = functools.partial(write_bucket, partial_of(self._folder))
+        with self._disk_errors():
+            for leftover in self._root.glob(".*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            partial_of(self._folder).mkdir(parents=True)
+            self._copied = self._state(self._buckets.append if self._settings.in_background else self._write)
+        self.last = step
+        return {"time/checkpoint": time.perf_counter() - start}
+
+    def complete(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of `step` and the state of all parts to what `copy` took: then it is a checkpoint."""
+        if self._writing is not None and self._writing.done():
+            self._wait()
+        if self._copied is None:
+            return
+        state = {
+            "step": step,
+            "config": as_dict(self._config),
+            "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
+            "trainer": self._copied,
+            "parts": {name: part.state() for name, part in self._parts.items()},
+        }
+        self._copied = None
+        self._writing = self._thread.submit(self._finish, state)
+        if not self._settings.in_background:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _finish(self, state: Mapping[str, Any]) -> None:
+        partial = partial_of(self._folder)
+        with self._disk_errors():
+            while self._buckets:
+                self._write(self._buckets.pop(0))
+            (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+            (partial / COMPLETE_FILE).touch()
+            complete_folder(self._folder)
+        for old in complete(self._config.run_dir)[: -self._settings.keep]:
+            remove_folder(old)
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(partial_of(self._folder), ignore_errors=True)
+            advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir, or checkpoint.every_steps=0"
+            raise TrainerError(f"can't write a checkpoint to {self._root}: {error}; {advice}") from error

@@ -1,0 +1,78 @@
+"""Where servers are looked up: names through a resolver in memory, and files."""
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.client.discover import find_servers
+from hocket.errors import ServerError
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[str, int]]:
+    """Has the resolver answer with these addresses, or do that; returns what it is asked."""
+    asked: list[tuple[str, int]] = []
+
+    def getaddrinfo(name: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
+        asked.append((name, port))
+        addresses = answer() if callable(answer) else answer
+        family = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(family[":" in one], type, 6, "", (one, port, *[0] * 2 * (":" in one))) for one in addresses]
+
+    monkeypatch.setattr("hocket.client.discover.socket.getaddrinfo", getaddrinfo)
+    return asked
+
+
+async def test_every_address_of_a_name_is_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = resolve(monkeypatch, ["10.0.0.7", "10.0.0.5"])
+    assert await find_servers("server:8000") == ["http://10.0.0.7:8000", "http://10.0.0.5:8000"]
+    assert asked == [("server", 8000)]
+    resolve(monkeypatch, ["fd00::1", "fd00::2"])
+    assert await find_servers("server:8000") == ["http://[fd00::1]:8000", "http://[fd00::2]:8000"]
+    resolve(monkeypatch, ["fd00::1", "10.0.0.5"])  # of one server
+    assert await find_servers("server:8000") == ["http://10.0.0.5:8000"]
+
+
+async def test_a_name_without_an_address_is_an_error_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> list[str]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    resolve(monkeypatch, unknown)
+    says = r"server\.discover=server:8000 finds no server: .*Name or service not known"
+    with pytest.raises(ServerError, match=says) as raised:
+        await find_servers("server:8000")
+    assert raised.value.code == "unreachable"
+
+
+async def test_a_resolver_that_hangs_is_waited_for_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.client.discover.LOOK_UP_S", 0.05)
+    ended = threading.Event()
+    resolve(monkeypatch, lambda: [str(ended.wait(30))])
+    try:
+        with pytest.raises(ServerError, match=r"finds no server: there was no answer in 0\.05 s"):
+            await find_servers("server:8000")
+    finally:
+        ended.set()
+
+
+async def test_a_file_has_a_url_per_line_with_comments_and_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_text("# first rack\nhttp://10.0.0.5:8000\n\n  https://gpu.example/a/  # ours\n")
+    assert await find_servers(str(file)) == ["http://10.0.0.5:8000", "https://gpu.example/a"]
+    file.write_text("http://10.0.0.6:8000")
+    assert await find_servers(str(file)) == ["http://10.0.0.6:8000"]
+    for text, problem in (
+        ("# none\n", "it names none"),
+        ("http://a:80x0\n", "Port could not be cast to integer value as '80x0'"),
+        ("http://a:1\n10.0.0.5:8000\n", "line 2 is no URL of a server, such as http://10.0.0.1:8000: 10.0.0.5:8000"),
+        ("http://a:1 b\n", "line 1 is no URL of a server, such as http://10.0.0.1:8000: http://a:1 b"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ServerError) as raised:
+            await find_servers(str(file))
+        assert str(raised.value) == f"server.discover={file} finds no server: {problem}"
+    file.unlink()
+    with pytest.raises(ServerError, match=f"server.discover={file} finds no server: .*No such file"):
+        await find_servers(str(file))

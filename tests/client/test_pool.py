@@ -1,0 +1,735 @@
+"""Pool and batcher against servers in memory: which are up, which plays what, what becomes of it."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+import fakes
+from hocket.client.batcher import Batcher, Turn
+from hocket.client.pool import Deadline, Member, RecordedSession, ServerPool
+from hocket.common.tasks import cancel
+from hocket.errors import ServerError, SyncError
+from hocket.protocol import (
+    AgentRecord,
+    Completion,
+    ErrorBody,
+    GenerateRequest,
+    Health,
+    SamplingParams,
+    SessionRequest,
+    SessionResponse,
+    StreamLine,
+    Toolbox,
+)
+
+SEED = 1000
+SAMPLING = SamplingParams(max_tokens=10)
+
+
+def error(code: str, status: int | None = None) -> ServerError:
+    return ServerError(f"it is {code}", code=code, status=status)
+
+
+class FakeServer:
+    """Completes every prompt with a text that tells its first token and the seed; fails as it is told to."""
+
+    def __init__(self, number: int) -> None:
+        self.url = f"http://server{number}"
+        self.session, self.status = "s1", "ready"
+        self.failure: ErrorBody | None = None
+        self.requests: list[GenerateRequest] = []
+        self.opened: list[SessionRequest] = []
+        self.played: list[tuple[Any, int]] = []  # first token and seed of every completion
+        self.looks = 0  # how often /health was asked
+        self.beats: list[tuple[bool, bool]] = []  # take_over and leaving of each heartbeat
+        self.works_for: str | None = None  # another trainer, which it works for until it is taken over
+        self.dead = self.mute = self.closed = False
+        self.go = asyncio.Event()  # completions and the end of sessions wait for it
+        self.go.set()
+        self.cut: tuple[int, Exception | None] | None = None  # ends one answer after this many completions, and how
+        self.refuse: Exception | None = None
+
+    def die(self) -> None:
+        self.dead = True
+        self.go.set()
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def check(self) -> None:
+        if self.dead:
+            raise ServerError(f"can't reach {self.url}", code="unreachable")
+
+    async def health(self, *, timeout_s: float) -> Health:
+        self.looks += 1
+        self.check()
+        if self.mute:
+            await asyncio.sleep(timeout_s)
+            raise error("timeout")
+        return fakes.health(status=self.status, session=self.session, error=self.failure)
+
+    async def heartbeat(self, *, timeout_s: float, take_over: bool = False, leaving: bool = False) -> Health:
+        self.beats.append((take_over, leaving))
+        self.works_for = None if take_over else self.works_for
+        if self.works_for is not None:
+            raise error("other_trainer", 409)
+        return await self.health(timeout_s=timeout_s)
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+        self.requests.append(request)
+        self.check()
+        if self.refuse is not None:
+            raise self.refuse
+        if request.session != self.session:
+            raise error("other_session", 409)
+        pairs = [(i, j) for i, seeds in enumerate(request.seeds or ()) for j in range(len(seeds))]
+        for number, (i, j) in enumerate(pairs):
+            if self.cut is not None and number == self.cut[0]:
+                (_, failure), self.cut = self.cut, None
+                if failure is None:
+                    return  # as if the answer were whole
+                raise failure
+            try:
+                await asyncio.wait_for(self.go.wait(), timeout_s)
+            except TimeoutError:
+                raise error("timeout") from None
+            self.check()
+            self.played.append((request.prompts[i][0], (request.seeds or ())[i][j]))
+            done = fakes.completion(5, logprobs=(-0.5,), text="{} {}".format(*self.played[-1]))
+            yield StreamLine(prompt=i, index=j, completion=done)
+
+    async def open_session(self, request: SessionRequest, *, timeout_s: float) -> SessionResponse:
+        self.check()
+        if self.refuse is not None:
+            raise self.refuse
+        self.opened.append(request)
+        await asyncio.sleep(0)
+        return SessionResponse(id="x", key="k", model="m")
+
+    async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
+        await self.go.wait()
+        self.check()
+        self.opened.pop()
+        return AgentRecord(calls=(), cut_off=False)
+
+
+@pytest.fixture
+def servers() -> list[FakeServer]:
+    return [FakeServer(0), FakeServer(1)]
+
+
+@pytest.fixture(autouse=True)
+async def deadline(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """No wait without a deadline: a pool that hangs fails its test."""
+    for name in ("client.pool.POLL_S", "client.pool.FIND_S", "client.batcher.POLL_S"):
+        monkeypatch.setattr(f"hocket.{name}", 0.02)
+    async with asyncio.timeout(30):
+        yield
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> fakes.Clock:
+    clock = fakes.Clock()
+    monkeypatch.setattr("hocket.client.pool.time", clock)
+    return clock
+
+
+def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
+    pool = ServerPool([], **{"start_timeout_s": 10.0} | options)
+    pool.members = [Member(server) for server in servers]  # type: ignore[arg-type]
+    return pool
+
+
+class Listing:
+    """A list of servers that changes while a pool follows it, with what a look-up has to say instead."""
+
+    def __init__(self, servers: Sequence[FakeServer], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.servers = [*servers]  # those listed
+        self.error: ServerError | None = None
+        self.go = asyncio.Event()  # look-ups wait for it
+        self.go.set()
+        self.count = 0  # look-ups that have ended
+        known = {server.url: server for server in servers}
+        monkeypatch.setattr("hocket.client.pool.ServerClient", lambda url, **how: known[url])
+
+    async def find(self) -> list[str]:
+        await self.go.wait()
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        return [server.url for server in self.servers]
+
+    async def followed(self) -> None:
+        """Waits until the pool has made use of the list as it is now."""
+        count = self.count
+        await until(lambda: self.count > count + 1)  # it asks again only then
+
+
+def turn(token_ids: Sequence[int], seed: int, deadline: Deadline, sampling: SamplingParams, place: str = "") -> Turn:
+    """A turn of the group that its first token names."""
+    group, ids = f"g/{token_ids[0]}", tuple(token_ids)
+    return Turn(token_ids=ids, sampling=sampling, seed=seed, deadline=deadline, group=group, place=place)
+
+
+async def play(
+    pool: ServerPool,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n: int = 1,
+    timeout_s: float = 10.0,
+    batcher: Batcher | None = None,
+    sampling: SamplingParams = SAMPLING,
+) -> None:
+    """Asks for n completions of each prompt; each is its own, whoever plays it. The turns of a prompt are a group."""
+    batcher, deadline = batcher or Batcher(pool), Deadline(timeout_s)
+    turns = [
+        turn(prompt, SEED + i * n + j, deadline, sampling, f"step 1/{i}/{j} (prompt p{i})")
+        for i, prompt in enumerate(prompts)
+        for j in range(n)
+    ]
+    asks = [asyncio.create_task(batcher.ask(one)) for one in turns]
+    try:
+        assert [done.text for done in await asyncio.gather(*asks)] == [f"{t.token_ids[0]} {t.seed}" for t in turns]
+    finally:
+        await cancel(asks)
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: list[FakeServer]) -> None:
+    draw = random.Random(0)
+    prompts = [[i] * draw.randint(1, 60) for i in range(60)]
+    async with make_pool(servers) as pool:
+        await play(pool, prompts, n=2)
+        assert [member.in_flight for member in pool.members] == [0, 0]
+    (one,), (other,) = (server.requests for server in servers)
+    mine = [{prompt[0] for prompt in request.prompts} for request in (one, other)]
+    assert not mine[0] & mine[1]
+    assert [len(request.prompts) for request in (one, other)] == [pytest.approx(30, rel=0.1)] * 2
+    assert {len(seeds) for request in (one, other) for seeds in request.seeds or ()} == {2}
+    tokens = [sum(2 * (len(prompts[i]) + 10) for i in share) for share in mine]
+    assert tokens == [pytest.approx(sum(tokens) / 2, rel=0.02)] * 2
+    async with make_pool(servers[:1]) as pool:  # whoever plays it
+        await play(pool, prompts, n=2)
+
+
+async def test_what_is_too_much_for_one_request_goes_in_several(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.batcher.MAX_TURNS", 4)
+    prompts = [[i] for i in range(1, 4)]
+    async with make_pool(servers[:1]) as pool:
+        await play(pool, prompts, n=3)
+    assert sorted(sum(map(len, request.seeds or ())) for request in servers[0].requests) == [1, 4, 4]
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewhere_once(
+    servers: list[FakeServer], ends_early: bool
+) -> None:
+    prompts = [[i] for i in range(8)]
+    said: list[str] = []
+    toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
+    # Of its 4 prompts with 3 completions each: in the middle of the second prompt.
+    servers[0].cut = 5, None if ends_early else error("cut")
+    async with make_pool(servers, say=said.append) as pool:
+        await play(pool, prompts, n=3, batcher=Batcher(pool, tools=toolbox))
+        assert [member.in_flight for member in pool.members] == [0, 0]
+    assert [len(server.played) for server in servers] == [5, 12 + 7]
+    assert Counter(servers[0].played + servers[1].played).most_common(1)[0][1] == 1
+    again = servers[1].requests[1]
+    assert sorted(map(len, again.seeds or ())) == [1, 3, 3]  # what is left of a prompt, and two whole ones
+    why = f"{servers[0].url}/generate ended 7 completions too early" if ends_early else "it is cut"
+    assert said[0] == f"lost server {servers[0].url}: {why}"
+    assert [request.tools for server in servers for request in server.requests] == [toolbox] * 3
+
+
+async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: list[FakeServer]) -> None:
+    brought, said = list[tuple[str, str]](), list[str]()
+    well = True
+
+    async def bring_up(member: Member, health: Health) -> None:
+        member.mark_ready(health.session)  # as the transport reports, before it is checked
+        if not well:
+            raise SyncError("it can't take the weights")
+        brought.append((member.url, health.session))
+
+    async def played() -> int:
+        """Plays four prompts and returns how many of all were played by the first server."""
+        await play(pool, [[i] for i in range(4)])
+        pool.members[0].next_look = 0.0
+        return len(servers[0].played)
+
+    async with make_pool(servers, say=said.append) as pool:
+        pool.bring_up = bring_up
+        await pool.wait_up()
+        well = False
+        servers[0].session = "s2"  # another process, with other weights, behind the same URL
+        assert await played() == 0  # it said 409 to what was for the one before
+        assert servers[0].requests[0].session == "s1"
+        assert await played() == 0  # it was looked at, and could not be brought up
+        assert said[-1] == f"server {servers[0].url} is left out: {pool.members[0].out}"
+        assert (pool.up, pool.members[0].out) == ([pool.members[1]], "it can't take the weights")
+        well = True
+        assert await played() == 2
+        assert servers[0].requests[-1].session == "s2"
+        servers[0].die()
+        assert await played() == 2
+        servers[0].dead = False
+        assert await played() == 4
+    sessions = [(servers[0].url, "s1"), (servers[1].url, "s1"), (servers[0].url, "s2"), (servers[0].url, "s2")]
+    assert brought == sessions
+
+
+async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline_with_it(
+    servers: list[FakeServer], clock: fakes.Clock
+) -> None:
+    waited, alone = list[tuple[str, float]](), servers[0]
+
+    def on_wait(what: str, seconds: float) -> None:
+        waited.append((what, seconds))
+        clock.now += 100.0
+        alone.dead = len(waited) < 2
+
+    async with make_pool([alone], on_wait=on_wait, start_timeout_s=1000.0) as pool:
+        await pool.wait_up()
+        alone.go.clear()
+        playing = asyncio.create_task(play(pool, [[1], [2]], timeout_s=20.0))
+        await until(lambda: alone.requests)
+        alone.die()
+        clock.now += 1.0
+        await playing
+    assert waited[1] == (f"waiting for {alone.url} (nothing answers there yet)", 100.0)
+
+
+async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer], clock: fakes.Clock) -> None:
+    servers += [FakeServer(2), FakeServer(3)]
+    servers[0].die()
+    servers[1].status = "loading"
+    for server, code in zip(servers[2:], ("engine_dead", "reload_failed"), strict=True):
+        server.status, server.failure = "failed", ErrorBody(code=code, message=f"it is {code}", hint="")
+    passing = lambda what, seconds: setattr(clock, "now", clock.now + 6.0)  # noqa: E731
+    async with make_pool(servers[:3], on_wait=passing) as pool:
+        with pytest.raises(ServerError, match=r"gave up after 12 s of waiting for a server.*run\.py serve") as raised:
+            await pool.wait_up()
+    reasons = ("nothing answers there yet", "it is loading", "it failed: it is engine_dead")
+    said = "; ".join(f"{server.url}: {reason}" for server, reason in zip(servers, reasons, strict=False))
+    assert said in str(raised.value)
+    assert raised.value.code == "timeout"
+    async with make_pool(servers) as pool:  # a failed load may be mended
+        assert [member.url for member in await pool.wait_up()] == [servers[3].url]
+
+
+@pytest.mark.parametrize("code", ["aborted", "asleep"])
+async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same_server(
+    servers: list[FakeServer], code: str
+) -> None:
+    servers[0].cut = 0, error(code)
+    async with make_pool(servers[:1]) as pool:
+        await play(pool, [[1], [2]], n=2)
+        assert pool.members[0].in_flight == 0
+    assert len(servers[0].requests) == 2
+    assert servers[0].looks == 1  # it never was out
+
+
+async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is_waited_for(
+    servers: list[FakeServer],
+) -> None:
+    said: list[str] = []
+    async with make_pool(servers, silence_s=0.1, say=said.append) as pool:
+        await pool.wait_up()
+        servers[0].mute = True
+        for server in servers:
+            server.go.clear()
+        prompts = [[i] for i in range(4)]
+        playing = asyncio.create_task(play(pool, prompts))
+        await until(lambda: len(servers[1].requests) == 2)
+        assert said == [f"lost server {servers[0].url}: it has not answered for 0.1 s"]
+        looks = servers[1].looks
+        await until(lambda: servers[1].looks > looks + 8)  # each after a fourth of the silence
+        servers[1].go.set()
+        await playing
+    assert len(servers[1].requests) == 2
+
+
+async def test_work_that_is_not_done_in_time_is_an_error(servers: list[FakeServer]) -> None:
+    for server in servers:
+        server.go.clear()
+    async with make_pool(servers) as pool:
+        with pytest.raises(ServerError, match="it is timeout"):
+            await play(pool, [[1], [2]], timeout_s=0.05)
+        assert [member.in_flight for member in pool.members] == [0, 0]
+        assert len(pool.up) == 2
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [error("unauthorized", 401), error("context_too_long", 422), error("other_trainer", 409), ValueError("no answer")],
+)
+async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServer], failure: Exception) -> None:
+    servers[0].refuse = failure
+    async with make_pool(servers) as pool:
+        with pytest.raises(type(failure), match=str(failure)):
+            await play(pool, [[1]])
+        assert pool.members[0].in_flight == 0
+        with pytest.raises(type(failure), match=str(failure)):
+            async with opened(pool):
+                pass
+        assert pool.members[0].in_flight == 0
+    assert servers[1].requests == []
+
+
+@pytest.mark.parametrize("failure", [SyncError("it and the trainer disagree"), error("unauthorized", 401)])
+async def test_weights_that_land_nowhere_end_the_run(servers: list[FakeServer], failure: Exception) -> None:
+    async def bring_up(member: Member, health: Health) -> None:
+        member.mark_ready(health.session)
+        raise failure
+
+    async with make_pool(servers[:1]) as pool:
+        pool.bring_up = bring_up
+        with pytest.raises(type(failure), match=str(failure)):
+            await pool.wait_up()
+
+
+async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.batcher.MAX_REQUESTS", 1)
+    servers[0].go.clear()
+    playing = []
+    with pytest.raises(RuntimeError, match="the reason"):  # noqa: PT012 - leaving is what is tested
+        async with make_pool(servers[:1]) as pool:
+            batcher = Batcher(pool)
+            playing.append(asyncio.create_task(play(pool, [[1], [2]], batcher=batcher)))
+            await until(lambda: servers[0].requests)
+            assert pool.members[0].in_flight == 2 * (1 + 10)  # prompt, and the tokens to come at most
+            playing.append(asyncio.create_task(play(pool, [[3]], batcher=batcher)))  # sent when the first one ends
+            await until(lambda: batcher._waiting)
+            raise RuntimeError("the reason")
+    assert pool.members[0].in_flight == 0
+    await cancel(playing)
+
+
+async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
+    servers: list[FakeServer], clock: fakes.Clock
+) -> None:
+    well: list[str] = []
+
+    async def bring_up(member: Member, health: Health) -> None:
+        if member.url in well:
+            member.mark_ready(health.session)
+            return
+        clock.now += 0.2
+        raise ServerError("it does not load", code="reload_failed", status=500)
+
+    for rests_s in (0.2, 2.0):
+        async with make_pool(servers) as pool:
+            pool.bring_up = bring_up
+            await pool.look_at_all()
+            assert pool.members[1].next_look - clock.now == pytest.approx(rests_s)
+        well.append(servers[0].url)  # from now on one of them works
+
+
+async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_for_ever(
+    servers: list[FakeServer],
+) -> None:
+    for server in servers:
+        server.refuse = error("engine_dead", 503)
+    says = r"3 servers failed while generating step 1/0/0 \(prompt p0\)\..*see the server logs"
+    async with make_pool(servers) as pool:
+        with pytest.raises(ServerError, match=says):
+            await play(pool, [[1]])
+
+
+async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are_lost_are_dropped(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    listing, said, brought = Listing(servers, monkeypatch), list[str](), list[str]()
+
+    async def bring_up(member: Member, health: Health) -> None:
+        brought.append(member.url)
+        member.mark_ready(health.session)
+
+    listing.servers = [first]
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        pool.bring_up = bring_up
+        prompts = [[i] for i in range(8)]
+        await play(pool, prompts)  # the first list is waited for
+        assert len(first.played) == 8
+        listing.servers = [first, second, second]  # named twice
+        await listing.followed()
+        await play(pool, prompts)
+        assert [len(server.played) for server in servers] == [12, 4]
+        assert brought == [first.url, second.url]
+        listing.servers = [second]
+        await listing.followed()
+        await play(pool, prompts)  # the first one still works, listed or not
+        assert [len(server.played) for server in servers] == [16, 8]
+        first.go.clear()
+        playing = asyncio.create_task(play(pool, prompts))
+        await until(lambda: len(first.requests) == 4)
+        first.die()
+        await playing  # by the second one, after all
+        await listing.followed()
+        assert [member.url for member in pool.members] == [second.url]
+        assert (first.closed, second.closed) == (True, False)
+        looks = first.looks
+        await play(pool, prompts)
+        assert first.looks == looks  # nobody looks at it any more
+        assert [len(server.played) for server in servers] == [16, 24]
+        first.dead, first.session = False, "s2"
+        listing.servers = [first, second]  # another process at its address
+        await listing.followed()
+        await pool.wait_up()
+        assert brought == [first.url, second.url, first.url]
+    lost = f"can't reach {first.url}"
+    assert said == [f"lost server {first.url}: {lost}", f"server {first.url} has left: {lost}"]
+
+
+async def test_a_look_up_that_hangs_or_fails_disturbs_nobody_and_is_reported_once(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, said = Listing(servers, monkeypatch), list[str]()
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        await pool.wait_up()
+        for _ in range(2):
+            listing.error = ServerError("server.discover=x:1 finds no server: it is down", code="unreachable")
+            await listing.followed()
+            await listing.followed()
+            await play(pool, [[i] for i in range(4)])
+            listing.error = None
+            await listing.followed()
+        listing.servers = [FakeServer(7)]  # no client can be made of its URL
+        await listing.followed()
+        listing.servers = servers
+        await listing.followed()
+        listing.go.clear()
+        await play(pool, [[i] for i in range(4)])
+    assert [len(server.played) for server in servers] == [6, 6]
+    down = "server.discover=x:1 finds no server: it is down. Those known so far are kept"
+    assert said == [down, down, "KeyError: 'http://server7'. Those known so far are kept"]
+
+
+async def test_a_list_that_stays_empty_is_waited_for_and_then_named(
+    servers: list[FakeServer], clock: fakes.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, waited = Listing(servers, monkeypatch), list[str]()
+    listing.error = ServerError("server.discover=x:1 finds no server: no such name", code="unreachable")
+    listing.go.clear()
+
+    def on_wait(what: str, seconds: float) -> None:
+        waited.append(what)
+        listing.go.set()
+        clock.now += 5.0 if listing.count > 1 else 0.0
+
+    async with ServerPool([], find=listing.find, on_wait=on_wait, start_timeout_s=10.0) as pool:
+        with pytest.raises(ServerError, match=r"gave up after 15 s .* no such name.* or server\.discover") as raised:
+            await pool.wait_up()
+    assert raised.value.code == "timeout"
+    assert waited[0] == "waiting for a server (none is found yet)"
+    assert waited[-1] == f"waiting for a server ({listing.error})"
+
+
+BOUNDS = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
+
+
+def opened(pool: ServerPool) -> contextlib.AbstractAsyncContextManager[RecordedSession]:
+    return pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS)
+
+
+async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_end_with_their_body(
+    servers: list[FakeServer],
+) -> None:
+    async with make_pool(servers) as pool, contextlib.AsyncExitStack() as stack:
+        await pool.wait_up()
+        await asyncio.gather(*(stack.enter_async_context(opened(pool)) for _ in range(6)))  # at the same time
+        assert [len(server.opened) for server in servers] == [3, 3]
+        assert [member.in_flight for member in pool.members] == [30, 30]
+        assert servers[0].opened[0] == SessionRequest(sampling=SAMPLING, session="s1", **BOUNDS)
+        async with opened(pool) as session:
+            assert session.base_url == f"{servers[0].url}/sessions/x/v1"
+            assert (session.model, session.api_key) == ("m", "k")
+            assert (await session.close()).calls == ()
+            assert [len(server.opened) for server in servers] == [3, 3]  # and not twice
+        await stack.aclose()
+        assert [len(server.opened) for server in servers] == [0, 0]
+        assert [member.in_flight for member in pool.members] == [0, 0]
+
+
+async def test_a_session_whose_closing_is_cancelled_is_closed_with_its_body(servers: list[FakeServer]) -> None:
+    async with make_pool(servers[:1]) as pool:
+        async with opened(pool) as session:
+            servers[0].go.clear()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.close(), 0.01)
+            servers[0].go.set()
+            assert len(servers[0].opened) == 1
+        assert servers[0].opened == []
+
+
+async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that_is_lost_says_so(
+    servers: list[FakeServer], clock: fakes.Clock
+) -> None:
+    def on_wait(what: str, seconds: float) -> None:
+        clock.now += 5.0
+        servers[1].dead = False
+
+    async with make_pool(servers, on_wait=on_wait) as pool:
+        await pool.wait_up()
+        servers[0].die()
+        async with opened(pool) as session:
+            assert session.base_url.startswith(servers[1].url)
+            assert len(pool.up) == 1
+            servers[1].die()
+            with pytest.raises(ServerError, match="can't reach"):
+                await session.close()
+            assert pool.up == []
+        assert [member.in_flight for member in pool.members] == [0, 0]
+        deadline = Deadline(0.1)
+        async with pool.session(SAMPLING, tokens=10, deadline=deadline, **BOUNDS):
+            assert deadline.left_s > 0  # it stood still while there was no server
+
+
+async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling_and_deadline(
+    servers: list[FakeServer],
+) -> None:
+    async with make_pool(servers[:1]) as pool:
+        batcher, other = Batcher(pool), SamplingParams(max_tokens=3)
+        await asyncio.gather(
+            play(pool, [[1], [2]], n=2, batcher=batcher),
+            play(pool, [[3]], batcher=batcher),
+            play(pool, [[4]], batcher=batcher, sampling=other),
+        )
+    sent = sorted((request.sampling.max_tokens, request.prompts, request.seeds) for request in servers[0].requests)
+    assert sent == [
+        (3, [[4]], [[1000]]),
+        (10, [[1], [2]], [[1000, 1001], [1002, 1003]]),  # each prompt once
+        (10, [[3]], [[1000]]),  # of another batch
+    ]
+
+
+async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_more_than_they_are(
+    servers: list[FakeServer],
+) -> None:
+    async with make_pool(servers) as pool:
+        batcher = Batcher(pool)
+        await pool.wait_up()
+        first, second = pool.members
+        first.in_flight = 1
+        await play(pool, [[7] * 30], n=2, batcher=batcher)  # 2 x 40 tokens, on the second server
+        second.in_flight += 80
+        await play(pool, [[7] * 31], batcher=batcher)  # its prefix is there
+        assert [len(server.requests) for server in servers] == [0, 2]
+        second.in_flight += 2
+        await play(pool, [[7] * 32], batcher=batcher)
+        assert [len(server.requests) for server in servers] == [1, 2]
+
+
+async def test_a_server_with_all_its_requests_leaves_the_others_theirs_and_then_turns_wait_for_company(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.batcher.MAX_REQUESTS", 2)
+    for server in servers:
+        server.go.clear()
+    async with make_pool(servers) as pool:
+        batcher, deadline, asks = Batcher(pool), Deadline(10), list[asyncio.Task[Completion]]()
+
+        await pool.wait_up()
+        pool.members[1].in_flight = 1000  # so that the first one is always the better choice
+        for number, of_each in enumerate([[1, 0], [2, 0], [2, 1]]):
+            asks.append(asyncio.create_task(batcher.ask(turn([1], number, deadline, SAMPLING))))  # a request of its own
+            await until(lambda number=number: sum(len(server.requests) for server in servers) > number)
+            assert [len(server.requests) for server in servers] == of_each
+        more = [turn([2], i, deadline, SamplingParams(max_tokens=10 + max(0, i - 6))) for i in range(3, 10)]
+        asks += [asyncio.create_task(batcher.ask(one)) for one in more]
+        await until(lambda: sum(len(server.requests) for server in servers) > 3)
+        await asyncio.sleep(0.1)  # there is room for one request: of the four of a kind, or of another kind
+        assert [len(server.requests) for server in servers] == [2, 2]
+        for server in servers:
+            server.go.set()
+        done = await asyncio.gather(*asks)
+    assert [one.text for one in done] == [f"{1 + (i > 2)} {i}" for i in range(10)]  # to each its own
+    assert max(len(seeds) for server in servers for request in server.requests for seeds in request.seeds or ()) == 4
+
+
+@pytest.mark.parametrize("other", [error("other_model"), error("unauthorized", 401)])
+async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_listed_one_ends_the_run(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch, other: ServerError
+) -> None:
+    listing, said, looks = Listing(servers, monkeypatch), list[str](), list[str]()
+
+    async def bring_up(member: Member, health: Health) -> None:
+        looks.append(member.url)
+        if member.url == servers[1].url:
+            raise other
+        member.mark_ready(health.session)
+
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        pool.bring_up = bring_up
+        listing.servers = [servers[1]]  # first it is the only one
+        waiting = asyncio.create_task(play(pool, [[1], [2]]))
+        await until(lambda: len(looks) > 2)
+        listing.servers = [*servers]
+        await waiting
+        pool.members[0].next_look = 0.0
+        await play(pool, [[1], [2]])
+        assert [member.url for member in pool.up] == [servers[0].url]
+    assert sum("is left out" in line for line in said) == 1
+    assert f"server {servers[1].url} is left out: " in said[0]
+    assert str(other) in said[0]
+    async with make_pool(servers) as pool:
+        pool.bring_up = bring_up
+        with pytest.raises(ServerError, match=str(other)):
+            await pool.wait_up()
+
+
+async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it_once(
+    servers: list[FakeServer],
+) -> None:
+    waited: list[str] = []
+
+    def on_wait(what: str, seconds: float) -> None:
+        waited.append(what)
+        if len(waited) == 3:
+            servers[0].works_for = None  # the other one has ended
+
+    servers[0].works_for = "other"
+    async with make_pool(servers[:1], trainer="mine", on_wait=on_wait) as pool:
+        await play(pool, [[5]])
+        assert servers[0].beats == [(False, False)] * 4
+        await pool.release()
+        assert servers[0].beats[-1] == (False, True)
+    assert "other_trainer" in waited[0]
+
+    servers[1].works_for = "other"
+    async with make_pool(servers[1:], trainer="mine", take_over=True) as pool:
+        await play(pool, [[5]])
+        servers[1].works_for = "a third, which has taken it over"
+        pool.mark_lost(pool.members[0], "for some reason")
+        await until(lambda: time.monotonic() >= pool.members[0].next_look)
+        await pool.look_at_all()
+        assert (pool.up, servers[1].beats) == ([], [(True, False), (False, False)])
+
+
+async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.pool.BEAT_S", 0.01)
+    async with make_pool(servers, trainer="mine") as pool:
+        await pool.wait_up()
+        servers[0].mute = True
+        await until(lambda: len(servers[1].beats) > 5)  # one that is silent keeps the others waiting a little
+    async with make_pool(servers) as pool:  # as `run.py eval` has it
+        servers[0].beats.clear()
+        await play(pool, [[5]])
+        assert servers[0].beats == []

@@ -1,0 +1,159 @@
+"""The plan of a run: what fits where, held against public sizes, and against a table that must not change unnoticed."""
+
+import csv
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from hocket.cluster import plan
+from hocket.config import load
+from hocket.errors import ConfigError
+from hocket.trainer import memory
+from hocket.trainer.memory import GIB
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "plan.csv"
+SIZES = {  # of Qwen2.5: hidden size, inner size, layers, heads, heads of keys, vocabulary; whether the head is tied
+    "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
+    "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
+    "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
+    "14B": (5120, 13_824, 48, 40, 8, 152_064, False),
+    "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
+}
+OF_TABLE = ("0.5B", "1.5B", "7B", "14B", "32B")
+MODES = {
+    "full": [],
+    "offload": ["trainer.offload_optimizer=true"],
+    "lora": ["model.lora={}"],
+    "qlora": ["model.lora={quantize: nf4}"],
+}
+COMMON = ["model.max_length=4096", "trainer.gradient_checkpointing=true", "rollout.max_tokens=1024"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with nothing but a config.json."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    folders = {}
+    for size, numbers in SIZES.items():
+        folders[size] = str(tmp_path_factory.mktemp(size))
+        values: dict[str, Any] = dict(zip((*names, "vocab_size", "tie_word_embeddings"), numbers, strict=True))
+        Qwen2Config(**values, architectures=["Qwen2ForCausalLM"]).save_pretrained(folders[size])
+    return folders
+
+
+def row(model: str, size: str, mode: str, card: str) -> dict[str, str]:
+    """Returns a line of the table: one server and one trainer rank, a GPU of this size for each."""
+    found = plan.find_needs(load(None, [f"model.path={model}", *COMMON, *MODES[mode]]), 2, plan.GPUS[card])
+    numbers = {
+        "rank_gib": f"{found.rank.total / GIB:.1f}",
+        "micro_batch_tokens": str(found.largest_micro_batch),
+        "kv_tokens": str(found.kv_tokens),
+        "fits": "yes" if found.fits else "no",
+    }
+    seconds = {f"{name}_s": f"{found.seconds[name]:.1f}" if found.fits else "" for name in ("generate", "train")}
+    return {"model": size, "mode": mode, "gpu": card, **numbers, **seconds}
+
+
+def test_what_fits_on_which_gpu_is_what_the_table_says(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}  # a model without weights takes a second, and all GPUs have the same
+
+    def once(config: Any) -> Any:
+        return made.setdefault(f"{config}", skeleton(config))
+
+    skeleton = memory.skeleton
+    monkeypatch.setattr(memory, "skeleton", lambda config: made.get(f"{config}") or once(config))
+    monkeypatch.setattr(plan, "skeleton", memory.skeleton)
+    rows = [row(models[size], size, mode, card) for size, mode, card in itertools.product(OF_TABLE, MODES, plan.GPUS)]
+    with GOLDEN.open(encoding="utf-8") as file:
+        assert rows == list(csv.DictReader(file))
+
+
+def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_hand(models: dict[str, str]) -> None:
+    settings = [f"model.path={models['7B']}", *COMMON, "launch.servers=4", "server.gpu_memory_utilization=0.9"]
+    settings.append("sync.backend=disk")
+    found = plan.find_needs(load(None, settings), 8, plan.GPUS["80GB"])
+    assert found.parameters == 7_615_616_512
+    assert (found.where.servers, found.where.ranks) == (["0", "1", "2", "3"], "4,5,6,7")
+    # keys and values, 28 layers of 4 heads of 128 in bfloat16: 57,344 bytes per token; 2.5 GiB are vLLM's own
+    assert found.kv_tokens == int((0.9 * 79 * 2**30 - 2 * 7_615_616_512 - 2.5 * 2**30) / 57_344)
+    assert found.sequences == found.kv_tokens // 4096
+    # 15.2 GB by disk: 2.5 s to the CPU, 7.2 written, 6.1 on the disk, 1.4 checked, 7.3 loaded. 91 GB of state.
+    assert found.seconds["weights"] == pytest.approx(2.5 + 7.2 + 6.1 + 1.4 + 7.3, rel=0.02)
+    assert found.seconds["checkpoint"] == pytest.approx(91.4, rel=0.01)
+    # 128 rollouts of 256 + 512 tokens; the head over the 512: 6 operations per weight and token, a third more
+    # recomputed, at 40 % of 989e12/s on 4 GPUs; attention is 2 % of it
+    products = 6 * 128 * (768 * (7_615_616_512 - 2 * 152_064 * 3584) + 512 * 152_064 * 3584)
+    assert found.seconds["train"] == pytest.approx(products * 4 / 3 / (4 * 0.4 * 989e12), rel=0.03)
+
+
+def test_the_machines_memory_and_the_seconds_of_an_offloaded_update_are_those_worked_out_by_hand(
+    models: dict[str, str],
+) -> None:
+    settings = [f"model.path={models['7B']}", *COMMON, *MODES["offload"], "trainer.micro_batch_tokens=16384"]
+    settings += ["sync.backend=disk", "checkpoint.async=true", "algorithm.minibatches=2"]
+    found = plan.find_needs(load(None, settings), 2, plan.GPUS["80GB"])
+    # 7.6156 billion parameters: 122 GB master weights, moments and the update's gradients, 30 GB their sums; a version
+    # in 16 bits; a copy of the checkpoint while it is written; a server and a rank of 3 GiB each.
+    assert {name: round(size / 1e9, 1) for name, size in found.host.items()} == {
+        "processes": 6.4,
+        "offloaded": 152.3,
+        "version": 15.2,
+        "checkpoint": 91.4,
+    }
+    # Two updates of 2.13 s (213 GB at 100 GB/s), each of three micro-batches (half of 98,304 positions), whose sums of
+    # 30 GB travel both ways at 25 GB/s, 2.44 s; and twice 15 GB of new weights.
+    assert found.seconds["offload"] == pytest.approx(2 * (2.13 + 3 * 2.44 + 0.61), rel=0.002)
+    shared = [f"model.path={models['0.5B']}", *COMMON, "launch.share_gpu=true", "launch.servers=1"]
+    found = plan.find_needs(load(None, shared), 1, plan.GPUS["80GB"])
+    state = found.rank.weights + found.rank.gradients + found.rank.optimizer
+    assert found.host["while the server generates"] == state
+    assert found.host["checkpoint"] == 2**30  # of 6 GB, file by file
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gpus", "card"),
+    [
+        ("gsm8k_1gpu", "0.5B", 1, "24GB"),
+        ("lora_7b_24gb", "7B", 1, "24GB"),
+        ("share_1gpu_80gb", "3B", 1, "80GB"),
+        ("one_node_8gpu_7b", "7B", 8, "80GB"),
+    ],
+)
+def test_a_shipped_config_fits_the_gpus_that_it_is_for(
+    name: str, size: str, gpus: int, card: str, models: dict[str, str]
+) -> None:
+    config = load(ROOT / "config" / f"{name}.yaml", [])
+    assert size in config.model.path
+    found = plan.find_needs(
+        load(ROOT / "config" / f"{name}.yaml", [f"model.path={models[size]}"]), gpus, plan.GPUS[card]
+    )
+    assert found.fits
+    assert found.largest_micro_batch >= config.trainer.micro_batch_tokens
+    assert found.kv_tokens >= 16 * config.model.max_length  # or few sequences are decoded at the same time
+
+
+def test_a_plan_that_does_not_fit_names_the_least_costly_ways_out(models: dict[str, str]) -> None:
+    settings = [f"model.path={models['7B']}", "model.max_length=4096", "trainer.micro_batch_tokens=8192"]
+    said = list(plan.report(load(None, settings), settings, 8, "80GB"))
+    assert any("a rank needs more than its GPU has" in line for line in said)
+    ways = [line.split(":")[0].strip() for line in said[-3:]]
+    assert ways == ["trainer.gradient_checkpointing=true", "trainer.offload_optimizer=true", "model.lora={}"]
+    settings += ["model.lora={}", "trainer.gradient_checkpointing=true", "server.gpu_memory_utilization=0.7"]
+    said = list(plan.report(load(None, settings), settings, 2, "24GB"))
+    assert "no room for one sequence of 4,096 tokens; choose a shorter model.max_length" in said[-1]
+
+
+def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, str]) -> None:
+    config = load(None, [f"model.path={models['0.5B']}"])
+    assert "8 x 80GB (H100)" in next(plan.report(config, [], 8, "h100"))
+    with pytest.raises(ConfigError, match=r"--gpu 90GB is not known: choose 24GB \(4090\), 48GB"):
+        list(plan.report(config, [], 8, "90GB"))
+
+
+def test_every_card_has_a_peak() -> None:
+    assert {gpu.name for gpu in plan.GPUS.values()} <= plan.flops.PEAKS.keys()

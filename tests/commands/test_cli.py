@@ -1,0 +1,303 @@
+"""The command line in a process of its own: help without heavy imports, errors without tracebacks."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock, Mock
+
+import pytest
+from safetensors import SafetensorError
+
+import hocket
+from hocket.commands.cli import main
+from hocket.observe.run_folder import lines_of
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from processes import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("command", sorted({*hocket.COMMANDS} - {"test"}))
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"run.py {command}" in out
+    assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "select"))
+
+
+def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from hocket.trainer import lora
+
+    for name in ("metrics.jsonl", "weights/v1/COMPLETE", "weights/v2/COMPLETE", "weights/v2/adapter_config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    asked: list[object] = []
+    monkeypatch.setattr(lora, "merge", lambda *args, base: asked.append((*map(str, args), base)))
+    newest = f"{tmp_path}/weights/v2"
+    assert main(["export", f"{tmp_path}", "out"]) == 0  # a run is its newest version
+    assert main(["export", newest, "out", "model.path=elsewhere"]) == 0
+    assert asked == [(newest, "out", None), (newest, "out", "elsewhere")]
+
+
+def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin, samples = tmp_path / "mine.py", tmp_path / "samples.jsonl"
+    plugin.write_text(
+        "from hocket.rewards import reward\n"
+        "from hocket.types import Score\n"
+        "@reward('first_told', inline=True)\n"
+        "def first_told(completions, meta):\n"
+        "    first = Score(total=meta['level'], note='it came\\n\\x1b[2Jfirst')\n"
+        "    return [first] + [0] * (len(completions) - 1)\n"
+    )
+    functions = "{exact_match: 1, first_told: 0.5, length: {target: 2, unit: characters}}"
+    command = ["reward-test", f"plugins=[{plugin}]", f"rewards.functions={functions}", f"--samples={samples}"]
+    rows = [{"prompt": "1+1?", "answer": 2, "level": 3, "completion": text} for text in ("2 ", "33")]
+    rows.append({"messages": [{"role": "user", "content": "2+2?"}], "level": 1, "completion": "4"})
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert main(command) == 0
+    first, said, why, second, *calls, last = capsys.readouterr().out.splitlines()
+    assert first == f"{samples}:1  2.5  exact_match 1, length 0, first_told 3"
+    assert [said, why] == ["    first_told: it came", "    [2Jfirst"]
+    assert second == f"{samples}:2  0  exact_match 0, length 0, first_told 0"
+    assert [call.split(":")[0] for call in calls] == [f"calls of {n}" for n in ("exact_match", "first_told", "length")]
+    assert last == "2 samples in 1 groups, 0 without a score"
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert f"{samples}:3  error: exact_match: ValueError: the prompt has no answer to compare with" in out
+    assert "3 samples in 2 groups, 1 without a score" in out
+    for text, error in (('{"completion": 4}', "the column 'completion' must be a text, got 4"), ("{", "Expecting")):
+        samples.write_text(text)
+        assert main(command) == 1
+        assert f"error: {samples}:1 is no sample: {error}" in capsys.readouterr().err
+
+
+def test_reward_test_reads_a_runs_own_rollouts_whatever_columns_the_data_has_and_all_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = Prompt(id="rows:1", token_ids=(1,), text="1+2?", answer="3", meta={"nums": [1, 2]})
+    tokens = {"token_ids": (1, 5, 6), "mask": (False, True, True), "logprobs": (0.0, -1.0, -1.0)}
+    said = TokenSequence(**tokens, opening="<think>\n", text="both</think><answer>1 + 2</answer>")
+    groups = [
+        Group(
+            id=f"step {step}/0",
+            rollouts=tuple(Rollout(id=f"step {step}/0/{i}", prompt=asked, sequences=(said,)) for i in range(2)),
+            scores=(Score(total=7.0, parts={"env": 0.25}),) * 2,
+        )
+        for step in (1, 2)
+    ]
+    (tmp_path / "step_000001.jsonl").write_text(lines_of(groups))
+    functions = "{think_format: 1, countdown: 1, length: {up_to: 4}, env: 1}"  # opening, meta, sampled tokens, reward
+    settings = ["data.prompt_column=question", "data.answer_column=target", "data.limit=1"]
+    samples = f"--samples={tmp_path}/step_000001.jsonl"
+    assert main(["reward-test", f"rewards.functions={functions}", samples, *settings]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "step 1/0/0  2.75  think_format 1, countdown 1, length 0.5, env 0.25"
+    assert last == "4 samples in 2 groups, 0 without a score"
+
+
+def test_reward_test_gives_a_failed_episode_no_score_and_a_user_his_own_group_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, path = Prompt(id="rows:1", token_ids=(1,), text="1+2?", answer="3"), tmp_path / "rows.jsonl"
+    told = [TokenSequence(token_ids=(1, 5), mask=(False, True), logprobs=(0.0, 0.0), text=text) for text in ("3", "")]
+    errors, scores = (None, "it was late"), (Score(total=1.0), Score(total=math.nan, error="it was late"))
+    rollouts = [Rollout(id=f"a/{i}", prompt=asked, sequences=(told[i],), error=errors[i]) for i in range(2)]
+    failed_reward = Score(total=math.nan, error="exact_match: it was late")  # may be better by now
+    groups = [
+        Group(id="a", rollouts=tuple(rollouts), scores=scores),
+        Group(id="b", rollouts=(rollouts[0],), scores=(failed_reward,)),
+    ]
+    path.write_text(lines_of(groups))
+    command = ["reward-test", f"--samples={path}", "data.prompt_column=question", "data.answer_column=target"]
+    assert main([*command, "rewards.functions={exact_match: 1}"]) == 1
+    first, late, again, *_, last = capsys.readouterr().out.splitlines()
+    assert [first, late] == ["a/0  1  exact_match 1", "a/1  error: it was late  "]
+    assert [again, last] == ["a/0  1  exact_match 1", "3 samples in 2 groups, 1 without a score"]
+    rows = [{"question": "1+2?", "target": 3, "group_id": name, "completion": "3"} for name in "ab"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*command, "rewards.functions={exact_match: 1}"]) == 0
+    assert capsys.readouterr().out.endswith("2 samples in 1 groups, 0 without a score\n")
+
+
+def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints" / "step_000003"  # a replay has checkpoints, too, but no draws
+    folder.mkdir(parents=True)
+    (folder / "COMPLETE").touch()
+    for path in (tmp_path, tmp_path / "elsewhere"):
+        assert main(["ledger", str(path)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {path} is no run with a ledger")
+    draws = [{"step": 1, "draw": i, "epoch": i, "prompt": "a", "state": "trained"} for i in range(2)]
+    lines = [{"step": 0, "num_prompts": 2}, *draws]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = {"epoch": 1, "num_prompts": 2, "in_flight": [{"draw": 5, "epoch": 0, "prompt": "b"}], "entries": []}
+    saved = {"step": 3, "config": {}, "metrics": {}, "trainer": {}, "parts": {"prompts": prompts}}
+    (folder / "state.json").write_text(json.dumps(saved))
+    assert main(["ledger", str(tmp_path)]) == 0
+    table = ["epoch 0: 2 prompts", "         1  trained", "         1  in flight"]
+    assert capsys.readouterr().out.splitlines()[:3] == table
+    shutil.rmtree(folder)  # now nothing tells where b is
+    (tmp_path / "summary.json").touch()
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert "epoch 0: 1 prompts are not accounted for: never named\n" in capsys.readouterr().out
+
+
+FULL = "No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, FULL, "runs/a"), f"error: [Errno 28] {FULL}: 'runs/a'; free space there"),
+        (OSError(errno.ENOSPC, FULL), f"error: [Errno 28] {FULL}; free space there"),
+        (OSError(errno.EROFS, "Read-only file system", "a"), "Read-only file system: 'a'; mount it writable"),
+        (
+            OSError(errno.EACCES, "Permission denied", "a"),
+            f"give user {os.getuid()} access to it (in Docker: HOCKET_USE",
+        ),
+        (OSError(errno.ENOTDIR, "Not a directory", "a"), "Not a directory: 'a'; a file is in the way: move it, or n"),
+        (SafetensorError(f"I/O error: {FULL} (os error 28)"), f"error: I/O error: {FULL} (os error 28); free space"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "[Errno 32] Broken pipe. This was not foreseen"),  # another one
+        (KeyError("x"), r"KeyError: 'x'. This was not foreseen; to report it, the traceback is in "),
+        (OSError(errno.ENOTCONN, "no"), r"[Errno 107] no. This was not foreseen; to report it, the traceback is in "),
+    ],
+)
+def test_an_error_that_nobody_foresaw_is_one_line_too_and_its_traceback_is_at_hand(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("hocket.commands.doctor.run", Mock(side_effect=error))
+    monkeypatch.setenv("HOCKET_TRACEBACK", "")
+    monkeypatch.delenv("HOCKET_TRACEBACK")  # as before when the test has ended
+    assert main(["doctor"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    kept = [*tmp_path.iterdir()]
+    assert len(kept) == ("not foreseen" in said)
+    if kept:
+        assert line.endswith(str(kept[0]))
+        assert kept[0].read_text().startswith("Traceback (most recent call last)")
+    assert main(["doctor", "--traceback"]) == 1
+    assert os.environ["HOCKET_TRACEBACK"] == "1"  # for the processes that a command starts
+    said_at_length = capsys.readouterr().err
+    assert said_at_length.startswith("Traceback (most recent call last)")
+    assert said_at_length.splitlines()[-1].startswith("error: ")
+
+
+def test_an_interrupted_run_says_once_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.commands.runs.train", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)  # as a trainer in this process leaves them
+    folder = tmp_path / "checkpoints" / "step_000050"
+    folder.mkdir(parents=True)
+    for where in ("the start, as there is no checkpoint yet", folder):
+        assert main(["train", f"run.dir={tmp_path}", "--traceback", "checkpoint.resume=true", "trainer.seed=1"]) == 130
+        typed = f"python3 run.py train run.dir={tmp_path} trainer.seed=1 checkpoint.resume=true"
+        assert capsys.readouterr().err == f"interrupted; to go on from {where}: {typed}\n"
+        (folder / "COMPLETE").touch()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    again = f"the same launcher with train run.dir={tmp_path} checkpoint.resume=true"
+    for rank, said in (("1", ""), ("0", f"interrupted; to go on from {folder}: {again}\n")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", f"run.dir={tmp_path}"]) == 130
+        assert capsys.readouterr().err == said
+    monkeypatch.setattr("hocket.cluster.launch.die_with_launcher", lambda: True)  # which says it
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_dry_run_says_what_a_run_would_use_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = MagicMock(num_parameters=1234, memory="it fits", micro_batch_tokens=1024)
+    trainer.__enter__.return_value = trainer
+    monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda config: trainer)
+    port = free_port()
+    assert main(["train", "--dry-run", f"run.dir={tmp_path}/a", f"server.port={port}", "eval.num_prompts=7"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "2048 prompts to train on, 7 held out",
+        "'exact_match': 1.0",
+        "1,234 parameters; it fits",
+        "no server an",
+    ):
+        assert line in said
+    assert said.endswith("nothing stands in the way of a run\n")
+    assert not list(tmp_path.iterdir())
+
+
+PRINTS = {  # a command → what writes far more than a pipe holds, or writes after its reader has gone
+    "config --reference": "",
+    "": "import hocket; hocket.COMMANDS['test'] = 'x' * 1_000_000",
+    "doctor": "from hocket.commands import doctor; doctor.run = lambda: print('x' * 1_000_000)",
+    "config": "from hocket.commands import cli; from hocket.observe.console import Console\n"
+    "cli._config = lambda args: [Console(9).say('x' * 100_000) for _ in range(9)]",
+    "config nowhere.yaml": "import os; os.dup2(1, 2)",
+}
+
+
+@pytest.mark.parametrize("command", PRINTS)
+def test_a_command_whose_output_nobody_reads_ends_quietly(command: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    run = "from hocket.common.processes import exit_with; from hocket.commands.cli import main; "
+    if not command or command == "doctor":
+        run = (
+            f"sys.path.insert(0, {str(ROOT)!r}); from run import main; from hocket.common.processes import exit_with; "
+        )
+    program.write_text(f"import sys\n{PRINTS[command]}\n{run}exit_with(main)\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, str(program), *command.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"PYTHONPATH": str(ROOT / "src")},
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_training_chooses_torchs_allocator_before_torch_is_imported() -> None:
+    code = """if True:
+        import os, sys, types
+        sys.modules["hocket.commands.runs"] = commands = types.ModuleType("hocket.commands.runs")
+        commands.train = lambda config, dry_run: print(os.environ["PYTORCH_CUDA_ALLOC_CONF"], "torch" in sys.modules)
+        from hocket.commands.cli import main
+        main(["train", "trainer.steps=1"])
+    """
+    for own in ({}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}):
+        inherited = {key: value for key, value in os.environ.items() if key != "PYTORCH_CUDA_ALLOC_CONF"}
+        env = inherited | {"PYTHONPATH": str(ROOT / "src")} | own
+        said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        assert said == f"{own.get('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')} False\n"
+
+
+def test_an_interrupt_while_the_process_exits_changes_nothing() -> None:
+    code = (
+        "import atexit, os, runpy, signal, sys, time\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))\n"
+        "sys.argv = ['hocket', 'config', 'trainer.steps=0']; runpy.run_module('hocket', run_name='__main__')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={"PYTHONPATH": "src"}
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,137 @@
+"""The doctor: what it says of this machine, of a broken one, and which processes it takes for hocket's."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hocket.commands import doctor
+from hocket.commands.doctor import is_ours
+from hocket.common import environment
+
+
+@pytest.fixture(autouse=True)
+def quick_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer instead of torch, in all tests but one."""
+    monkeypatch.setattr(doctor, "PROBE", "print('[null, []]')")
+
+
+def test_a_machine_with_everything_is_ready(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "missing", lambda build, command: [])
+    monkeypatch.setattr(doctor, "libraries", lambda: ())
+    assert doctor.run() == 0
+    out = capsys.readouterr().out
+    for label in ("python", "build", "device", "cores", "memory", "disk", "port", "verdict"):
+        assert f"\n{label}" in f"\n{out}"
+    assert f"{sys.version_info.major}.{sys.version_info.minor}." in out
+    assert out.splitlines()[-1] == "verdict    ready: python3 run.py quickstart"
+
+
+def test_what_is_missing_is_an_error_with_a_fix(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "missing", lambda build, command: ["httpx>=1"])
+    monkeypatch.setattr(doctor, "psutil", None)  # then the rest is still reported
+    assert doctor.run() == 1
+    out = capsys.readouterr().out
+    assert "missing: httpx>=1\n" in out
+    assert "fix:  packages are missing" in out
+    assert out.splitlines()[-1].endswith("to fix")
+    assert "\nport" not in out
+
+
+def test_torch_is_really_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert [(finding.label, finding.error) for finding in doctor.devices()][:1] == [("device", "")]
+
+
+@pytest.mark.parametrize(
+    "probe", ["import os; os.abort()", "raise ImportError('libcudart.so.13')", "import time; time.sleep(600)"]
+)
+def test_a_broken_torch_does_not_break_the_doctor(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], probe: str
+) -> None:
+    monkeypatch.setattr(doctor, "PROBE", probe)
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.5 if "sleep" in probe else 60.0)
+    (finding,) = doctor.devices()
+    assert "torch hangs or is broken" in finding.error
+    assert ("libcudart.so.13" in capfd.readouterr().err) == ("libcudart" in probe)
+
+
+def test_a_full_gpu_is_noted_and_a_driver_that_torch_cannot_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "has_cuda", lambda: True)
+    (finding,) = doctor.devices()
+    assert "torch (for CPUs) can't use the NVIDIA driver" in finding.error
+    gpus = '[["NVIDIA H200", 140.0, 150.0], ["NVIDIA H200", 20.0, 150.0]]'
+    monkeypatch.setattr(doctor, "PROBE", f"print('[\"13.0\", {gpus}]')")
+    first, second = doctor.devices()
+    assert (first.text, first.note) == ("cuda:0 NVIDIA H200, 140 of 150 GB free", "")
+    assert "more than half of cuda:1 is taken" in second.note
+
+
+def test_a_taken_port_names_its_holder() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound, not listening: nobody else can take it meanwhile
+        number = held.getsockname()[1]
+        assert list(doctor.port(number)) == [doctor.Finding("port", f"{number} is free")]
+        held.listen()
+        (finding,) = doctor.port(number)
+    assert finding.text.startswith(f"{number} is taken by process {os.getpid()} (")
+    assert "server.port=8001" in finding.note
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["python3", "run.py", "serve"], True),
+        (["/x/.venv/bin/python", "-u", "/x/run.py", "--local_rank=0", "train", "a.yaml"], True),
+        (["/x/.venv/bin/python", "/x/.venv/bin/hocket", "train"], True),
+        (["python3", "/x/bin/torchrun", "--nproc-per-node", "4", "run.py", "train", "a.yaml"], True),
+        (["VLLM::EngineCore"], True),
+        (["python3", "run.py", "doctor"], False),
+        (["python3", "-m", "pytest", "hocket", "train"], False),
+        (["tmux", "new", "python3", "run.py", "serve"], False),
+        ([], False),
+    ],
+)
+def test_hockets_processes_are_told_from_others(words: list[str], ours: bool) -> None:
+    assert is_ours(words) is ours
+
+
+def test_running_processes_are_listed_and_one_without_a_parent_is_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "run.py"
+    script.write_text("import time; time.sleep(600)")
+    with subprocess.Popen([sys.executable, str(script), "serve"]) as process:
+        try:
+            assert any(finding.text.startswith(f"{process.pid} running") for finding in doctor.processes())
+            monkeypatch.setattr(psutil.Process, "ppid", lambda process: 1)
+            (found,) = (finding for finding in doctor.processes() if finding.text.startswith(f"{process.pid} leftover"))
+        finally:
+            process.kill()
+    assert f"kill {process.pid}" in found.note
+
+
+def test_what_triton_and_torch_need_on_a_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)  # no CPU build
+    monkeypatch.setattr(environment, "driver", lambda: 570)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    found = list(doctor.libraries())
+    assert [(one.label, one.text) for one in found] == [
+        ("driver", "570"),
+        ("libraries", f"a C compiler and Python's headers ({tmp_path}/Python.h) missing"),
+    ]
+    assert all(one.error for one in found)
+    monkeypatch.setattr(environment, "driver", lambda: 580)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    (tmp_path / "Python.h").touch()
+    assert list(doctor.libraries()) == []

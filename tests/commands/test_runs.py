@@ -1,0 +1,313 @@
+"""What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import hocket
+from hocket.client.server import ServerClient
+from hocket.commands import parts
+from hocket.commands import runs as commands
+from hocket.config import Config, DataConfig, dump, load
+from hocket.data.demonstrations import load_demonstrations
+from hocket.errors import ConfigError, RewardError, ServerError
+from hocket.rewards import RewardCalls, RewardScorer, reward
+from hocket.rewards.base import REWARDS, bind
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Returns what a dry run prints; one server answers, http://up."""
+
+    async def health(self: ServerClient) -> Any:
+        if self.url != "http://up":
+            raise ServerError("refused", code="unreachable")
+        return SimpleNamespace()
+
+    sizes = {"num_parameters": 7, "micro_batch_tokens": 8192}
+    trainer = SimpleNamespace(memory="little", check_same_model=lambda health: None, **sizes)
+    monkeypatch.setattr(ServerClient, "health", health)
+    monkeypatch.setattr(commands.Parts, "trainer", lambda self, stack: trainer)
+
+    def run(*settings: str) -> str:
+        model = tmp_path / "model"
+        shutil.copytree(ROOT / "checkpoints" / "tiny-sort", model, dirs_exist_ok=True)
+        template = (model / "chat_template.jinja").read_text(encoding="utf-8")
+        (model / "chat_template.jinja").write_text(template.rstrip("\n") + "<think>\n\n", encoding="utf-8")
+        places = (f"model.path={model}", f"run.dir={tmp_path / 'run'}", "data.limit=4")
+        config = load(None, [*places, "rewards.functions={think_format: 1, exact_match: 1}", *settings])
+        commands.train(config, dry_run=True)
+        return capsys.readouterr().out.replace("\n", " ")
+
+    return run
+
+
+def test_a_dry_run_pays_an_answer_behind_the_thought_that_the_template_opens(dry_run: Any) -> None:
+    said = dry_run("server.urls=[http://up,http://down]")
+    assert "the reference answer of " in said
+    assert "scored as if the model had written it, gets {" in said
+    assert r": 'a thought\n</think>\n\n" in said
+    assert "'think_format': 1.0" in said
+    assert "nothing stands in the way of a run" in said
+    failed = dry_run("server.urls=[http://up]", "data.answer_column=null", "rewards.functions={exact_match: 1}")
+    assert "the empty answer of " in failed
+    assert "has no score: exact_match: " in failed
+    assert "reward-test --samples FILE CONFIG" in failed
+    assert "server http://up has the same model and tokenizer" in said
+    assert "no server answers at http://down yet" in said
+
+
+def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the_start(tmp_path: Path) -> None:
+    settings = (f"run.dir={tmp_path}", f"model.path={ROOT}/checkpoints/tiny-sort", "rollout.max_tokens=16")
+    config = load(None, [*settings, "data.limit=4"])
+    with commands.Console(1) as console:
+        parts = commands.Parts(config, console)
+        needed = 16 + max(len(prompt.token_ids) for prompt in parts.prompts("train", config.data))
+        assert parts.longest > needed
+        parts.limit(SimpleNamespace(micro_batch_tokens=needed - 1))  # as trainer.micro_batch_tokens=auto may find
+        assert parts.longest == needed  # the last token is only predicted
+        with pytest.raises(ConfigError, match=f"may have {needed} tokens, but {needed - 1} fit: set trainer.gradient_"):
+            parts.limit(SimpleNamespace(micro_batch_tokens=needed - 2))
+
+
+@pytest.mark.parametrize(("updated", "status"), [(0, 3), (1, 0)])
+def test_a_run_without_an_update_ends_with_status_3(
+    updated: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(run: object) -> dict[str, int]:
+        return {"updated": updated}
+
+    monkeypatch.setattr(commands, "_run", lambda *_: None)
+    monkeypatch.setattr(commands, "_train", train)
+    monkeypatch.setattr(commands.Console, "finish", lambda *_: None)
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
+    assert commands.train(load(None, [f"run.dir={tmp_path}/a"])) == status
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "75"  # torch reads it before the first weight group
+
+
+def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    @reward("broken")
+    class Broken:
+        async def __aenter__(self) -> None:
+            raise OSError("no weights")
+
+        async def __aexit__(self, *exc_info: object) -> None: ...
+
+        async def __call__(self, completion: str) -> None: ...
+
+    class Servers(contextlib.AsyncExitStack):
+        async def release(self) -> None:
+            released.append(True)
+
+    released: list[bool] = []
+    monkeypatch.setattr(commands.Parts, "servers_as_they_are", lambda *_: pytest.fail("a server was asked for"))
+    request.addfinalizer(lambda: REWARDS.forget("broken"))
+    settings = (f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4")
+    config = load(None, [*settings, "rewards.functions={broken: 1}"])
+    for command in (commands.roll_out, commands.evaluate_checkpoint):
+        with pytest.raises(RewardError, match="reward 'broken' can't be set up: OSError: no weights"):
+            command(config, [])
+    with RewardCalls(config.rewards, ["broken"]) as calls:
+        run: Any = SimpleNamespace(servers=Servers(), scorer=RewardScorer(calls, ["broken"]))
+        with pytest.raises(RewardError, match="can't be set up"):
+            asyncio.run(commands._train(run))
+    assert released == [True]
+
+
+def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = []
+
+    def train(config: Config, *, serve: bool, on_step: object) -> None:
+        rewards = [bind(name, {}).runs for name in config.rewards.functions]
+        got.append((config.trainer.steps, config.trainer.seed, serve, *rewards))
+
+    async def slow(answer: str) -> None: ...
+
+    def mine(completion: str) -> float:
+        return 1.0
+
+    monkeypatch.setattr(commands, "train", train)
+    (tmp_path / "weights" / "v000002").mkdir(parents=True)
+    (tmp_path / "summary.json").write_text('{"steps": 1}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    values = {"run": {"dir": str(tmp_path)}, "trainer": {"seed": 1}}
+    (tmp_path / "a.yaml").write_text(json.dumps(values))
+    for config in (tmp_path / "a.yaml", str(tmp_path / "a.yaml"), values, load(None, values)):
+        result = hocket.train(config, {"trainer.steps": 5}, rewards={"mine": mine, "slow": slow})
+    assert got == [(5, 1, True, "inline", "async")] * 4
+    model = tmp_path / "weights" / "v000002"
+    assert result == {"steps": 1, "run_dir": tmp_path, "model": model, "history": [{"step": 1}]}
+    assert values == {"run": {"dir": str(tmp_path)}, "trainer": {"seed": 1}}
+    with pytest.raises(ConfigError, match=r"reward mine.*needs the option 'text': set rewards.functions.mine.text"):
+        hocket.train(values, rewards={"mine": lambda text: 1.0})  # the cell that defines it runs again
+    with pytest.raises(ConfigError, match="reward 'math' is registered twice"):
+        hocket.train(values, rewards={"math": mine})
+    with pytest.raises(ConfigError, match=r"rewards takes .name: function."):
+        hocket.train(values, rewards=[mine])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="there is no reward 'mine'"):
+        REWARDS.get("mine")
+
+
+def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    assert f"server.discover={file} finds no server" in dry_run(f"server.discover={file}")
+    file.write_text("http://up\n", encoding="utf-8")
+    assert "server http://up has the same model" in dry_run(f"server.discover={file}")
+    assert "nothing stands in the way" in dry_run("launch.share_gpu=true", "server.urls=http://down")
+    with pytest.raises(ConfigError, match=r"the server holds the GPU of launch\.share_gpu: stop it"):
+        dry_run("launch.share_gpu=true", "server.urls=http://up")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "waits"),
+    [
+        ("", [], False),
+        ("0", [], True),
+        ("0,1", [], True),  # both take the first one
+        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], False),  # as `launch` says it
+        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], True),
+        ("0", ["server.urls=[http://10.0.0.5:8000]"], False),
+        ("", ["launch.share_gpu=true"], True),
+    ],
+)
+def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_memory(
+    gpus: str, settings: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+
+    class Pool:
+        async def __aenter__(self) -> "Pool":
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def wait_up(self) -> None:
+            done.append("waited")
+
+    async def put_to_sleep(*_: object, keep: bool) -> None:
+        done.append("put to sleep")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.delenv("HOCKET_DEVICE", raising=False)
+    monkeypatch.setattr(parts, "pool_of", lambda *_: Pool())
+    monkeypatch.setattr(parts, "put_to_sleep", put_to_sleep)
+    asyncio.run(parts.clear_gpu(load(None, settings)))
+    assert done == ["waited"] * waits + ["put to sleep"] * ("launch.share_gpu=true" in settings)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "ahead", "broadcasts"),
+    [
+        ("", [], 0, False),
+        ("0", [], 0, False),  # a server here may be on the same one
+        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], 1, True),
+        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], 0, False),
+        ("0", ["server.urls=[http://10.0.0.5:8000]"], 1, True),
+        ("0", ["server.host=0.0.0.0", "server.token=known-to-both"], 0, False),  # of this machine, by another name
+        ("0", [f"server.urls=[http://{socket.gethostname()}:8000]"], 0, False),
+        ("0", ["server.discover=gpus.example:8000"], 1, True),
+        ("", ["server.urls=[http://10.0.0.5:8000]"], 0, False),  # CPUs: results stay those of one machine
+        ("0", ["server.urls=[http://10.0.0.5:8000]", "sync.delta=true", "pipeline.max_staleness=0"], 0, False),
+        ("", ["sync.backend=nccl", "pipeline.max_staleness=2"], 2, True),
+        ("0", ["launch.share_gpu=true", "server.urls=[http://10.0.0.5:8000]"], 0, False),
+    ],
+)
+def test_with_gpus_apart_batches_overlap_and_weights_are_broadcast(
+    gpus: str, settings: list[str], ahead: int, broadcasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.delenv("HOCKET_DEVICE", raising=False)
+    config = parts.chosen(load(None, settings))
+    assert (config.pipeline.max_staleness, config.sync.backend) == (ahead, "nccl" if broadcasts else "disk")
+
+
+def recorded(number: int, prompt: str, reward: float | None, completion: str, **more: Any) -> dict[str, Any]:
+    """A rollout as its run has recorded it."""
+    chat = [{"role": "user", "content": f"Sort: {prompt}"}]
+    row = {"prompt_id": prompt, "prompt": f"Sort: {prompt}", "messages": chat, "completion": completion}
+    return {**row, "reward": reward, "finish_reason": "stop", "step": number, **more}
+
+
+def run_of(folder: Path, rows: Sequence[Mapping[str, Any]], *settings: str) -> Path:
+    """Makes the folder of a run with rollouts."""
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump(load(None, [f"run.dir={folder}", *settings])))
+    (folder / "rollouts" / "eval_000001.jsonl").write_text(json.dumps(recorded(1, "held out", 9.0, "x")) + "\n")
+    for row in rows:
+        with (folder / "rollouts" / f"step_{row['step']:06d}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def test_select_writes_the_best_whole_rollouts_of_each_prompt_the_newest_of_equal_ones(tmp_path: Path) -> None:
+    rows = [
+        recorded(1, "ba", 1.0, "ab of step 1"), recorded(1, "ba", 0.5, "half"), recorded(1, "dc", 0.0, "dc"),
+        recorded(2, "ba", 1.0, "ab"), recorded(2, "ba", 1.0, "ab"), recorded(2, "dc", 0.4, "cd?"),
+        recorded(2, "fe", None, "ef"), recorded(2, "fe", 2.0, "e", finish_reason="length"),
+    ]  # fmt: skip
+    run, output = run_of(tmp_path / "lr=1e-5", rows), tmp_path / "rows.jsonl"
+
+    def chosen(**options: Any) -> list[tuple[str, str, float]]:
+        said = commands.select(run, output, **options)
+        assert f"data.source={output} model.path=checkpoints/tiny-sort sft.epochs=3 " in said
+        assert "trainer.learning_rate=1e-05 run.dir=NEW" in said
+        found = [json.loads(line) for line in output.read_text().splitlines()]
+        assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in found)
+        return [(row["prompt_id"], row["messages"][1]["content"], row["reward"]) for row in found]
+
+    assert chosen(min_reward=None, per_prompt=1) == [("ba", "ab", 1.0)]  # the mean of six is .65
+    best = [("ba", "ab", 1.0), ("ba", "ab of step 1", 1.0)]
+    assert chosen(min_reward=0.4, per_prompt=2) == [*best, ("dc", "cd?", 0.4)]
+    assert chosen(min_reward=0.0, per_prompt=9) == [*best, ("ba", "half", 0.5), ("dc", "cd?", 0.4), ("dc", "dc", 0.0)]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    shown = tokenizer.decode(load_demonstrations(DataConfig(source=str(output)), tokenizer, 99)[0].token_ids)
+    assert shown == "<|user|>Sort: ba<|end|><|assistant|>ab<|end|>"
+    with pytest.raises(ConfigError, match=r"no rollout of .* has a reward of at least 3: the highest is 1"):
+        commands.select(run, output, min_reward=3, per_prompt=1)
+    with pytest.raises(ConfigError, match="--per-prompt=0 would choose nothing: set 1 or more"):
+        commands.select(run, output, min_reward=None, per_prompt=0)
+
+
+def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can_not(tmp_path: Path) -> None:
+    says = {"role": "assistant", "content": "<tool_call>{}</tool_call>"}
+    dialogue = [says, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
+    told = [says, {"role": "environment", "content": "hint"}, says]
+    rows = [recorded(1, "ba", 1.0, "1", dialogue=dialogue)]
+    rows += [recorded(1, "dc", 1.0, "1", dialogue=between) for between in (told, [says, says])]
+    tools = ("env.name=tools", "env.tools=[calculate]", "env.parser=hermes")
+    output = tmp_path / "rows.jsonl"
+    assert "1 of 3 rollouts, of 1 prompts" in commands.select(
+        run_of(tmp_path / "tools", rows, *tools), output, min_reward=None, per_prompt=1
+    )
+    row = json.loads(output.read_text())
+    assert row["messages"] == [{"role": "user", "content": "Sort: ba"}, *dialogue]
+    assert [tool["function"]["name"] for tool in row["tools"]] == ["calculate"]
+
+    plain = run_of(tmp_path / "plain", [recorded(1, "ba", 1.0, "ab", messages=None)])
+    assert " data.chat_template=false " in commands.select(plain, output, min_reward=None, per_prompt=1)
+    row = json.loads(output.read_text())
+    assert (row["prompt"], row["response"]) == ("Sort: ba", "ab")
+    settings = ("env.name=agent", "env.function=guess", f"plugins=[{ROOT}/config/guess_agent.py]")
+    agent = run_of(tmp_path / "agent", rows, *settings)
+    with pytest.raises(ConfigError, match=r"of an agent's calls it has the tokens, not the messages"):
+        commands.select(agent, output, min_reward=None, per_prompt=1)
+    old = recorded(1, "ba", 1.0, "ab")
+    del old["messages"]
+    with pytest.raises(ConfigError, match="of an earlier version, which kept no messages"):
+        commands.select(run_of(tmp_path / "old", [old]), output, min_reward=None, per_prompt=1)

@@ -1,0 +1,96 @@
+"""What a command leaves behind: nothing, however it ends; also the whole test-suite, interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hocket.common.processes import kill_with_parent, without_secrets
+from processes import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+DETACHES = """
+import os, subprocess, sys, time
+def test_it():
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    pids = [os.getpid(), *(subprocess.Popen(sleeps, start_new_session=away).pid for away in (False, True))]
+    with open({pids!r}, "a") as file:
+        file.write("".join(f"{{pid}}\\n" for pid in pids))
+    time.sleep(600)
+"""
+
+
+ORPHAN = """
+import os, signal
+from hocket.common.processes import die_with_parent
+die_with_parent({parent}, signal.SIGKILL)
+print('went on')
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_process_whose_parent_is_gone_already_ends_with_the_reason() -> None:
+    assert run(ORPHAN.format(parent=os.getpid())).stdout == "went on\n"
+    ended = run(ORPHAN.format(parent=2**22 + 1))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "is gone" in ended.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_interrupting_the_tests_leaves_nothing_running(tmp_path: Path, signum: signal.Signals) -> None:
+    pids = tmp_path / "pids"
+    for name in ("test_a.py", "test_b.py"):  # one for each of two workers
+        (tmp_path / name).write_text(DETACHES.format(pids=str(pids)))
+    tests = [f"--rootdir={tmp_path}", "-p", "no:cacheprovider", str(tmp_path)]
+    run = subprocess.Popen(
+        [sys.executable, str(ROOT / "run.py"), "test", *tests],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_for(lambda: pids.exists() and pids.read_text().count("\n") == 6, "both tests and what they start run")
+    processes = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    if signum == signal.SIGINT:
+        os.killpg(run.pid, signum)  # as a terminal does
+    else:
+        run.send_signal(signum)
+    assert run.wait(60) in (2, 143)  # 2 is pytest's own word for interrupted
+    assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("", 0), ("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)],
+)
+def test_the_exit_status_is_the_commands_own(code: str, status: int) -> None:
+    assert subprocess.run(kill_with_parent([sys.executable, "-S", "-c", code]), check=False).returncode == status
+
+
+def test_what_looks_like_a_secret_is_kept_from_the_code_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = (
+        "HOCKET_TOKEN", "HF_TOKEN", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD",
+        "GOOGLE_APPLICATION_CREDENTIALS", "api_tokens",
+    )  # fmt: skip
+    others = ("PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "NCCL_DEBUG", "SECRETARY")
+    for name in (*secrets, *others):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:word@proxy:80/")
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:80/")
+    given = without_secrets()
+    assert given.keys() >= {*others, "HTTP_PROXY"}
+    assert not given.keys() & {*secrets, "HTTPS_PROXY"}
+    monkeypatch.setenv("HOCKET_PASS_ENV", "HF_TOKEN,HTTPS_PROXY")
+    assert given.keys() ^ without_secrets().keys() == {"HF_TOKEN", "HTTPS_PROXY", "HOCKET_PASS_ENV"}

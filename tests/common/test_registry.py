@@ -1,0 +1,62 @@
+"""One registry for what users add, and plugins as plain files."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hocket.common.registry import Registry, load_plugins
+from hocket.errors import ConfigError
+
+
+def test_what_was_registered_stays_what_it_was_and_an_unknown_name_lists_it() -> None:
+    rewards: Registry[object] = Registry("reward")
+    length, math = object(), object()
+    assert rewards.register("length")(length) is length
+    rewards.register("math")(math)
+    with pytest.raises(ConfigError, match="'math' is registered twice"):
+        rewards.register("math")(length)
+    assert (rewards.get("length"), rewards.get("math")) == (length, math)
+    with pytest.raises(
+        ConfigError, match=r"no reward 'mth' \(did you mean 'math'\?\); known: length, math; add your own"
+    ):
+        rewards.get("mth")
+    with pytest.raises(ConfigError, match="no reward 'zzz'; known"):
+        rewards.get("zzz")
+
+
+def test_a_plugin_runs_once_however_often_it_is_named_and_two_of_one_name_are_two(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"from pathlib import Path\nNAME = {name!r}\nCOUNTED = [0]\n")
+    files = [str(tmp_path / "a/mine.py"), str(tmp_path / "b/mine.py")]
+    for _ in range(2):
+        load_plugins([*files, files[0]])
+        loaded = [m for n, m in sys.modules.items() if n.startswith("hocket_plugin_mine_") and hasattr(m, "COUNTED")]
+        loaded[0].COUNTED[0] += 1
+    assert sorted(module.NAME for module in loaded) == ["a", "b"]
+    assert [module.COUNTED for module in loaded] == [[2], [0]]  # loaded once
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("x = 1\nimport no_such_package", r"line 2: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("\n\nx = = 1", r"line 3: SyntaxError: invalid syntax"),
+        ("def broken():\n    return 1 / 0\nbroken()", r"line 2: ZeroDivisionError: division by zero"),
+        ("import json\njson.loads('[')", r"line 2: JSONDecodeError"),  # where the plugin called it
+        ("import sys\nsys.exit()", r"line 2: SystemExit"),
+        (
+            "from hocket.rewards import reward\nreward('math')(len)",
+            r"line 2: reward 'math' is registered twice; choose",
+        ),
+        ("x = '\0'", "line 1: "),
+    ],
+)
+def test_a_plugin_that_fails_is_named_with_its_line_and_tried_again(lines: str, said: str, tmp_path: Path) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text(lines)
+    with pytest.raises(ConfigError, match=rf"plugin '{plugin}' can't be imported: {plugin}, {said}"):
+        load_plugins([str(plugin)])
+    plugin.write_text("fine = True")
+    load_plugins([str(plugin)])

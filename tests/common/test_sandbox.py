@@ -1,0 +1,169 @@
+"""Hostile programs, and what is left of them: nothing. Right programs after them get their due."""
+
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hocket.common import sandbox
+from hocket.envs import tools
+from hocket.rewards import builtin
+from hocket.rewards.base import REWARDS
+
+isolated = pytest.mark.skipif(not sandbox._enter(), reason="this machine lets this user make no namespaces")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = {process.pid for process in psutil.process_iter()}
+    yield
+    left = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
+    assert [process.cmdline() for process in left] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+HOSTILE = {
+    # network
+    "connects": "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
+    "connects by IPv6": "import socket; socket.create_connection(('::1', PORT), 2)",
+    "resolves": "import socket; socket.getaddrinfo('example.com', 80)",
+    "abstract socket": "import socket; socket.socket(socket.AF_UNIX).connect('\\0hocket-test')",
+    "raw socket": "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)",
+    # the rest of the machine
+    "reads a secret": "open('SECRET').read()",
+    "writes beside it": "open('SECRET', 'w').write('x')",
+    "reads passwords": "open('/etc/passwd').read()",
+    "writes to Python": "import os; open(os.__file__, 'a').write('x')",
+    "goes up": "import os; os.chdir('../' * 20 + 'FOLDER')",
+    "old root": "import os; assert os.listdir('/old')",
+    "mounts": "import ctypes; assert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
+    "leaves its root": "import os; os.mkdir('a'); os.chroot('a')",
+    "becomes root": "import os; os.setuid(0) if os.getuid() else os.chown('/usr', 1, 1)",
+    "makes a device": "import os; os.mknod('/tmp/disk', 0o660 | 0o060000, os.makedev(254, 0))",
+    "sees processes": "import os; assert os.path.exists('/proc/PARENT')",
+    "reads the parent's environment": "open('/proc/PARENT/environ').read()",
+    "has an environment": "import os; assert set(os.environ) - {'LC_CTYPE'}",
+    # signals
+    "kills the parent": "import os; os.kill(PARENT, 9)",
+    "kills its parent": "import os; assert os.getppid(); os.kill(os.getppid(), 9)",
+    "traces the parent": "import ctypes; assert ctypes.CDLL(None).ptrace(16, PARENT, 0, 0) == 0",
+    # limits
+    "takes memory": "x = bytearray(10 << 30)",
+    "fills the disk": "for i in range(100): open(f'/tmp/{i}', 'wb').write(bytes(8 << 20))",
+    "one large file": "open('/tmp/x', 'wb').write(bytes(60 << 20))",
+    "opens files": "files = [open('/dev/null') for _ in range(10_000)]",
+    "forks": "import os, time\nfor _ in range(600): os.fork() or time.sleep(600)",
+    "starts threads": "import threading, time\n"
+    "for _ in range(10_000): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "prints": "while True: print('x' * 10_000)",
+    "segfaults": "import ctypes; ctypes.string_at(0)",
+}
+LATE = {
+    "sleeps": "import time; time.sleep(600)",
+    "computes": "while True: pass",
+    "ignores signals": "import signal\nfor n in range(1, 65):\n  try: signal.signal(n, signal.SIG_IGN)\n"
+    "  except (OSError, ValueError): pass\nwhile True: pass",
+    "stops itself": "import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); time.sleep(600)",
+}
+
+
+@isolated
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_fails(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("mine")
+    secret = folder / "secret"
+    secret.write_text("token")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+        local.bind("\0hocket-test")
+        local.listen()
+        code = HOSTILE[name].replace("PORT", str(server.getsockname()[1])).replace("PARENT", str(os.getpid()))
+        outcome = sandbox.run(code.replace("SECRET", str(secret)).replace("FOLDER", str(folder)), timeout_s=20)
+    assert outcome.status not in (0, None), outcome
+    assert len(outcome.stdout) <= sandbox.MAX_OUTPUT
+    assert secret.read_text() == "token"
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_program_that_does_not_end_is_ended(name: str) -> None:
+    assert sandbox.run(LATE[name], timeout_s=1.0).status is None
+
+
+@isolated
+def test_what_a_program_leaves_running_ends_with_it() -> None:
+    daemon = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: time.sleep(600)\n  os._exit(0)"
+    assert sandbox.run(daemon).status == 0  # the fixture looks for it
+
+
+def test_a_program_is_as_long_as_an_argument_and_has_its_own_text() -> None:
+    assert sandbox.run("#" * sandbox.MAX_CODE + "1").stderr == "the program has more than 100,000 bytes"
+    assert sandbox.run("print('\udcff\0ü')", "ä").stdout == "?ü\n"
+
+
+def test_without_namespaces_the_limits_are_left_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
+    monkeypatch.setattr(sandbox, "_ENTER", "echo not today >&2; exit 1")
+    sandbox._enter.cache_clear()
+    try:
+        for code, status in (("import os; assert not set(os.environ) - {'LC_CTYPE'}", 0), ("bytearray(10 << 30)", 1)):
+            assert sandbox.run(code).status == status
+        assert [one.getMessage() for one in caplog.records] == [
+            "programs of the model run with limits alone, without namespaces: not today"
+        ]
+    finally:
+        monkeypatch.undo()
+        sandbox._enter.cache_clear()
+
+
+PAIRS = [{"input": "1 2", "output": "3"}, {"input": "5 6\n", "output": "11\n"}]
+ADDS = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+def block(program: str) -> str:
+    return f"<think>easy</think>First\n```python\nprint(0)\n```\nno:\n```python\n{program}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "partial", "total", "parts", "note"),
+    [
+        (block(ADDS), PAIRS, False, 1.0, {"passed": 1.0}, ""),
+        (block("print(3)"), PAIRS, True, 0.5, {"passed": 0.5, "wrong": 0.5}, "test 2 of 2: wrong\nstdout: 3\n"),
+        (block("print(3)"), PAIRS, False, 0.0, {"passed": 0.5, "wrong": 0.5}, "test 2 of 2: wrong\nstdout: 3\n"),
+        (block("raise SystemExit(1)"), PAIRS, True, 0.0, {"failed": 1.0}, "test 1 of 2: failed\nstdout: \nstderr: "),
+        (block("while True: pass"), PAIRS, True, 0.0, {"late": 0.5}, "test 1 of 2: late\n"),
+        ("no program", PAIRS, True, 0.0, {}, "there is no program in a fenced block"),
+        (block("def f(x): return x + 1"), ["assert f(1) == 2", "assert f(2) == 3"], False, 1.0, {"passed": 1.0}, ""),
+        (
+            block("def f(x): return 2"),
+            ["assert f(1) == 2", "assert f(2) == 3"],
+            True,
+            0.5,
+            {"passed": 0.5, "failed": 0.5},
+            "test 2 of 2: failed\nstdout: \nstderr: Traceback",
+        ),
+        (block("raise SystemExit(0)"), ["assert f(1) == 2"], True, 0.0, {"wrong": 1.0}, "test 1 of 1: wrong"),
+    ],
+)
+def test_code_runs_the_last_block_against_the_tests_of_the_row(
+    completion: str, tests: list[object], partial: bool, total: float, parts: dict[str, float], note: str
+) -> None:
+    score = builtin.code(completion, {"tests": tests}, timeout_s=3.0, partial=partial)
+    assert score.total == total
+    assert {name: share for name, share in score.parts.items() if share} == parts
+    assert score.note.startswith(note)
+    assert bool(score.note) == bool(note)
+    assert REWARDS.get("code").runs == "worker"
+
+
+def test_the_tool_python_returns_what_a_program_prints_and_how_it_ended() -> None:
+    assert tools.python("print(6 * 7)") == "42\n"
+    said = tools.python("print('so far'); 1 / 0")
+    assert said.startswith("so far\nit ended with status 1\nTraceback")
+    assert said.endswith("ZeroDivisionError: division by zero\n")

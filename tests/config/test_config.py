@@ -1,0 +1,320 @@
+"""One YAML file, overrides, and answers that name the key."""
+
+import json
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from hocket import config
+from hocket.config.algorithm import PRESETS, PresetName
+from hocket.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> config.Config:
+    file = tmp_path / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    return config.load(file, overrides)
+
+
+def algorithm(*overrides: str) -> config.AlgorithmConfig:
+    return config.load(None, [f"algorithm.{override}" for override in overrides]).algorithm
+
+
+def test_a_preset_fills_what_is_not_set_and_the_resolved_config_shows_it(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "algorithm: {preset: gspo, clip_high: 0.1}\n", "algorithm.baseline=leave_one_out")
+    found = loaded.algorithm
+    assert (found.preset, found.ratio, found.clip_low, found.clip_high) == ("gspo", "sequence", 3e-4, 0.1)
+    assert (found.baseline, found.aggregate, found.correction) == ("leave_one_out", "seq_mean_token_mean", "none")
+    shown = yaml.safe_load(config.dump(loaded))["algorithm"]
+    assert (shown["ratio"], shown["clip_low"]) == ("sequence", 3e-4)
+
+
+@pytest.mark.parametrize("name", get_args(PresetName))
+def test_every_preset_is_a_config_that_reads_back_and_a_row_of_the_table(tmp_path: Path, name: PresetName) -> None:
+    loaded = config.load(None, [f"algorithm.preset={name}"])
+    row = PRESETS[name].knobs
+    assert {key: getattr(loaded.algorithm, key) for key in row} == row
+    assert load(tmp_path, config.dump(loaded)) == loaded
+    assert f"\n| `{name}` |" in config.preset_table()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bounds"),
+    [
+        (["correction=truncate"], (0.0, 2.0)),
+        (["correction=sequence_mask"], (0.99, 1.01)),
+        (["correction=mask", "correction_high=3"], (0.5, 3.0)),
+    ],
+)
+def test_each_correction_has_a_range_of_its_own_until_one_is_set(overrides: list[str], bounds: object) -> None:
+    found = algorithm(*overrides)
+    assert (found.correction_low, found.correction_high) == bounds
+
+
+def test_a_presets_kl_can_be_switched_off_and_without_a_group_one_rollout_is_enough() -> None:
+    for word in ("off", "'off'"):  # YAML 1.1 reads the first one as false
+        assert algorithm("preset=reinforce_pp", f"kl={word}").kl == "off"
+    assert config.load(None, ["rollout.group_size=1", "algorithm.preset=reinforce_pp"]).rollout.group_size == 1
+
+
+def test_every_shipped_config_loads_and_names_what_exists() -> None:
+    files = [*ROOT.glob("config/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")]
+    assert {"quickstart.yaml", "gsm8k_1gpu.yaml"} <= {path.name for path in files}
+    for file in files:
+        loaded = config.load(file)
+        held_out = loaded.held_out_data or loaded.data
+        for path in (loaded.data.source, held_out.source, *loaded.plugins):
+            if path.endswith((".jsonl", ".parquet", ".py")):
+                assert (ROOT / path).is_file(), path
+        if loaded.model.path.startswith("checkpoints/"):
+            assert (ROOT / loaded.model.path / "config.json").is_file()
+
+
+def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherwise(tmp_path: Path) -> None:
+    text = "data: {source: 'hf:a/b:main', prompt_column: q, answer_pattern: '(x)', limit: 9, split: half}\n"
+    held_out = load(tmp_path, text, "eval.data.split=test").held_out_data
+    assert held_out is not None
+    found = (held_out.source, held_out.split, held_out.prompt_column, held_out.limit, held_out.section)
+    assert found == ("hf:a/b:main", "test", "q", None, "eval.data")
+    other = load(tmp_path, text, "eval.data.source=held.jsonl", "eval.data.prompt_column=prompt", "eval.data.limit=2")
+    held_out = other.held_out_data
+    assert held_out is not None
+    assert (held_out.source, held_out.prompt_column, held_out.limit) == ("held.jsonl", "prompt", 2)
+    assert held_out.answer_pattern == re.compile("(x)")
+    again = load(tmp_path, config.dump(other), "data.prompt_column=z")  # the run's own file says it all
+    assert again.held_out_data == held_out
+    with pytest.raises(ConfigError, match=r"eval\.data: system_prompt needs chat_template: true"):
+        config.load(None, ["data.system_prompt=Think.", "eval.data.chat_template=false"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("data.source=train.jsonl",),
+        ("data.source=train.jsonl", "eval.data.split=test"),  # a file has no splits
+        ("data.source=hf:a/b",),  # it may have no split test
+        ("data.source=hf:SAVED", "eval.data.split=test"),
+        ("data.split=test",),  # of task:sort
+        ("eval.num_prompts=0",),
+    ],
+)
+def test_training_rows_are_not_taken_for_held_out_ones(settings: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "state.json").touch()  # of a dataset that was saved, without splits
+    loaded = config.load(None, [setting.replace("SAVED", str(tmp_path)) for setting in settings])
+    assert loaded.held_out_data is None
+    assert load(tmp_path, config.dump(loaded)).held_out_data is None
+    assert config.load(None).held_out_data is not None
+
+
+def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "trainer: {steps: 7, seed: 3}\n", "trainer.steps=9", "run.dir=runs/a")
+    assert (loaded.trainer.steps, loaded.trainer.seed, loaded.trainer.max_grad_norm) == (9, 3, 1.0)
+    assert loaded.run_dir == Path("runs/a")
+    assert load(tmp_path, "# nothing\n") == config.Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("trainer.learning_rate=1e-6", 1e-6),  # YAML 1.1 calls this a string
+        ("trainer.zero_stage=null", None),
+        ("trainer.betas=[0.9, 0.95]", (0.9, 0.95)),
+        ("trainer.gradient_checkpointing=true", True),
+        ("trainer.micro_batch_tokens=100", 100),
+        ("data.answer_pattern=#### x=(.*)", re.compile("#### x=(.*)")),
+        ("run.dir=runs/exp #3", "runs/exp #3"),  # text is taken as it stands
+        ("run.dir=2024_10", "2024_10"),
+        ("run.dir=010/a", "010/a"),
+        ("run.dir=~/runs/a", "/home/somebody/runs/a"),
+    ],
+)
+def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert config.load(overrides=["env.rate=1e-3"]).env.model_extra == {"rate": 0.001}  # an option of a plugin
+    section, key = override.partition("=")[0].split(".")
+    assert getattr(getattr(config.load(overrides=[override]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        ("algorithm.correction=[]", "algorithm.correction: Input should be"),
+        ("algorithm.baseline=none", "set scale to tokens or none"),
+        ("algorithm.baseline=critic algorithm.scale=batch", "set scale to tokens or none"),
+        ("algorithm.discount=0.9", "discount is for baseline none or critic"),
+        ("algorithm.preset=reinforce_pp algorithm.gae_lambda=0.9", "gae_lambda is for baseline critic"),
+        ("algorithm.ratio=sequence", "set correction=none"),
+        ("algorithm.dual_clip=3", "set clip=ppo and correction=none"),
+        ("algorithm.correction_low=3", "correction_low must be below correction_high"),
+        ("algorithm.kl_in=reward", "have no effect; set kl or leave them out"),
+        ("algorithm.kl=k2", "kl=k2 needs a weight"),
+        ("algorithm.kl=k1 algorithm.kl_coef=0.1", "set kl_in=reward, or kl=k2"),
+        ("algorithm.kl=k2 algorithm.kl_coef=0.1 algorithm.kl_target=1", "set kl_in=reward"),
+        ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set another scale"),
+        ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
+        ("modle.path=x", "unknown key 'modle.path'; did you mean 'model.path'?"),
+        ("learning_rate=1", "did you mean 'critic.learning_rate' or 'trainer.learning_rate'?"),
+        ("zzzz=1", "unknown key 'zzzz'; `python run.py config --reference` lists all"),
+        ("trainer.temperature=1", "did you mean 'rollout.temperature' or 'eval.temperature'?"),
+        ("lr=1e-5", "unknown key 'lr'; here that is trainer.learning_rate"),
+        ("critic.optim.lr=1e-5", "unknown key 'critic.optim.lr'; here that is critic.learning_rate"),
+        ("algorithm.beta=0.1", "unknown key 'algorithm.beta'; here that is algorithm.kl_coef, with algorithm.kl"),
+        ("actor_rollout_ref.rollout.n=4", "unknown key 'actor_rollout_ref.rollout.n'; here that is rollout.group_size"),
+        ("actor_rollout_ref.actor.clip_ratio=1 actor_rollout_ref.rollout.n=4", "n'; here that is rollout.group_size"),
+        ("eval.data.subset=main", "here that is data.source: hf:NAME:SUBSET"),
+        ("sync.keep=3", "here that is no setting any more: one value serves all"),
+        ("rollout.top_p=0.9", "here that is no setting: training samples from the whole distribution"),
+        ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
+        ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
+        ("algorithm.preset=dapo env.thinking_tokens=9", "overlong_share=0.2 would punish the thoughts"),
+        ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
+        ("run.dir=runs/.hidden", "in no hidden folder"),
+        ("server.urls=localhost:8000", "should match pattern '^https?://'"),
+        (
+            "server.discover=servers",
+            "server: discover=servers is neither NAME:PORT nor a file with a slash",
+        ),
+        ("server.discover=http://a:1", "a URL goes to urls"),
+        ("server.discover=server:65536", "server: discover=server:65536 is neither NAME:PORT nor a file"),
+        ("server.discover=a:1 server.urls=http://a:1", "discover and urls both name the servers: leave one out"),
+        ("sync.timeout_s=600", "must exceed 4 · sync.timeout_s = 2400: ranks wait"),
+        ("pipeline.replay=runs/default", "this run's own folder"),
+        ("trainer.steps", "overrides look like section.key=value"),
+        ("trainer.steps=[1", "not valid YAML: expected ',' or ']'"),
+        ("data.answer_pattern=x", "data: answer_pattern needs a group (...) around the answer"),
+        ("data.answer_pattern=(x) data.answer_column=null", "data: answer_pattern needs answer_column"),
+        ("data.system_prompt=x data.chat_template=false", "data: system_prompt needs chat_template: true"),
+        ("model.lora={} model.random_init=true", "with random_init there are none"),
+        ("model.lora.quantize=nf4 trainer.zero_stage=3", "set stage 2"),
+        ("model.lora.quantize=nf4 trainer.offload_optimizer=true", "set stage 2"),
+        (
+            "trainer.deepspeed.bf16.enabled=true",
+            "trainer.deepspeed: bf16 can't be set, as hocket sets it",
+        ),
+        (
+            "trainer.deepspeed.zero_optimization.stage=3",
+            "as hocket sets it: set trainer.zero_stage",
+        ),
+        ("trainer.deepspeed.zero_optimization.zenflow={}", "zero_optimization.zenflow is not passed on: leave it out"),
+        ("trainer.deepspeed.zero_optimization.overlap_com=true", "did you mean 'zero_optimization.overlap_comm'?"),
+        ("trainer.deepspeed=nowhere.json", "no JSON file of DeepSpeed's settings can be read there: [Errno 2]"),
+        ("trainer.deepspeed=[1]", "trainer.deepspeed: must be a mapping of key: value"),
+        ("algorithm.preset=ppo critic.warmup_steps=10 trainer.steps=10", "leaves no step of trainer.steps=10"),
+        ("trainer.offload_optimizer=true trainer.zero_stage=0", "offload_optimizer needs zero_stage"),
+        ("sync.delta=true sync.backend=nccl", "sync.delta=true needs sync.backend=disk"),
+        ("run.dir=runs/a sync.root=elsewhere", "runs/a must lie under sync.root="),
+        ("launch.share_gpu=true pipeline.max_staleness=1", "needs pipeline.max_staleness=0"),
+        ("launch.share_gpu=true sync.backend=nccl", "NCCL can't connect two processes on one GPU"),
+        ("launch.share_gpu=true server.urls=[http://a:1,http://b:1]", "one server"),
+        ("launch.share_gpu=true server.discover=a:1", "is for one server that server.urls names: leave server.disc"),
+        ("launch.share_gpu=true launch.server_gpus=0 launch.trainer_gpus=1", "needs equal launch.server_gpus"),
+    ],
+)
+def test_a_mistake_is_answered_with_its_name_or_the_fix(overrides: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(None, overrides.split(" "))
+    assert answer in str(caught.value)
+    if overrides.startswith("launch.share_gpu"):
+        config.load(None, overrides.split(" ")[1:])
+
+
+def test_a_mistake_is_blamed_on_the_file_or_the_command_line_or_both(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "trainer: {steps: 0, sed: 1}\n", "trainer.stps=1", "rollout.group_size=0", "sync.delta=true")
+    assert [line.partition(": ")[0] for line in str(caught.value).splitlines()] == [
+        "command line", str(file), str(file), "command line"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=f"^{file} with the command line: sync.delta=true needs"):
+        load(tmp_path, "sync: {backend: nccl}\n", "sync.delta=true")
+    for text, answer in (
+        ("- a\n", f"{file} must be a mapping of sections, got list"),
+        ("a: [\n", rf"(?s)can't read the config {file}: .* in \"{file}\", line 2"),
+        ("trainer: 3\n", "'trainer' is not a section"),
+    ):
+        with pytest.raises(ConfigError, match=answer):
+            load(tmp_path, text, "trainer.steps=1")
+
+
+def test_every_name_from_elsewhere_leads_to_a_setting_and_is_none_here() -> None:
+    keys = set(re.findall(r"^\| `([a-z_.]+)`", config.reference(), re.MULTILINE)) | {"eval.data.source"}
+    for here, there in config.NAMES_ELSEWHERE.items():
+        assert set(re.findall(r"\w+\.[\w.]+", here)) <= keys, here
+        assert not [name for name in there.split() for key in keys if f".{key}".endswith(f".{name}")]
+    names = " ".join(config.NAMES_ELSEWHERE.values()).split()
+    assert len(set(names)) == len(names)
+
+
+def test_a_reward_may_be_a_weight_alone_or_have_arguments() -> None:
+    loaded = config.load(overrides=["rewards.functions={math: 0.5, length: {weight: 0.1, target: 40}}"])
+    assert loaded.rewards.functions["math"].weight == 0.5
+    assert loaded.rewards.functions["length"].model_extra == {"target": 40}
+
+
+def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_reward() -> None:
+    for reward, passes in (("format", "format"), ("null", "right"), ("exact_match", "right")):
+        loaded = config.load(None, ["rewards.functions={right: 1.0, format: 0.1}", f"eval.reward={reward}"])
+        assert loaded.pass_reward == passes
+    for curriculum, uses in (("{}", False), ("{name: sorted}", True), ("{retire_after: 2}", True)):
+        assert config.load(None, [f"curriculum={curriculum}"]).uses_pass_rates is uses
+
+
+def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_TOKEN", "from-environment")
+    assert config.Config().token == "from-environment"
+    loaded = config.load(overrides=["server.token=from-config"])
+    assert loaded.token == "from-config"
+    assert "from-config" not in config.dump(loaded)
+    monkeypatch.setenv("HOCKET_TOKEN", "")
+    assert config.Config().token is None
+    for weak in ("short", "pässwörter", "two\nlines"):
+        monkeypatch.setenv("HOCKET_TOKEN", weak)
+        with pytest.raises(ConfigError, match="at least 8 plain ASCII characters"):
+            config.load()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "urls"),
+    [
+        (["server.host=::1", "server.port=9"], ("http://[::1]:9",)),
+        (["server.urls=https://gpu.example/hocket/"], ("https://gpu.example/hocket",)),
+        (["server.urls=[http://a:1, http://b:2/, http://a:1/]"], ("http://a:1", "http://b:2")),
+        (["server.urls=[]", "server.port=9"], ("http://127.0.0.1:9",)),
+        (["server.discover=server:65535"], ()),
+        (["server.discover=./servers"], ()),
+    ],
+)
+def test_the_servers_are_those_named_or_the_one_of_this_config(overrides: list[str], urls: tuple[str, ...]) -> None:
+    assert config.load(overrides=overrides).server_urls == urls
+
+
+def test_versions_are_published_under_the_parent_of_the_run_folder_symlinks_resolved(tmp_path: Path) -> None:
+    assert config.load(overrides=["run.dir=runs/a"]).sync_root == Path("runs").resolve()
+    (tmp_path / "real" / "a").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "a")
+    assert config.load(None, [f"run.dir={tmp_path}/link"]).sync_root == tmp_path / "real"
+
+
+def test_a_users_own_file_of_deepspeed_is_read_without_what_it_leaves_to_the_trainer(tmp_path: Path) -> None:
+    path, passed = tmp_path / "ds_config.json", {"overlap_comm": True, "stage3_prefetch_bucket_size": 5e7}
+    values = {"bf16": "auto", "wall_clock_breakdown": True, "zero_optimization": {"stage": "auto", **passed}}
+    path.write_text(json.dumps(values))
+    expected = {"wall_clock_breakdown": True, "zero_optimization": passed}
+    assert config.load(None, [f"trainer.deepspeed={path}"]).trainer.deepspeed == expected
+    path.write_text(json.dumps({**values, "optimizer": {"type": "AdamW"}}))
+    with pytest.raises(ConfigError, match=r"optimizer can't be set, as hocket sets it: set trainer\.learning_rate"):
+        config.load(None, [f"trainer.deepspeed={path}"])
+
+
+def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> None:
+    assert config.Config().model.lora is None
+    assert load(tmp_path, "model: {lora: {}}").model.lora == config.LoraConfig()
+    for one in ("q_proj", "[q_proj]"):
+        named = load(tmp_path, "model: {lora: null}", f"model.lora.targets={one}")
+        assert named.model.lora == config.LoraConfig(targets=("q_proj",))
+        assert load(tmp_path, config.dump(named)) == named

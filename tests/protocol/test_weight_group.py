@@ -1,0 +1,192 @@
+"""Buckets worked out by hand, and real groups over gloo between the threads of one process."""
+
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
+
+import psutil
+import pytest
+import torch
+
+from hocket.errors import SyncError
+from hocket.protocol import manifest, weight_group
+
+CPU = torch.device("cpu")
+NAMED = [
+    ("matrix", torch.arange(6, dtype=torch.float32).view(2, 3)),  # 24 bytes, 32 with padding
+    ("half", torch.tensor([1.5, -2.0, 3.25], dtype=torch.bfloat16)),  # 6 bytes: 16
+    ("scalar", torch.tensor(7.0)),  # 4 bytes: 16
+    ("empty", torch.empty(0, 5)),  # none
+    ("turned", torch.arange(4, dtype=torch.float16).view(2, 2).t()),  # 8 bytes, not in the order of memory: 16
+]
+
+
+def test_what_is_packed_is_unpacked_bit_by_bit_with_the_specs_of_both_ends_alike() -> None:
+    layout = weight_group.layout(NAMED)
+    assert weight_group.layout([(name, tensor.to("meta")) for name, tensor in NAMED]) == layout  # it needs no data
+    flat, sent = weight_group.pack(NAMED, CPU)
+    # Each tensor at a multiple of 16 bytes, in the order of its elements, and then a checksum each.
+    assert (flat.dtype, len(flat)) == (torch.uint8, weight_group.num_bytes(layout))
+    assert len(flat) == 32 + 16 + 16 + 0 + 16 + 5 * 8
+    assert flat[64:72].view(torch.float16).tolist() == [0, 2, 1, 3]
+    checksums = [int(manifest.tensor_checksum(tensor), 16) for _, tensor in NAMED]
+    assert [value % 2**64 for value in flat[80:].view(torch.int64).tolist()] == checksums
+    named, received = weight_group.unpack(flat, layout)
+    assert received == sent == {name: manifest.spec(tensor) for name, tensor in NAMED}
+    for (name, tensor), (wanted_name, wanted) in zip(named, NAMED, strict=True):
+        assert (name, tensor.dtype, tensor.shape) == (wanted_name, wanted.dtype, wanted.shape)
+        assert torch.equal(tensor, wanted)
+    assert named[0][1].data_ptr() == flat.data_ptr()  # a view: nothing is copied
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(0, "matrix"), (23, "matrix"), (37, "half"), (51, "scalar"), (65, "turned"), (80, "matrix")],  # 80: its checksum
+)
+def test_a_flipped_byte_is_found_and_its_tensor_named(place: int, name: str) -> None:
+    flat, _ = weight_group.pack(NAMED, CPU)
+    flat[place] ^= 0xFF
+    with pytest.raises(SyncError, match=f"the bytes of tensor '{name}' changed on their way"):
+        weight_group.unpack(flat, weight_group.layout(NAMED))
+
+
+def join(store: Any, rank: int, *, timeout_s: float = 10.0, name: str = "g", size: int = 2) -> weight_group.WeightGroup:
+    return weight_group.WeightGroup(
+        store=store, name=name, rank=rank, size=size, device=CPU, address="127.0.0.1", timeout_s=timeout_s
+    )
+
+
+def joined(store: Any, size: int = 2, **options: Any) -> list[weight_group.WeightGroup]:
+    """Returns the groups of all ranks, each as in a process of its own: with its own connection to the store."""
+    stores = [store, *(weight_group.find_store("127.0.0.1", store.port, 10) for _ in range(1, size))]
+    with ThreadPoolExecutor(size) as threads:
+        joining = [threads.submit(join, stores[rank], rank, size=size, **options) for rank in range(size)]
+        return [group.result(30) for group in joining]
+
+
+def started(call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+    """Runs a call in a daemon thread: should it hang, the test fails and does not hang."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # noqa: BLE001 - it is the future's
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def test_every_member_receives_what_rank_0_sends_and_what_all_announce() -> None:
+    store = weight_group.make_store("127.0.0.1", 10)
+    assert not weight_group.announced(store, "g", 0, [1])  # without waiting
+    groups = joined(store, size=3)
+    groups[1].announce(1)
+    end = time.monotonic() + 30
+    while not weight_group.announced(store, "g", 1, [1]):  # it was sent through another connection
+        assert time.monotonic() < end
+    asked = [
+        ("g", 0, [0, 1, 2]),
+        ("g", 0, [1, 2, 3]),
+        ("other", 0, [1]),
+        ("g", 1, [1]),
+        ("g", 1, [1, 2]),
+        ("g", 2, [1]),
+    ]
+    assert [weight_group.announced(store, *which) for which in asked] == [True, False, False, True, False, False]
+    flat, specs = weight_group.pack(NAMED, CPU)
+    for _ in range(2):
+        received = [torch.empty_like(flat) for _ in groups[1:]]
+        waiting = [started(group.broadcast, empty) for group, empty in zip(groups[1:], received, strict=True)]
+        groups[0].broadcast(flat)
+        for done, copy in zip(waiting, received, strict=True):
+            done.result(10)
+            assert weight_group.unpack(copy, weight_group.layout(NAMED))[1] == specs
+    for group in groups:
+        group.close()
+        group.close()  # which is no error
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_whoever_waits_for_a_member_that_leaves_fails_at_once(gone: int) -> None:
+    groups = joined(weight_group.make_store("127.0.0.1", 10), timeout_s=120.0)
+    waiting = started(groups[1 - gone].broadcast, torch.empty(64 << 20, dtype=torch.uint8))
+    time.sleep(0.3)
+    groups[gone].close()
+    with pytest.raises(RuntimeError):
+        waiting.result(30)  # far less than the deadline
+
+
+def test_two_that_wait_for_each_other_can_both_leave() -> None:
+    groups = joined(weight_group.make_store("127.0.0.1", 10), timeout_s=120.0)
+    waiting = started(groups[1].broadcast, torch.empty(16, dtype=torch.uint8))
+    time.sleep(0.3)
+    leaving = started(groups[1].close)
+    groups[0].close()
+    leaving.result(5)
+    with pytest.raises(RuntimeError):
+        waiting.result(5)
+    with pytest.raises(RuntimeError, match="the group is closed"):
+        groups[1].broadcast(torch.empty(16, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_silent_member_is_waited_for_until_the_deadline_and_no_longer(silent: int) -> None:
+    groups = joined(weight_group.make_store("127.0.0.1", 10), timeout_s=1.0)
+    start = time.monotonic()
+    # More than fits into the sockets' buffers, or a sender would have ended already.
+    waiting = started(groups[1 - silent].broadcast, torch.empty(64 << 20, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match=r"(?i)timed ?out"):
+        waiting.result(30)
+    assert time.monotonic() - start > 0.9
+
+
+def test_a_member_that_never_comes_or_a_store_that_nobody_made_is_waited_for_until_the_deadline() -> None:
+    store = weight_group.make_store("127.0.0.1", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    start = time.monotonic()
+    lonely = started(lambda: join(store, 0, timeout_s=1.0))
+    lost = started(weight_group.find_store, "127.0.0.1", port, 1.0)
+    for waiting in (lonely, lost):
+        with pytest.raises(RuntimeError):
+            waiting.result(30)
+        assert time.monotonic() - start > 0.9
+
+
+def test_store_and_group_listen_on_the_given_address_only() -> None:
+    store = weight_group.make_store("127.0.0.1", 10)
+    groups = joined(store)
+    listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert weight_group.address_towards("127.0.0.1", store.port) == "127.0.0.1"
+    assert store.port in {address.port for address in listening}
+    assert len(listening) >= 3  # the store, and one of each rank
+    assert {ipaddress.ip_address(address.ip).is_loopback for address in listening} == {True}
+    for group in groups:
+        group.close()
+
+
+def test_over_nccl_a_group_connects_as_it_is_made_and_not_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch for CPUs has no NCCL: this holds what it is asked for. tests/e2e/test_gpu.py has the real one.
+    monkeypatch.setattr(weight_group, "dist", dist := Mock())
+    for name in ("set_device", "is_available"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch, "zeros", lambda *_, **options: options["device"])
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
+    device = torch.device("cuda", 0)
+    group = weight_group.WeightGroup(Mock(), "a", device, "10.0.0.1", rank=0, size=2, timeout_s=2.5)
+    made = dist.ProcessGroupNCCL
+    assert made.Options.return_value.config.blocking == 0
+    assert made.Options.return_value._timeout.total_seconds() == 2.5
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "3"
+    (sent, _), _ = made.return_value.broadcast.call_args
+    assert sent == [device]
+    made.return_value.broadcast.return_value.wait.assert_called_once_with()
+    group.close()

@@ -1,0 +1,184 @@
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.trainer.conftest import make_model
+from transformers import AutoModelForCausalLM
+
+from hocket import config as config_module
+from hocket.config import DataConfig
+from hocket.data import tokenizer as tokenizers
+from hocket.errors import ConfigError, DataError
+from hocket.observe.run_folder import RunFolder
+from hocket.stages import sft
+from hocket.types import TokenSequence
+
+ROWS = [((1, 2, 3), (4, 5, 63)), ((6,), (7, 63)), ((2, 2), (8, 9, 10, 63))]
+
+
+def sequences(rows: Any) -> list[TokenSequence]:
+    masks = ((False,) * len(prompt) + (True,) * len(response) for prompt, response in rows)
+    tokens = (prompt + response for prompt, response in rows)
+    return [TokenSequence(token_ids=t, mask=m, logprobs=(0.0,) * len(m)) for t, m in zip(tokens, masks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "start", tied=False)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    asked: list[Any] = []
+
+    def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
+        asked.append((data.source, tokenizer.eos_token_id, max_length))
+        return sequences(ROWS[: data.limit])
+
+    monkeypatch.setattr("hocket.stages.sft.load_demonstrations", load_demonstrations)
+    return asked
+
+
+def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Config:
+    defaults = ("model.dtype=float32", "sft.batch_size=3", "trainer.steps=60", "trainer.learning_rate=0.02")
+    places = (f"run.dir={tmp_path / 'run'}", f"model.path={model}", "data.source=rows.jsonl")
+    return config_module.load(None, [*defaults, *places, *settings])
+
+
+def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, -math.inf]], requires_grad=True)
+    batch: Any = SimpleNamespace(mask_bt=torch.tensor([[True, True, False]]), num_tokens_global=4)
+    output = sft.sft_loss(logprobs, logprobs, batch)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, torch.tensor(0.75))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.25, -0.25, 0.0]]))
+
+
+def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
+    samples: Any = range(20)
+    first, again = sft.in_epochs(samples, 7), sft.in_epochs(samples, 7)
+    epochs = [[next(first) for _ in range(20)] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] == [next(again) for _ in range(20)]
+    assert epochs[0] != [next(sft.in_epochs(samples, 8)) for _ in range(20)]
+
+
+def cross_entropy(path: str | Path, rows: Any = ROWS) -> float:
+    """Mean over response tokens, each row by itself, through transformers' own logits."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for prompt, response in rows:
+        with torch.no_grad():
+            full = torch.log_softmax(model(torch.tensor([[*prompt, *response]])).logits[0], dim=-1)
+        total -= sum(float(full[len(prompt) - 1 + t, token]) for t, token in enumerate(response))
+        count += len(response)
+    return total / count
+
+
+def test_sft_learns_the_responses_and_leaves_a_model(
+    model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = cross_entropy(model)
+    sft.run(make_config(model, tmp_path, "rollout.temperature=0.5"))  # a sampling temperature, not the model's
+    assert rows == [("rows.jsonl", 63, 64)]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 61))
+    assert records[0]["train/loss"] == pytest.approx(before, abs=1e-5)
+    assert records[0]["train/tokens"] == 9
+    after = cross_entropy(tmp_path / "run" / "model")
+    assert after < 0.1 < before
+    assert after <= records[-1]["train/loss"]  # one step further
+    said = capsys.readouterr().out
+    assert "step 60/60" in said
+    tokenizer, (prompt, response) = tokenizers.load(model), ROWS[0]
+    assert repr(f"{tokenizer.decode(prompt)}[[{tokenizer.decode(response)}]]") in said
+
+
+def test_the_held_out_loss_is_measured_before_on_schedule_and_at_the_end_and_moves_nothing(
+    model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("eval.data.source=held.jsonl", "eval.every_steps=2", "trainer.steps=5")
+    sft.run(make_config(model, tmp_path, *settings, "eval.num_prompts=2"))
+    assert [source for source, *_ in rows] == ["rows.jsonl", "held.jsonl"]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    measured = {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
+    assert [*measured] == [0, 2, 4, 5]
+    assert measured[0] == pytest.approx(cross_entropy(model, ROWS[:2]), abs=1e-5)
+    assert measured[5] == pytest.approx(cross_entropy(tmp_path / "run" / "model", ROWS[:2]), abs=1e-5)
+    said = capsys.readouterr().out
+    assert f"step 0/5  held-out loss {measured[0]:.4f}, of 2 demonstrations" in said
+    assert f"loss {records[4]['train/loss']:.4f}  held-out loss {measured[4]:.4f}" in said
+    sft.run(make_config(model, tmp_path, *settings, "eval.num_prompts=0", f"run.dir={tmp_path}/unmeasured"))
+    files = [tmp_path / name / "model" / "model.safetensors" for name in ("unmeasured", "run")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_epochs_take_each_sample_as_often_and_end_the_schedule_with_the_last(
+    model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sft.run(make_config(model, tmp_path, "sft.epochs=3", "sft.batch_size=2", "trainer.schedule=linear"))
+    assert "sft.epochs=3 decides: 5 steps, not trainer.steps=60" in capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["train/sequences"] for record in records] == [2, 2, 2, 2, 1]
+    assert [record["train/learning_rate"] for record in records] == pytest.approx([0.02, 0.016, 0.012, 0.008, 0.004])
+
+
+@pytest.mark.parametrize("length", ["trainer.steps=5", "sft.epochs=3"])
+def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
+    model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: str
+) -> None:
+    settings = (length, "sft.batch_size=2", "checkpoint.every_steps=3", "trainer.schedule=linear")
+    sft.run(make_config(model, tmp_path, *settings, f"run.dir={tmp_path}/straight"))
+
+    record = RunFolder.finish
+
+    def stop(self: RunFolder, step: int, metrics: Any) -> None:
+        record(self, step, metrics)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    resumable = make_config(model, tmp_path, *settings, "checkpoint.resume=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sft.run(resumable)
+    sft.run(resumable)
+    files = [tmp_path / name / "model" / "model.safetensors" for name in ("straight", "run")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [json.loads(line) for line in (tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert [record["train/loss"] for record in records] == [record["train/loss"] for record in expected]
+
+
+def test_a_run_does_not_go_on_with_other_demonstrations(
+    model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("trainer.steps=3", "checkpoint.every_steps=2", "checkpoint.resume=true")
+    sft.run(make_config(model, tmp_path, *settings))
+    sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))  # with the same it does
+    assert "steps are done" not in capsys.readouterr().out
+    sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))
+    assert "all 4 steps are done; for more of them raise trainer.steps; wrote" in capsys.readouterr().out
+    cut = [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
+    for changed in (cut, ROWS[:2]):
+        monkeypatch.setattr("hocket.stages.sft.load_demonstrations", lambda *_, now=changed: sequences(now))
+        with pytest.raises(DataError, match="can't resume: the demonstrations were"):
+            sft.run(make_config(model, tmp_path, *settings, "trainer.steps=5"))
+
+
+def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any], tmp_path: Path) -> None:
+    output = tmp_path / "run" / "model"
+    output.mkdir(parents=True)
+    (output / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="is not a model"):
+        sft.run(make_config(model, tmp_path, "trainer.steps=2"))
+    assert (output / "thesis.txt").exists()
+    (output / "thesis.txt").rename(output / "config.json")
+    sft.run(make_config(model, tmp_path, "trainer.steps=2"))
+    assert math.isfinite(cross_entropy(output))

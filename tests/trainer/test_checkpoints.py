@@ -1,0 +1,222 @@
+"""Which checkpoints there are: when one is due, what is kept, what a kill leaves, and what a run may go on from."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hocket import config as config_module
+from hocket.config import Config
+from hocket.errors import ConfigError, TrainerError
+from hocket.trainer import checkpoints
+from hocket.trainer.checkpoints import Checkpoints
+from hocket.trainer.state import SavedTensors
+
+
+class FakeTrainer:
+    """Its state is two buckets of the number of steps that it was told of."""
+
+    steps = 0
+
+    def state(self, sink: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+        sink({"a": torch.full((2,), float(self.steps))})
+        sink({"b": torch.full((3,), -float(self.steps))})
+        return {"updates": self.steps}
+
+
+class FakePart:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self.value = state["value"]
+
+
+def make_config(tmp_path: Path, *settings: str) -> Config:
+    return config_module.load(None, [f"run.dir={tmp_path}/runs/a", "trainer.steps=10", *settings])
+
+
+def train(config: Config, last: int = 0, **metrics: list[float]) -> FakePart:
+    """Takes the steps after `last`; the part's value is 10 times the step."""
+    trainer, part = FakeTrainer(), FakePart()
+    with Checkpoints(config, trainer.state, {"part": part}, last=last) as kept:
+        for step in range(last + 1, config.trainer.steps + 1):
+            trainer.steps = step
+            kept.copy(step, last=step == config.trainer.steps)
+            trainer.steps = 99  # what happens later is no part of the copy
+            part.value = 10 * step
+            kept.complete(step, {name: values[step - 1] for name, values in metrics.items()})
+    return part
+
+
+def names(config: Config) -> list[str]:
+    return sorted(path.name for path in (config.run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_checkpoint_is_the_state_after_its_step(tmp_path: Path, background: str) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=4", f"checkpoint.async={background}")
+    train(config, loss=[float(step) for step in range(1, 10)] + [float("nan")])
+    assert names(config) == ["step_000008", "step_000010"]  # 4 is older than the two that are kept
+    folder = config.run_dir / "checkpoints" / "step_000008"
+    tensors = SavedTensors(folder)
+    assert (tensors.read("a").tolist(), tensors.read("b").tolist()) == ([8.0] * 2, [-8.0] * 3)
+    saved = checkpoints.read(folder)
+    assert (saved.step, saved.metrics, saved.trainer) == (8, {"loss": 8.0}, {"updates": 8})
+    part = FakePart()
+    saved.restore({"part": part})
+    assert part.value == 80
+    assert checkpoints.read(folder.with_name("step_000010")).metrics == {}  # nan is none
+    with pytest.raises(ConfigError, match="has states of part, this run has part, other"):
+        saved.restore({"part": part, "other": part})
+
+
+def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=3", "checkpoint.keep=9")
+    with Checkpoints(config, FakeTrainer().state, {}) as kept:
+        for step in range(1, 11):
+            if step not in (3, 6, 7):  # no group had a signal
+                kept.copy(step, last=step == 10)
+            kept.complete(step, {})
+    assert names(config) == ["step_000004", "step_000008", "step_000009", "step_000010"]
+
+
+def test_there_may_be_none_and_without_resume_a_run_is_not_written_over(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "checkpoint.every_steps=0"))
+    assert not (tmp_path / "runs").exists()
+    assert checkpoints.find(make_config(tmp_path), print) is None
+    (tmp_path / "runs/a").mkdir(parents=True)
+    metrics = tmp_path / "runs/a/metrics.jsonl"
+    metrics.write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"holds a run of 1 steps already; .*checkpoint\.resume=true"):
+        checkpoints.find(make_config(tmp_path), print)
+    metrics.unlink()
+    train(make_config(tmp_path))
+    with pytest.raises(ConfigError, match="holds a run of 10 steps already"):
+        checkpoints.find(make_config(tmp_path), print)
+
+
+@pytest.mark.parametrize("resume", ["false", "true"])
+def test_a_run_that_fell_over_before_its_first_step_leaves_its_folder_to_the_next(tmp_path: Path, resume: str) -> None:
+    config = make_config(tmp_path, f"checkpoint.resume={resume}")
+    run, kept = config.run_dir, ("checkpoints/tiny/config.json", "rollouts/eval.jsonl", "weights/own.bin", "trainer_id")
+    left = ("rollouts/eval_000000.jsonl", "rollouts/step_000001.jsonl", "weights/v000001/COMPLETE", "report.html")
+    for name in (*kept, *left, "ledger.jsonl", "metrics.jsonl", "samples.jsonl", "skipped/step_000001.json"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text('{"step": 0}\n')
+    assert checkpoints.find(config, print) is None
+    assert {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()} == {*kept}
+
+
+def test_what_a_killed_writer_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=2")
+    half = config.run_dir / "checkpoints" / ".step_000004.partial"
+    half.mkdir(parents=True)
+    (half / "state_00000.safetensors").write_bytes(b"half")
+    train(config, last=2)
+    assert names(config) == ["step_000008", "step_000010"]
+
+
+def test_in_the_background_training_goes_on_and_one_is_written_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=1", "checkpoint.async=true", "trainer.steps=2")
+    gate, begun = threading.Event(), []
+
+    def write(folder: Path, bucket: Mapping[str, Any]) -> None:
+        begun.append(folder.name)
+        assert gate.wait(60)
+
+    monkeypatch.setattr("hocket.trainer.state.write_bucket", write)
+    with Checkpoints(config, FakeTrainer().state, {}) as kept:
+        kept.copy(1)
+        kept.complete(1, {})  # comes back while the file is being written
+        assert names(config) == [".step_000001.partial"]
+        second = threading.Thread(target=lambda: kept.copy(2))
+        second.start()
+        second.join(0.2)
+        assert second.is_alive()  # the second copy waits for the first checkpoint
+        gate.set()
+        second.join(60)
+        assert set(begun) == {".step_000001.partial"}
+        assert names(config) == [".step_000002.partial", "step_000001"]
+        kept.complete(2, {})
+    assert names(config) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_full_disk_is_heard_of_by_the_next_step_and_nothing_half_stays(
+    tmp_path: Path, background: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=1", f"checkpoint.async={background}")
+    train(make_config(tmp_path, "trainer.steps=1"))
+
+    def full(folder: Path, bucket: Mapping[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hocket.trainer.state.write_bucket", full)
+    with pytest.raises(TrainerError, match=r"No space left on device; free space there"):
+        train(config, last=1)
+    assert names(config) == ["step_000001"]
+
+
+def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "checkpoint.every_steps=4"))
+    newest = tmp_path / "runs/a/checkpoints/step_000010"
+    (newest / "COMPLETE").unlink()
+    older = newest.with_name("step_000008") / "state.json"  # of a version without one of the settings
+    state = json.loads(older.read_text())
+    del state["config"]["model"]["max_length"], state["config"]["checkpoint"]
+    older.write_text(json.dumps(state))
+    said: list[str] = []
+    changes = ("trainer.steps=20", "server.urls=http://b:1", "trainer.learning_rate=1e-5")
+    found = checkpoints.find(
+        make_config(tmp_path, "checkpoint.every_steps=4", *changes, "checkpoint.resume=true"), said.append
+    )
+    assert found is not None
+    assert found.step == 8
+    assert said == [
+        f"going on from {newest.with_name('step_000008')}; server.urls was [] and is ['http://b:1']; "
+        "trainer.learning_rate was 1e-06 and is 1e-05; trainer.steps was 10 and is 20"
+    ]
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        checkpoints.read(newest)
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("trainer.seed", "trainer.seed=1"),
+        ("model.path", "model.path=elsewhere"),
+        ("model.lora", "model.lora={}"),
+        ("curriculum.low", "curriculum.low=0.1"),  # an option that was not set before
+    ],
+)
+def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, key: str, setting: str) -> None:
+    train(make_config(tmp_path))
+    with pytest.raises(ConfigError, match=rf"can't go on from .*step_000010: {key} was .* another run"):
+        checkpoints.find(make_config(tmp_path, setting, "checkpoint.resume=true"), lambda line: None)
+
+
+def test_where_there_is_no_checkpoint_the_run_begins_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "checkpoint.resume=true")
+    said: list[str] = []
+    assert checkpoints.find(config, said.append) is None
+    assert said == []  # there was nothing
+    for attempt in (1, 2):
+        (config.run_dir / "weights" / "v000001").mkdir(parents=True)
+        (config.run_dir / "logs").mkdir(exist_ok=True)
+        (config.run_dir / "metrics.jsonl").write_text(json.dumps({"step": attempt}))
+        assert checkpoints.find(config, said.append) is None
+        assert [path.name for path in config.run_dir.iterdir() if not path.name.startswith("aside")] == ["logs"]
+        aside = config.run_dir / f"aside-{attempt}"
+        assert json.loads((aside / "metrics.jsonl").read_text()) == {"step": attempt}
+        assert (aside / "weights" / "v000001").is_dir()
+        assert str(aside) in said[-1]
