@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import types
 from collections.abc import Callable
@@ -169,14 +170,20 @@ def test_frozen_layers_in_four_bits_take_about_half_a_byte_per_weight(tied_model
     assert plain - small == pytest.approx((2 - 0.53) * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rehearsed_step_leaves_no_trace(ranks: Ranks, tied_model: str, stage: int, tmp_path: Path) -> None:
-    with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:
+@pytest.mark.parametrize(("stage", "preset"), [(1, "grpo"), (3, "grpo"), (1, "ppo")])
+def test_a_rehearsed_step_of_every_learner_leaves_no_trace(
+    ranks: Ranks, tied_model: str, stage: int, preset: str, tmp_path: Path
+) -> None:
+    zeros = (0.0,) * 65
+    work = [dataclasses.replace(sample, values=zeros, returns=zeros) for sample in samples(512, 62)]
+    with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", f"algorithm.preset={preset}") as trainer:
+        assert [learner.name for learner in trainer.models.learners[1:]] == ["critic"] * (preset == "ppo")
         builders.save(trainer, tmp_path / "state")
-        losses = [trainer.step(samples(512, 62))["train/loss"] for _ in range(2)]
+        losses = [trainer.step(work)["train/loss"] for _ in range(2)]
         builders.load(trainer, tmp_path / "state")
-        memory.rehearse(trainer.models.learners[0], 1024, ranks, longest=50)
-        assert [trainer.step(samples(512, 62))["train/loss"] for _ in range(2)] == losses
+        for learner in trainer.models.learners:
+            memory.rehearse(learner, 1024, ranks, longest=50)
+        assert [trainer.step(work)["train/loss"] for _ in range(2)] == losses
 
 
 def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(

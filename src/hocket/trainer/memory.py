@@ -22,7 +22,7 @@ from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import COLUMNS, TokenSequence, TrainSample
 
 GIB = 1 << 30
 LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
@@ -193,7 +193,8 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -
     samples = []
     for zeros in ((0.0,) * (length + 1) for length in lengths):
         sequence = TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros)
-        samples.append(TrainSample(sequence=sequence, advantages=zeros, ref_logprobs=zeros))
+        columns: Any = dict.fromkeys(COLUMNS, zeros)
+        samples.append(TrainSample(sequence=sequence, advantages=zeros, **columns))
     [[batch]] = pack(samples, micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(batch.to(ranks.device)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
