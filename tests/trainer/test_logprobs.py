@@ -31,7 +31,8 @@ def test_values_and_gradients_equal_those_of_all_logits(
     loss = (expected * weights).sum() + ((expected_entropy * others).sum() if entropy_gradient else 0)
     expected_grads = torch.autograd.grad(loss, [hidden, head.weight])
 
-    options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "mask_bt": mask if masked else None}
+    trained_n = mask.flatten().nonzero()[:, 0] if masked else None
+    options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "trained_n": trained_n}
     options["entropy_gradient"] = entropy_gradient
     logprobs, entropy = token_logprobs(hidden, head, targets, **options)
     torch.testing.assert_close(logprobs, expected)
@@ -77,9 +78,9 @@ def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> 
 
     head.register_forward_hook(count)
     for masked in (mask, torch.zeros_like(mask)):
-        calls = 0
+        calls, trained_n = 0, masked.flatten().nonzero()[:, 0]
         logprobs, _ = token_logprobs(
-            hidden, head, targets, temperature=1.0, chunk_tokens=7, mask_bt=masked, max_tokens=33
+            hidden, head, targets, temperature=1.0, chunk_tokens=7, trained_n=trained_n, max_tokens=33
         )
         assert calls == 5  # ⌈33 / 7⌉
         logprobs.sum().backward()

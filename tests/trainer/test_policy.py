@@ -150,3 +150,17 @@ def test_random_weights_depend_on_the_seed_only(tied_model: str) -> None:
 def test_a_missing_model_names_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"model\.path=/nowhere"):
         make_policy("/nowhere")
+
+
+@pytest.mark.parametrize("preset", ["grpo", "gspo"])
+def test_from_a_batch_to_its_gradient_nothing_waits_for_the_device(
+    tied_model: str, samples: list[TrainSample], preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # which knows no such device
+    # On this device whatever asks for a value or a number of values raises, as do tensors that were left on the CPU.
+    device = torch.device("meta")
+    policy = make_policy(tied_model).to(device)
+    [[batch, *_]] = pack(samples, micro_batch_tokens=100, num_ranks=1)
+    on_device = batch.to(device)
+    configured_loss(preset_loss(preset))(*policy(on_device), on_device).loss.backward()
+    assert all(p.grad is not None and p.grad.device == device for p in policy.parameters())

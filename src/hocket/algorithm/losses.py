@@ -34,7 +34,7 @@ def policy_loss(
     num_tokens: int,  # N, trained tokens of the whole optimiser step; 0 gives a loss of 0
     num_sequences: int,  # S, sequences with a trained token in the whole optimiser step
     entropy_bt: Tensor,  # of the next-token distribution, with gradient for entropy_coef
-    sample_bt: Tensor,  # number of the sequence of each position; -1: none
+    sample_bt: Tensor,  # number of the sequence of each position, below b · t; -1: none
     old_logprobs_bt: Tensor | None = None,  # the trainer's, before the step
     ref_logprobs_bt: Tensor | None = None,  # the reference policy's, for a KL in the loss and its metric
 ) -> LossOutput:

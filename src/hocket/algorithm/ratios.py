@@ -38,10 +38,9 @@ def sequence_means(values_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor) -> Ten
 
 
 def sequence_sums(values_bt: Tensor, sample_bt: Tensor) -> Tensor:
-    """Return at every position the sum over its sequence, float64."""
-    _, index_bt = torch.unique(sample_bt, return_inverse=True)
-    index_n, values_n = index_bt.flatten(), values_bt.double().flatten()
-    return torch.zeros_like(values_n).index_add(0, index_n, values_n)[index_bt]
+    """Return at every position the sum over its sequence, float64; `sample_bt` as in `policy_loss`."""
+    index_bt, values_n = sample_bt + 1, values_bt.double().flatten()
+    return values_n.new_zeros(values_n.numel() + 1).index_add(0, index_bt.flatten(), values_n)[index_bt]
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
 """Causal attention within each of the sequences that share a row: no mask, and the cost of Σ n², not of (Σ n)²."""
 
 import dataclasses
+import functools
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
@@ -18,36 +20,41 @@ NAME = "hocket_segments"
 _ROUND = 32  # without a kernel, segments whose lengths round up to the same multiple of this are computed together
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
     """The places of the sequences in one row."""
 
+    lengths: Sequence[int]
     offsets: Tensor  # int32 [segments + 1], the first position of each and the end of the last
     longest: int  # positions of the longest
-    groups: tuple[Tensor, ...]  # int64 [segments of the group, length]: positions in the row, the last one repeated
-    restore: Tensor  # int64 [row], place of each position in the concatenated results of the groups
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
         """Return the segments of a row of sequences of these lengths."""
-        lengths_s = torch.tensor(lengths)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths_s.cumsum(0)])
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths=lengths, offsets=offsets.to(device), longest=max(lengths))
+
+    @functools.cached_property  # FlashAttention takes the offsets alone
+    def groups(self) -> tuple[list[Tensor], Tensor]:
+        """Segments of about the same length, and the place of each position [row] in their concatenated results.
+
+        int64 [segments of the group, length]: positions in the row, the last one of a segment repeated.
+        """
+        lengths_s = torch.tensor(self.lengths)
+        ends_s = lengths_s.cumsum(0)
         classes_s = -(-lengths_s // _ROUND)
-        restore = torch.empty(int(offsets[-1]), dtype=torch.long)
+        restore = torch.empty(sum(self.lengths), dtype=torch.long)
         groups, done = [], 0
         for rounded in sorted(set(classes_s.tolist())):
             members = (classes_s == rounded).nonzero()  # [segments of the group, 1]
             steps = torch.arange(int(lengths_s[members].max()))
-            groups.append(offsets[members] + torch.minimum(steps, lengths_s[members] - 1))
-            real = steps < lengths_s[members]
+            last = lengths_s[members] - 1
+            groups.append(ends_s[members] - 1 - last + torch.minimum(steps, last))
+            real = steps <= last
             restore[groups[-1][real]] = done + real.flatten().nonzero()[:, 0]
             done += real.numel()
-        return cls(
-            offsets=offsets.int().to(device),
-            longest=max(lengths),
-            groups=tuple(group.to(device) for group in groups),
-            restore=restore.to(device),
-        )
+        device = self.offsets.device
+        return [group.to(device) for group in groups], restore.to(device)
 
 
 def attend(
@@ -132,7 +139,8 @@ def _by_groups(
 ) -> Tensor:
     """Compute segments of about the same length together, padded at the end, which causal attention can't see."""
     results = []
-    for group in segments.groups:
+    groups, restore = segments.groups
+    for group in groups:
         length = group.shape[1]
         query_shld, key_shld, value_shld = (
             tensor.index_select(0, group.flatten()).view(*group.shape, *tensor.shape[1:]).transpose(1, 2)
@@ -152,7 +160,7 @@ def _by_groups(
         options: dict[str, Any] = {"attn_mask": band, "is_causal": band is None, "scale": scaling, "enable_gqa": shares}
         result_shld = nn.functional.scaled_dot_product_attention(query_shld, key_shld, value_shld, **options)
         results.append(result_shld.transpose(1, 2).flatten(0, 1))
-    return torch.cat(results).index_select(0, segments.restore)
+    return torch.cat(results).index_select(0, restore)
 
 
 uncompiled = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]  # rows differ in their segments

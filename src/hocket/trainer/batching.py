@@ -32,7 +32,9 @@ class TrainBatch:
     mask_bt: Tensor  # True where the predicted token is trained
     rollout_logprobs_bt: Tensor  # the engine's, 0 where the mask is False
     advantages_bt: Tensor  # 0 where the mask is False
-    sample_bt: Tensor  # place among the packed samples; -1: none
+    trained_n: Tensor  # places in the row where the mask is True
+    sample_bt: Tensor  # number of the sequence in the row; -1: none
+    places: tuple[int, ...]  # of the sequences among the packed samples
     num_tokens_global: int  # trained tokens of the whole optimiser step, all micro-batches of all ranks
     num_sequences_global: int  # sequences with a trained token, counted likewise
     max_tokens: int  # most trained tokens of a micro-batch that runs on another rank at the same time, or of this one
@@ -123,13 +125,16 @@ def _build(row: Mapping[int, TrainSample], optional: Sequence[str], counts: Mapp
     def numbers(name: str) -> Tensor:
         return joined((getattr(sample, name)[1:] for sample in samples), np.float32)
 
+    mask_bt = joined((np.frombuffer(bytes(sample.sequence.mask[1:]), np.bool_) for sample in samples), np.bool_)
     return TrainBatch(
         segment_lengths=tuple(lengths) or (1,),
         input_ids_bt=joined((ids[:-1] for ids in token_ids), np.int64),
         target_ids_bt=joined((ids[1:] for ids in token_ids), np.int64),
         position_ids_bt=joined(map(np.arange, lengths), np.int64),
-        sample_bt=joined(map(np.full, lengths, row), np.int64, -1),
-        mask_bt=joined((np.frombuffer(bytes(sample.sequence.mask[1:]), np.bool_) for sample in samples), np.bool_),
+        sample_bt=joined(map(np.full, lengths, range(len(row))), np.int64, -1),
+        places=tuple(row),
+        mask_bt=mask_bt,
+        trained_n=mask_bt[0].nonzero()[:, 0],
         rollout_logprobs_bt=joined((sample.sequence.logprobs[1:] for sample in samples), np.float32),
         advantages_bt=numbers("advantages"),
         **{**counts, **{f"{name}_bt": numbers(name) for name in optional}},
@@ -143,11 +148,9 @@ def unpack(
     found: dict[int, dict[str, tuple[float, ...]]] = {}
     for index, batch in enumerate(batches):
         lengths = list(batch.segment_lengths)
-        starts = [0, *itertools.accumulate(lengths[:-1])]
         parts = {name: torch.split(tensors[index][0].cpu(), lengths) for name, tensors in columns.items()}
-        for number, place in enumerate(batch.sample_bt[0].cpu()[starts].tolist()):
-            if place >= 0:
-                found[place] = {name: (0.0, *values[number].tolist()) for name, values in parts.items()}
+        for number, place in enumerate(batch.places):
+            found[place] = {name: (0.0, *values[number].tolist()) for name, values in parts.items()}
     return found
 
 

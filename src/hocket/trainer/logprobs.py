@@ -14,23 +14,26 @@ def token_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
-    mask_bt: Tensor | None = None,
+    trained_n: Tensor | None = None,
     max_tokens: int = 0,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
 
-    Logits exist for `chunk_tokens` positions at a time and are computed again in the backward pass. Where the mask is
-    false nothing is computed and both results are 0.
+    Logits exist for `chunk_tokens` positions at a time and are computed again in the backward pass.
 
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]. It is called as a module, so that hooks which gather its
             weights (ZeRO-3) run.
-        max_tokens: the head is called as often as for this many positions, even where fewer are masked in.
+        trained_n: places in the flattened [b, t], each once; elsewhere nothing is computed and both results are 0. By
+            default all. (A mask would have the host wait for the device, to know how many they are.)
+        max_tokens: the head is called as often as for this many positions, even where fewer are trained.
         entropy_gradient: whether the entropy carries a gradient, which costs another pass over a chunk's logits.
     """
-    select_bt = torch.ones_like(target_ids_bt, dtype=torch.bool) if mask_bt is None else mask_bt
-    hidden_nh, targets_n = hidden_bth[select_bt], target_ids_bt[select_bt]
+    if trained_n is None:
+        trained_n = torch.arange(target_ids_bt.numel(), device=target_ids_bt.device)
+    hidden_nh = hidden_bth.flatten(0, 1).index_select(0, trained_n)
+    targets_n = target_ids_bt.flatten().index_select(0, trained_n)
     num_calls = max(1, -(-max(len(targets_n), max_tokens) // chunk_tokens))
 
     def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,5 +56,6 @@ def token_logprobs(
             checkpoint(of_chunk, hidden_nh[part], targets_n[part], use_reentrant=False, preserve_rng_state=False)
         )
     logprobs_n, entropy_n = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    zeros_bt = torch.zeros(target_ids_bt.shape, dtype=torch.float32, device=hidden_bth.device)
-    return zeros_bt.masked_scatter(select_bt, logprobs_n), zeros_bt.masked_scatter(select_bt, entropy_n)
+    zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_bth.device)
+    logprobs, entropy = (zeros.index_copy(0, trained_n, values_n) for values_n in (logprobs_n, entropy_n))
+    return logprobs.view_as(target_ids_bt), entropy.view_as(target_ids_bt)

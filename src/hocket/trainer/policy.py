@@ -116,7 +116,7 @@ class Policy(nn.Module):
             batch.target_ids_bt,
             temperature=self.temperature,
             chunk_tokens=CHUNK_TOKENS,
-            mask_bt=batch.mask_bt,
+            trained_n=batch.trained_n,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
         )
