@@ -57,7 +57,7 @@ def test_each_correction_has_a_range_of_its_own_until_one_is_set(overrides: list
 
 
 def test_a_presets_kl_can_be_switched_off_and_without_a_group_one_rollout_is_enough() -> None:
-    for word in ("off", "'off'"):  # YAML 1.1 reads the first one as false
+    for word in ("off", "'off'"):
         assert algorithm("preset=reinforce_pp", f"kl={word}").kl == "off"
     assert config.load(None, ["rollout.group_size=1", "algorithm.preset=reinforce_pp"]).rollout.group_size == 1
 
@@ -121,7 +121,7 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("trainer.learning_rate=1e-6", 1e-6),  # YAML 1.1 calls this a string
+        ("trainer.learning_rate=1e-6", 1e-6),
         ("trainer.zero_stage=null", None),
         ("trainer.betas=[0.9, 0.95]", (0.9, 0.95)),
         ("trainer.gradient_checkpointing=true", True),
@@ -135,9 +135,40 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
 )
 def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert config.load(overrides=["env.rate=1e-3"]).env.model_extra == {"rate": 0.001}  # an option of a plugin
     section, key = override.partition("=")[0].split(".")
     assert getattr(getattr(config.load(overrides=[override]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("1e-6", 1e-6),
+        ("-2.5E+3", -2500.0),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-7", -7),
+        ("TRUE", True),
+        ("~", None),
+        ("", None),
+        ("off", "off"),  # the rest is no text in YAML 1.1
+        ("010", "010"),
+        ("1_000", "1_000"),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("'1e-6'", "1e-6"),
+    ],
+)
+def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_reads_back(
+    written: str, read: object, tmp_path: Path
+) -> None:
+    nested = f"{{x: {written}, y: [{written}]}}" if written else "{x: , y: [null]}"
+    for loaded in (
+        load(tmp_path, f"env: {nested}"),
+        config.load(None, [f"env={nested}"]),
+        config.load(None, [f"env.x={written}", f"env.y=[{written or 'null'}]"]),
+    ):
+        assert loaded.env.model_extra == {"x": read, "y": [read]}
+        assert load(tmp_path, config.dump(loaded)) == loaded
 
 
 @pytest.mark.parametrize(
@@ -254,6 +285,9 @@ def test_a_reward_may_be_a_weight_alone_or_have_arguments() -> None:
     loaded = config.load(overrides=["rewards.functions={math: 0.5, length: {weight: 0.1, target: 40}}"])
     assert loaded.rewards.functions["math"].weight == 0.5
     assert loaded.rewards.functions["length"].model_extra == {"target": 40}
+    weights = {"{gate: yes}": 0.0, "{gate: true, weight: 2}": 2.0, "{gate: false}": 1.0, "{}": 1.0}  # of a gate 0
+    for written, weight in weights.items():
+        assert config.load(overrides=[f"rewards.functions.x={written}"]).rewards.functions["x"].weight == weight
 
 
 def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_reward() -> None:

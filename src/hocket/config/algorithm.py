@@ -132,9 +132,6 @@ class LossKnobs(Section):
         """Set the preset's row, then the correction's own range, where the user set nothing."""
         if not isinstance(values, Mapping):
             return values
-        values = dict(values)
-        if values.get("kl") is False:
-            values["kl"] = "off"  # YAML 1.1 reads off as a truth value
         row = next((preset.knobs for name, preset in PRESETS.items() if name == values.get("preset")), {})
         if values.get("kl") == "off":
             row = {key: value for key, value in row.items() if not key.startswith("kl_")}

@@ -20,6 +20,27 @@ from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
 SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
+PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 is text, off is false, and 010 is 8
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": "<<",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """Read YAML 1.2."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quote text that is none in YAML 1.1 or 1.2."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern in PLAIN.items():
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), None)
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -37,7 +58,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
             )
         try:
             with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
-                values = yaml.safe_load(file) or {}
+                values = yaml.load(file, _Loader) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             advice = f"paths are relative to {Path.cwd()}"
             if isinstance(error, yaml.YAMLError):
@@ -68,7 +89,12 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
 
 def dump(config: Config) -> str:
     """Return the resolved config as YAML that `load` reads back to an equal config; the token is left out."""
-    return yaml.safe_dump(as_dict(config), sort_keys=False)
+    return to_yaml(as_dict(config))
+
+
+def to_yaml(values: Any) -> str:
+    """Return values as YAML that `load` reads as they were."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -132,13 +158,10 @@ def _read(override: str) -> tuple[str, Any]:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
     literal = text != "null" and _is_text(key)
     try:
-        value = text if literal else yaml.safe_load(text)
+        return key, text if literal else yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", error)
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
-    if not literal and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):  # YAML 1.1 reads 1e-6 as text
-        value = float(text)
-    return key, value
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

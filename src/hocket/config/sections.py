@@ -137,8 +137,8 @@ class EnvConfig(Section, extra="allow"):
 class RewardSpec(Section, extra="allow"):
     """Keys of every reward; each other one is an argument of its function."""
 
-    weight: float = 1.0  # of a gate 0, unless it is set
     gate: bool = False  # where its value is not above 0, the other rewards can only cost
+    weight: float = Field(default_factory=lambda known: 0.0 if known.get("gate") else 1.0)
     clip: tuple[float, float] | None = None  # lowest and highest value
     normalize: bool = False  # by mean and deviation of the value within the group
     max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward at the same time
@@ -147,8 +147,6 @@ class RewardSpec(Section, extra="allow"):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _read(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("gate") is True:
-            return {"weight": 0.0} | value
         return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
