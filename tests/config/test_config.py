@@ -111,6 +111,18 @@ def test_training_rows_are_not_taken_for_held_out_ones(settings: tuple[str, ...]
     assert config.load(None).held_out_data is not None
 
 
+def test_an_override_changes_neither_what_shares_an_anchor_nor_the_callers_own_values(tmp_path: Path) -> None:
+    text = "data: &rows {source: a.jsonl, chat_template_kwargs: {x: 1}}\neval: {data: {<<: *rows, source: b.jsonl}}\n"
+    loaded = load(tmp_path, text, "data.limit=4", "data.chat_template_kwargs.x=2")
+    assert (loaded.data.limit, loaded.data.chat_template_kwargs) == (4, {"x": 2})
+    assert (loaded.eval.data.limit, loaded.eval.data.chat_template_kwargs) == (None, {"x": 1})
+    loaded = load(tmp_path, text.replace("{<<: *rows, source: b.jsonl}", "*rows"), "eval.data.source=b.jsonl")
+    assert (loaded.data.source, loaded.eval.data.source) == ("a.jsonl", "b.jsonl")
+    given = {"trainer": {"steps": 7}}
+    assert config.load(None, {**given, "trainer.steps": 9}).trainer.steps == 9
+    assert given == {"trainer": {"steps": 7}}
+
+
 def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     loaded = load(tmp_path, "trainer: {steps: 7, seed: 3}\n", "trainer.steps=9", "run.dir=runs/a")
     assert (loaded.trainer.steps, loaded.trainer.seed, loaded.trainer.max_grad_norm) == (9, 3, 1.0)

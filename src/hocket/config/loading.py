@@ -1,6 +1,5 @@
 """Load a Config from YAML and overrides, write it back, compare it with an earlier one, and print the table of keys."""
 
-import copy
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,7 +65,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
             raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
-    for key, value in copy.deepcopy(given).items():
+    for key, value in given.items():
         _set(values, key, value)
     try:
         return Config.model_validate(values)
@@ -167,10 +166,11 @@ def _read(override: str) -> tuple[str, Any]:
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
-        child = values[parent] = {} if values.get(parent) is None else values[parent]  # a file may say null
+        child = {} if values.get(parent) is None else values[parent]  # a file may say null
         if not isinstance(child, dict):
             raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
-        values = child
+        values[parent] = dict(child)  # a copy, as it may stand elsewhere, too: by an alias, or with the caller
+        values = values[parent]
     values[leaf] = value
 
 
