@@ -77,8 +77,11 @@ def test_every_shipped_config_loads_and_names_what_exists() -> None:
 
 def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherwise(tmp_path: Path) -> None:
     text = "data: {source: 'hf:a/b:main', prompt_column: q, answer_pattern: '(x)', limit: 9, split: half}\n"
-    held_out = load(tmp_path, text, "eval.data.split=test").held_out_data
+    loaded = load(tmp_path, text, "eval.data.split=test")
+    held_out = loaded.held_out_data
     assert held_out is not None
+    again = load(tmp_path, config.dump(loaded))
+    assert (again, again.held_out_data) == (loaded, held_out)
     found = (held_out.source, held_out.split, held_out.prompt_column, held_out.limit, held_out.section)
     assert found == ("hf:a/b:main", "test", "q", None, "eval.data")
     other = load(tmp_path, text, "eval.data.source=held.jsonl", "eval.data.prompt_column=prompt", "eval.data.limit=2")

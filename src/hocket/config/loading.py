@@ -100,8 +100,8 @@ def as_dict(config: Config) -> dict[str, Any]:
     """Return the resolved config ready for JSON; the token is left out."""
     values = config.model_dump(mode="json", by_alias=True)
     values["server"]["token"] = None  # a run folder is shared; a secret is not
-    held_out = config.held_out_data
-    values["eval"]["data"] = (held_out or config.eval.data).model_dump(mode="json", exclude_unset=held_out is None)
+    # What it does not set is as in data; and a source of its own, even the default, would be held-out rows.
+    values["eval"]["data"] = config.eval.data.model_dump(mode="json", exclude_unset=True)
     return values
 
 
