@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from hocket.common.files import kind_of
 from hocket.common.registry import nearest
 from hocket.config.elsewhere import name_here, names_table
-from hocket.config.sections import DataConfig, Section, UserPath
+from hocket.config.sections import Section, UserPath
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
@@ -123,22 +123,19 @@ def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
 
 def reference() -> str:
     """Return every key with its default and description, as a Markdown table."""
-    rows = (f"| `{key}` | `{_default(field)}` | {field.description} |" for key, field in _settings())
+    shown = ((key, field) for key, field in _fields() if field.description and not key.startswith("eval.data."))
+    rows = (f"| `{key}` | `{_default(field)}` | {field.description} |" for key, field in shown)
     return "\n".join(["| key | default | what it does |", "|---|---|---|", *rows, "", names_table()])
 
 
-def _settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with its field; the keys of a section that may be null follow its own."""
-    for section, field in Config.model_fields.items():
-        model: Any = field.annotation
-        for name, item in model.model_fields.items() if _is_section(model) else ():
-            yield f"{section}.{item.alias or name}", item
-            kinds = get_args(item.annotation)
-            for kind in kinds if type(None) in kinds else ():
-                if _is_section(kind):
-                    yield from ((f"{section}.{name}.{inner}", one) for inner, one in kind.model_fields.items())
-        if not _is_section(model):
-            yield section, field
+def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key with its field: a section's own, and those in it, also where it may be null."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        yield key, field
+        kind, *_ = get_args(field.annotation) or (field.annotation,)
+        if _is_section(kind):
+            yield from _fields(kind, f"{key}.")
 
 
 def _is_section(kind: Any) -> bool:
@@ -176,12 +173,8 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _is_text(key: str) -> bool:
     """Return whether the key's value is text, which is taken literally: "runs/a #3", "2024_10", "0123"."""
-    model: Any = Config
-    for part in key.split("."):
-        if not _is_section(model) or part not in model.model_fields:
-            return False
-        model = model.model_fields[part].annotation
-    return all(kind in (str, UserPath, re.Pattern[str], type(None)) for kind in get_args(model) or (model,))
+    kind = next((field.annotation for name, field in _fields() if name == key), None)
+    return all(one in (str, UserPath, re.Pattern[str], type(None)) for one in get_args(kind) or (kind,))
 
 
 def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
@@ -213,8 +206,7 @@ def _hint(key: str) -> str:
     """Say what an unknown key is called here, if that is sure."""
     if here := name_here(key):
         return f"here that is {here}"
-    known = [*(key for key, _ in _settings()), *(f"eval.data.{name}" for name in DataConfig.model_fields)]
+    known = [name for name, _ in _fields()]
     same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
     close = difflib.get_close_matches(key, same, 1, SURE) or same or difflib.get_close_matches(key, known, 1, SURE)
-    close = close or difflib.get_close_matches(key, Config.model_fields, 1, SURE)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "`python run.py config --reference` lists all"
