@@ -123,8 +123,11 @@ def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
 
 def reference() -> str:
     """Return every key with its default and description, as a Markdown table."""
-    shown = ((key, field) for key, field in _fields() if field.description and not key.startswith("eval.data."))
-    rows = (f"| `{key}` | `{_default(field)}` | {field.description} |" for key, field in shown)
+    rows = (
+        f"| `{key}` | `{_default(field)}` | {field.description} |"
+        for key, field in _fields()
+        if ("." in key or field.description) and not key.startswith("eval.data.")  # as in data; and no whole section
+    )
     return "\n".join(["| key | default | what it does |", "|---|---|---|", *rows, "", names_table()])
 
 
