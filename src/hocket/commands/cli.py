@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
     """Return the command that resumes an interrupted run, and from where."""
-    if args.command not in ("quickstart", "launch", "train", "sft"):
+    if args.command not in ("quickstart", "launch", "train", "sft") or "config" not in args:  # it was being read
         return ""
     where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
