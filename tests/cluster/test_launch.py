@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_a_second_child_keeps_what_the_first_one_wrote_and_ends_with_its_own_wor
         assert child.wait(60) == 1
     assert log.read_text() == "first\nsecond\n"
     assert child.last_words("it").splitlines()[1:] == ["second"]
+    with log.open("a") as file:
+        file.writelines(f"line {number}\n" for number in range(300_000))  # 3.5 MB
+    tracemalloc.start()
+    last = child.last_words("it").splitlines()[1:]
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert last == [f"line {number}" for number in range(299_985, 300_000)]
+    assert most_bytes < 1_000_000  # it is not read as a whole
 
 
 WAITS_FOR_THE_OTHER = """

@@ -28,6 +28,7 @@ PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
 LONGEST_PROMPT = 80  # characters of one that is shown in a command
 NUM_LINES = 15  # of a server's log, in an error
+TAIL = 1 << 16  # bytes of a log in which they are looked for
 
 
 def die_with_launcher() -> bool:
@@ -59,8 +60,13 @@ class Child(subprocess.Popen[bytes]):
 
     def last_words(self, name: str) -> str:
         """Return how the process has ended, and the end of its log."""
-        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines() if self.log else []
-        return "\n".join([f"{name} ended with status {self.poll()}; the end of {self.log}:", *lines[-NUM_LINES:]])
+        said = f"{name} ended with status {self.poll()}"
+        if self.log is None:
+            return said
+        with self.log.open("rb") as file:
+            file.seek(max(self.begin, self.log.stat().st_size - TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join([f"{said}; the end of {self.log}:", *lines[-NUM_LINES:]])
 
     def refuse_dead(self) -> None:
         """Raise ServerError if the process, a server, has ended."""
