@@ -220,6 +220,8 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("algorithm.preset=dapo env.thinking_tokens=9", "overlong_share=0.2 would punish the thoughts"),
         ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
         ("run.dir=runs/.hidden", "in no hidden folder"),
+        ("run.dir=", "run.dir: the path is empty: is a shell variable not set?"),
+        ("sync.root=", "sync.root: the path is empty: "),
         ("server.urls=localhost:8000", "should match pattern '^https?://'"),
         (
             "server.discover=servers",

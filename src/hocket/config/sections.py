@@ -15,7 +15,14 @@ from hocket.common.files import newest_version
 from hocket.config.deepspeed import read_deepspeed
 from hocket.types import InFlight
 
-UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
+
+def _path(text: str) -> str:
+    if not text:
+        raise ValueError("the path is empty: is a shell variable not set?")
+    return os.path.expanduser(text)
+
+
+UserPath = Annotated[str, pydantic.AfterValidator(_path)]
 _or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Names = Annotated[tuple[str, ...], _or_one]
 Url = Annotated[str, Field(pattern="^https?://"), pydantic.AfterValidator(lambda url: url.rstrip("/"))]
