@@ -106,7 +106,7 @@ def test_there_may_be_none_and_without_resume_a_run_is_not_written_over(tmp_path
 @pytest.mark.parametrize("resume", ["false", "true"])
 def test_a_run_that_fell_over_before_its_first_step_leaves_its_folder_to_the_next(tmp_path: Path, resume: str) -> None:
     config = make_config(tmp_path, f"checkpoint.resume={resume}")
-    run, kept = config.run_dir, ("checkpoints/tiny/config.json", "rollouts/eval.jsonl", "weights/own.bin", "trainer_id")
+    run, kept = config.run_dir, ("checkpoints/tiny/config.json", "rollouts/my_1.jsonl", "weights/own.bin", "trainer_id")
     left = ("rollouts/eval_000000.jsonl", "rollouts/step_000001.jsonl", "weights/v000001/COMPLETE", "report.html")
     for name in (*kept, *left, "ledger.jsonl", "metrics.jsonl", "samples.jsonl", "skipped/step_000001.json"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,8 @@ STATE_FILE = "state.json"
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run must keep
 _FILES = (*GROWING, "summary.json", "report.html", "tensorboard", "skipped")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", FOLDER)
-_OF_A_START = (*_FILES, "rollouts/*_[0-9]*.jsonl", "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
+_ROLLOUTS = ("rollouts/step_[0-9]*.jsonl", "rollouts/eval_[0-9]*.jsonl")
+_OF_A_START = (*_FILES, *_ROLLOUTS, "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
 
 TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
 
