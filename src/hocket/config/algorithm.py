@@ -23,12 +23,7 @@ KlIn = Literal["loss", "reward"]
 PresetName = Literal[
     "grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
 ]
-CORRECTION_RANGES: Mapping[Correction, tuple[float, float]] = {  # defaults of correction_low and correction_high
-    "none": (0.0, 2.0),
-    "truncate": (0.0, 2.0),
-    "mask": (0.5, 5.0),
-    "sequence_mask": (0.99, 1.01),
-}
+CORRECTION_RANGES = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}  # where they are not (0, 2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ def _row(source: str, remark: str = "", **changes: Any) -> Preset:
     return Preset(source, remark, {"clip_high": 0.2, "correction": "none", **changes})
 
 
-PRESETS: Mapping[PresetName, Preset] = {
+PRESETS: Mapping[str, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
     "dapo": _row(
         "2503.14476",
@@ -132,12 +127,12 @@ class LossKnobs(Section):
         """Set the preset's row, then the correction's own range, where the user set nothing."""
         if not isinstance(values, Mapping):
             return values
-        row = next((preset.knobs for name, preset in PRESETS.items() if name == values.get("preset")), {})
+        preset = str(values.get("preset"))
+        row = PRESETS[preset].knobs if preset in PRESETS else {}
         if values.get("kl") == "off":
             row = {key: value for key, value in row.items() if not key.startswith("kl_")}
         values = {**row, **values}
-        chosen = values.get("correction", "truncate")
-        low, high = next((span for name, span in CORRECTION_RANGES.items() if name == chosen), (0.0, 2.0))
+        low, high = CORRECTION_RANGES.get(str(values.get("correction")), (0.0, 2.0))
         return {"correction_low": low, "correction_high": high, **values}
 
 
