@@ -116,6 +116,7 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     kv_cache = size * (
         server.kv_cache_mib << 20 if server.kv_cache_mib else GIB * (gpu.gib * share - ENGINE_GIB) - weights
     )
+    kv_tokens = max(0, int(kv_cache / kv_token))
     stays = 0.0 if config.launch.share_gpu else weights + kv_cache / size  # of a server that sleeps, vLLM's own
     room = (1 - memory.MARGIN) * (gpu.gib * GIB - (stays + ENGINE_GIB * GIB if together else 0.0))
     per_token = rank.activations / int(trainer.micro_batch_tokens)
@@ -132,8 +133,8 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
         largest_micro_batch=micro_batch,
         weights=weights,
         kv_cache=kv_cache,
-        kv_tokens=max(0, int(kv_cache / kv_token)),
-        sequences=max(0, int(kv_cache / kv_token)) // tokenizers.context_length(config.model),
+        kv_tokens=kv_tokens,
+        sequences=kv_tokens // tokenizers.context_length(config.model),
         stage=default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True),
         trained=trained + sum(p.numel() for one in critic for p in one.parameters()),
         published=2 * trained,
