@@ -16,6 +16,7 @@ import pytest
 from hocket import config
 from hocket.cluster import launch
 from hocket.cluster.launch import Child
+from hocket.common.files import unused
 from hocket.errors import ConfigError, ServerError
 from processes import is_gone, wait_for
 
@@ -336,7 +337,7 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     run_dir = tmp_path / "quickstart"
-    assert launch.unused(run_dir) == run_dir
+    assert unused(run_dir) == run_dir
     run_dir.mkdir()
     (tmp_path / "quickstart-2").mkdir()
-    assert launch.unused(run_dir) == tmp_path / "quickstart-3"
+    assert unused(run_dir) == tmp_path / "quickstart-3"

@@ -210,13 +210,13 @@ def test_where_there_is_no_checkpoint_the_run_begins_again_and_nothing_is_lost(t
     said: list[str] = []
     assert checkpoints.find(config, said.append) is None
     assert said == []  # there was nothing
-    for attempt in (1, 2):
+    for attempt, name in ((1, "aside"), (2, "aside-2")):
         (config.run_dir / "weights" / "v000001").mkdir(parents=True)
         (config.run_dir / "logs").mkdir(exist_ok=True)
         (config.run_dir / "metrics.jsonl").write_text(json.dumps({"step": attempt}))
         assert checkpoints.find(config, said.append) is None
         assert [path.name for path in config.run_dir.iterdir() if not path.name.startswith("aside")] == ["logs"]
-        aside = config.run_dir / f"aside-{attempt}"
+        aside = config.run_dir / name
         assert json.loads((aside / "metrics.jsonl").read_text()) == {"step": attempt}
         assert (aside / "weights" / "v000001").is_dir()
         assert str(aside) in said[-1]

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from hocket.common.files import complete_folder, partial_of, remove_folder
+from hocket.common.files import complete_folder, partial_of, remove_folder, unused
 from hocket.config import Config, as_dict, changes
 from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.observe.run_folder import GROWING, METRICS, read_lines
@@ -98,7 +98,7 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
         for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
             remove_folder(path) if path.is_dir() else path.unlink()
     elif there and resume:
-        aside = next(folder for i in range(1, 10_000) if not (folder := run_dir / f"aside-{i}").exists())
+        aside = unused(run_dir / "aside")
         aside.mkdir()
         for path in there:
             path.rename(aside / path.name)
