@@ -158,17 +158,23 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         by_token, one_ratio = self.baseline in ("none", "critic"), self.correction != "none" and self.updates == 1
         in_reward, off = self.kl_in == "reward", self.kl == "off"
         for_kl = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
-        message = f"baseline={self.baseline} compares no rollouts: set scale to tokens or none"
-        yield by_token and self.scale in ("group", "batch"), message
+        yield (
+            by_token and self.scale in ("group", "batch"),
+            f"baseline={self.baseline} compares no rollouts: set scale to tokens or none",
+        )
         yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
         yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
         several = "set correction=none, or several updates (epochs, minibatches)"
         yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
-        message = "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out"
-        yield self.dual_clip is not None and (self.clip != "ppo" or one_ratio), message
+        yield (
+            self.dual_clip is not None and (self.clip != "ppo" or one_ratio),
+            "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out",
+        )
         yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
-        message = "stop_kl needs a correction: without one the ratio is to the engine's log-probs, not the old policy's"
-        yield self.stop_kl is not None and self.correction == "none", message
+        yield (
+            self.stop_kl is not None and self.correction == "none",
+            "stop_kl needs a correction: without one the ratio is to the engine's log-probs, not the old policy's",
+        )
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
         yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"

@@ -129,8 +129,10 @@ class RolloutConfig(Section):
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         advice = "set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily"
-        message = f"temperature={self.temperature:g} would make all rollouts of a group alike: {advice}"
-        yield self.temperature < 0.01, message
+        yield (
+            self.temperature < 0.01,
+            f"temperature={self.temperature:g} would make all rollouts of a group alike: {advice}",
+        )
 
 
 class EnvConfig(Section, extra="allow"):
@@ -278,8 +280,10 @@ class ServerConfig(Section):
         yield self.discover is not None and bool(self.urls), "discover and urls both name the servers: leave one out"
         name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", where)
         is_name, is_file = name is not None and int(name[1]) < 1 << 16, "/" in where and "://" not in where
-        message = f"discover={where} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls"
-        yield not (is_name or is_file), message
+        yield (
+            not (is_name or is_file),
+            f"discover={where} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls",
+        )
 
 
 class HeldOutConfig(DataConfig):
