@@ -144,7 +144,8 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
         return Placement([""] * (settings.servers or 1), "", settings.trainers or 1)
     ours, theirs = map(listed, (settings.server_gpus, settings.trainer_gpus))
     if settings.share_gpu or len(gpus) == 1:
-        ours, theirs = ours or [*gpus], theirs or [*gpus]
+        ours = ours or [*gpus]
+        theirs = theirs or [*gpus]
     elif not (ours or theirs):
         left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
         ours = [*gpus[: size * (settings.servers or max(1, left // size))]]
