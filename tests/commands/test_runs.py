@@ -325,7 +325,3 @@ def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can
     agent = run_of(tmp_path / "agent", rows, *settings)
     with pytest.raises(ConfigError, match=r"of an agent's calls it has the tokens, not the messages"):
         commands.select(agent, output, min_reward=None, per_prompt=1)
-    old = recorded(1, "ba", 1.0, "ab")
-    del old["messages"]
-    with pytest.raises(ConfigError, match="of an earlier version, which kept no messages"):
-        commands.select(run_of(tmp_path / "old", [old]), output, min_reward=None, per_prompt=1)

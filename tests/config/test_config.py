@@ -213,7 +213,6 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("actor_rollout_ref.rollout.n=4", "unknown key 'actor_rollout_ref.rollout.n'; here that is rollout.group_size"),
         ("actor_rollout_ref.actor.clip_ratio=1 actor_rollout_ref.rollout.n=4", "n'; here that is rollout.group_size"),
         ("eval.data.subset=main", "here that is data.source: hf:NAME:SUBSET"),
-        ("sync.keep=3", "here that is no setting any more: one value serves all"),
         ("rollout.top_p=0.9", "here that is no setting: training samples from the whole distribution"),
         ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
