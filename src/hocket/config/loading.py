@@ -166,10 +166,10 @@ def _read(override: str) -> tuple[str, Any]:
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
-        child = {} if values.get(parent) is None else values[parent]  # a file may say null
-        if not isinstance(child, dict):
+        child = values.get(parent)
+        if not isinstance(child, dict | None):  # a file may say null
             raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
-        values[parent] = dict(child)  # a copy, as it may stand elsewhere, too: by an alias, or with the caller
+        values[parent] = dict(child or {})  # a copy: by an alias, or with the caller, it may stand elsewhere, too
         values = values[parent]
     values[leaf] = value
 
@@ -182,10 +182,12 @@ def _is_text(key: str) -> bool:
 
 def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
     """Return how the error of a key begins: with where the key was set, file or command line; "" without a file."""
+    if path is None:
+        return ""
     if any(f"{key}.".startswith(f"{one}.") for one in given):
-        return "command line: " if path is not None else ""
+        return "command line: "
     both = any(one.startswith(key) for one in given)
-    return "" if path is None else f"{path} with the command line: " if both else f"{path}: "
+    return f"{path} with the command line: " if both else f"{path}: "
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
