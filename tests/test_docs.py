@@ -16,6 +16,7 @@ from hocket.envs import Action, Task
 from hocket.envs.base import bind
 from hocket.observe import metrics
 from hocket.protocol import ToolCall
+from hocket.sync import proof
 from hocket.types import Prompt, Rollout, TokenSequence
 from service import Answer, Headers, Service
 
@@ -31,6 +32,8 @@ def test_the_reference_pages_are_up_to_date() -> None:
         written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         assert written.endswith(content + "\n"), f"refresh docs/{page}.md: python3 run.py config {option}"
         assert "| None |" not in content  # each setting has a description
+    assert f" is not told above {proof.MAX_ERROR:g}:" in metrics.reference()
+    assert f"`sync/missing_error` is above {proof.MAX_ERROR:g} " in (ROOT / "docs" / "hand_over.md").read_text("utf-8")
 
 
 def test_readme_and_architecture_name_no_file_that_is_not_there() -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batches import played
@@ -179,11 +180,12 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     assert written == ["eval_000000", "eval_000002", "step_000001", "step_000002"]
 
 
-async def test_the_users_on_step_sees_every_step_and_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [bool, np.bool_])
+async def test_the_users_on_step_sees_every_step_and_ends_the_run(kind: type, tmp_path: Path) -> None:
     seen: list[float] = []
     _, metrics, summary = await trained(
         tmp_path, lambda step, j: float(j), "trainer.steps=9",
-        on_step=lambda step, metrics: seen.append(metrics["reward/mean"]) or (step == 2) or 1.0,  # True alone ends it
+        on_step=lambda step, metrics: seen.append(metrics["reward/mean"]) or kind(step == 2) or 1.0,  # which does not
     )  # fmt: skip
     assert ([line["step"] for line in metrics], seen) == ([0, 1, 2], [0.5, 0.5])
     assert (summary["before"], summary["after"]) == (0.0, 0.0)  # evaluated once more at its end

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import numpy as np
+
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import Shaped, fate, signal_metrics, train_samples
 from hocket.client.pool import ServerPool
@@ -49,7 +51,7 @@ class Run:
     folder: RunFolder  # metrics, rollouts and ledger; its history says which step comes next
     checkpoints: Checkpoints
     console: Console
-    on_step: OnStep = None  # the user's; True ends the run
+    on_step: OnStep = None  # the user's; True, or numpy's, ends the run
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
@@ -74,7 +76,8 @@ class Run:
                     if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
                         metrics |= await self.evaluate(step)
                 metrics |= step_metrics(metrics)
-                stops = self.on_step is not None and self.on_step(step, metrics) is True
+                told = self.on_step(step, metrics) if self.on_step is not None else None
+                stops = isinstance(told, bool | np.bool_) and bool(told)
                 if stops and "time/eval" not in metrics:
                     metrics |= await self.evaluate(step)
                 self.record(step, shaped, metrics)

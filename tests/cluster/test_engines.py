@@ -142,6 +142,20 @@ def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trai
     assert "--rdzv-endpoint=n3:20042" in steps[3]
 
 
+@pytest.mark.parametrize(("own", "length"), [({}, 32), ({"HOCKET_TOKEN": "of-my-own"}, 9)])
+def test_a_batch_script_for_one_node_has_a_token_too(own: dict[str, str], length: int, tmp_path: Path) -> None:
+    settings = [*CASES["slurm_one_node"][1], "server.token=never-in-a-file"]
+    _, files = engines.render("slurm", settings, output=tmp_path, root=tmp_path, python=f"{tmp_path}/python")
+    for path, text in files.items():
+        path.write_text(text)
+        assert "never-in-a-file" not in text
+    (tmp_path / "python").write_text("#!/usr/bin/env bash\necho ${#HOCKET_TOKEN} $*\n")
+    (tmp_path / "python").chmod(0o755)
+    env = {"PATH": os.environ["PATH"], **own}
+    said = subprocess.run(["bash", tmp_path / "job.sh"], env=env, stdout=subprocess.PIPE, text=True, timeout=60).stdout
+    assert said == f"{length} run.py launch {tmp_path}/config.yaml\n"
+
+
 def test_kubernetes_objects_have_the_fields_of_its_schemas() -> None:
     schemas = json.loads((GOLDEN.parent / "kubernetes_1.30.json").read_text(encoding="utf-8"))
     kinds = []

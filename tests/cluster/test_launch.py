@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from hocket import config
 from hocket.cluster import launch
 from hocket.cluster.launch import Child
+from hocket.common.files import unused
 from hocket.errors import ConfigError, ServerError
 from processes import is_gone, wait_for
 
@@ -50,6 +52,14 @@ def test_a_second_child_keeps_what_the_first_one_wrote_and_ends_with_its_own_wor
         assert child.wait(60) == 1
     assert log.read_text() == "first\nsecond\n"
     assert child.last_words("it").splitlines()[1:] == ["second"]
+    with log.open("a") as file:
+        file.writelines(f"line {number}\n" for number in range(300_000))  # 3.5 MB
+    tracemalloc.start()
+    last = child.last_words("it").splitlines()[1:]
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert last == [f"line {number}" for number in range(299_985, 300_000)]
+    assert most_bytes < 1_000_000  # it is not read as a whole
 
 
 WAITS_FOR_THE_OTHER = """
@@ -327,7 +337,7 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     run_dir = tmp_path / "quickstart"
-    assert launch.unused(run_dir) == run_dir
+    assert unused(run_dir) == run_dir
     run_dir.mkdir()
     (tmp_path / "quickstart-2").mkdir()
-    assert launch.unused(run_dir) == tmp_path / "quickstart-3"
+    assert unused(run_dir) == tmp_path / "quickstart-3"

@@ -148,6 +148,17 @@ def test_a_plan_that_does_not_fit_names_the_least_costly_ways_out(models: dict[s
     assert "no room for one sequence of 4,096 tokens; choose a shorter model.max_length" in said[-1]
 
 
+@pytest.mark.parametrize(("room", "fits"), [(1.01, False), (1.12, True)])  # the margin is a tenth of what there is
+def test_a_rank_fits_where_a_sequence_does_with_the_margin_that_the_trainer_leaves(
+    room: float, fits: bool, models: dict[str, str]
+) -> None:
+    config = load(None, [f"model.path={models['0.5B']}", *COMMON, *MODES["offload"], "server.kv_cache_mib=64"])
+    rank = plan.find_needs(config, 2, plan.GPUS["80GB"]).rank  # of 8192 tokens
+    needed = rank.total - rank.activations * (1 - (256 + 1024) / 8192)  # of one prompt and completion
+    found = plan.find_needs(config, 2, plan.Gpu("H100", room * needed / GIB, 3.35e12))
+    assert (found.fits, found.largest_micro_batch >= 256 + 1024, "offload" in found.seconds) == (fits, fits, fits)
+
+
 def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, str]) -> None:
     config = load(None, [f"model.path={models['0.5B']}"])
     assert "8 x 80GB (H100)" in next(plan.report(config, [], 8, "h100"))

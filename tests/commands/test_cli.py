@@ -215,6 +215,10 @@ def test_an_interrupted_run_says_once_how_to_go_on(
         monkeypatch.setenv("RANK", rank)
         assert main(["train", f"run.dir={tmp_path}"]) == 130
         assert capsys.readouterr().err == said
+    with monkeypatch.context() as patched:
+        patched.setattr("hocket.commands.cli.read_settings", Mock(side_effect=KeyboardInterrupt))
+        assert main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"  # before there was anything to go on with
     monkeypatch.setattr("hocket.cluster.launch.die_with_launcher", lambda: True)  # which says it
     assert main(["train"]) == 130
     assert capsys.readouterr().err == ""

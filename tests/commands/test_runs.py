@@ -19,6 +19,8 @@ from hocket.client.server import ServerClient
 from hocket.commands import parts
 from hocket.commands import runs as commands
 from hocket.config import Config, DataConfig, dump, load
+from hocket.data import sources
+from hocket.data.cache import Prompts
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import ConfigError, RewardError, ServerError
 from hocket.rewards import RewardCalls, RewardScorer, reward
@@ -80,6 +82,22 @@ def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the
         assert parts.longest == needed  # the last token is only predicted
         with pytest.raises(ConfigError, match=f"may have {needed} tokens, but {needed - 1} fit: set trainer.gradient_"):
             parts.limit(SimpleNamespace(micro_batch_tokens=needed - 2))
+
+
+def test_a_start_makes_no_prompt_of_the_cache_but_those_that_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, made, make = tmp_path / "rows.jsonl", list[object](), Prompts.__getitem__
+    rows.write_text("".join(json.dumps({"prompt": "a" * size, "answer": "b"}) + "\n" for size in (1, 9, 30, 2)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sources, "SMALL", 0)  # bytes from which on prompts are cached
+    monkeypatch.setattr(Prompts, "__getitem__", lambda self, index: made.append(index) or make(self, index))
+    settings = [f"data.source={rows}", "data.max_prompt_tokens=20", "rollout.max_tokens=16"]
+    with commands.Console(1) as console:
+        parts = commands.Parts(load(None, [*settings, f"model.path={ROOT}/checkpoints/tiny-sort"]), console)
+        assert len(parts.prompts("train", parts.config.data)) == 3
+    assert made == [slice(None, 2), 0, 1]
+    assert parts.needed == 9 + 3 + 16  # of those that are short enough; the template adds 3 tokens
 
 
 @pytest.mark.parametrize(("updated", "status"), [(0, 3), (1, 0)])
@@ -307,7 +325,3 @@ def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can
     agent = run_of(tmp_path / "agent", rows, *settings)
     with pytest.raises(ConfigError, match=r"of an agent's calls it has the tokens, not the messages"):
         commands.select(agent, output, min_reward=None, per_prompt=1)
-    old = recorded(1, "ba", 1.0, "ab")
-    del old["messages"]
-    with pytest.raises(ConfigError, match="of an earlier version, which kept no messages"):
-        commands.select(run_of(tmp_path / "old", [old]), output, min_reward=None, per_prompt=1)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hocket.common.registry import Registry, load_plugins
+from hocket.data.sources import TASKS
 from hocket.errors import ConfigError
 
 
@@ -60,3 +61,17 @@ def test_a_plugin_that_fails_is_named_with_its_line_and_tried_again(lines: str, 
         load_plugins([str(plugin)])
     plugin.write_text("fine = True")
     load_plugins([str(plugin)])
+
+
+def test_a_plugin_that_failed_may_register_its_names_again_and_no_other_one_may(tmp_path: Path) -> None:
+    register = "from hocket.data.sources import TASKS\nTASKS.register('mine')(len)\n"
+    plugin, other = tmp_path / "mine.py", tmp_path / "other.py"
+    plugin.write_text(f"{register}1 / 0")
+    with pytest.raises(ConfigError, match="line 3: ZeroDivisionError"):
+        load_plugins([str(plugin)])
+    plugin.write_text(register)
+    load_plugins([str(plugin)])
+    other.write_text(register)
+    with pytest.raises(ConfigError, match="line 2: task 'mine' is registered twice"):
+        load_plugins([str(other)])
+    TASKS.forget("mine")

@@ -57,7 +57,7 @@ def test_each_correction_has_a_range_of_its_own_until_one_is_set(overrides: list
 
 
 def test_a_presets_kl_can_be_switched_off_and_without_a_group_one_rollout_is_enough() -> None:
-    for word in ("off", "'off'"):  # YAML 1.1 reads the first one as false
+    for word in ("off", "'off'"):
         assert algorithm("preset=reinforce_pp", f"kl={word}").kl == "off"
     assert config.load(None, ["rollout.group_size=1", "algorithm.preset=reinforce_pp"]).rollout.group_size == 1
 
@@ -77,8 +77,11 @@ def test_every_shipped_config_loads_and_names_what_exists() -> None:
 
 def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherwise(tmp_path: Path) -> None:
     text = "data: {source: 'hf:a/b:main', prompt_column: q, answer_pattern: '(x)', limit: 9, split: half}\n"
-    held_out = load(tmp_path, text, "eval.data.split=test").held_out_data
+    loaded = load(tmp_path, text, "eval.data.split=test")
+    held_out = loaded.held_out_data
     assert held_out is not None
+    again = load(tmp_path, config.dump(loaded))
+    assert (again, again.held_out_data) == (loaded, held_out)
     found = (held_out.source, held_out.split, held_out.prompt_column, held_out.limit, held_out.section)
     assert found == ("hf:a/b:main", "test", "q", None, "eval.data")
     other = load(tmp_path, text, "eval.data.source=held.jsonl", "eval.data.prompt_column=prompt", "eval.data.limit=2")
@@ -111,6 +114,18 @@ def test_training_rows_are_not_taken_for_held_out_ones(settings: tuple[str, ...]
     assert config.load(None).held_out_data is not None
 
 
+def test_an_override_changes_neither_what_shares_an_anchor_nor_the_callers_own_values(tmp_path: Path) -> None:
+    text = "data: &rows {source: a.jsonl, chat_template_kwargs: {x: 1}}\neval: {data: {<<: *rows, source: b.jsonl}}\n"
+    loaded = load(tmp_path, text, "data.limit=4", "data.chat_template_kwargs.x=2")
+    assert (loaded.data.limit, loaded.data.chat_template_kwargs) == (4, {"x": 2})
+    assert (loaded.eval.data.limit, loaded.eval.data.chat_template_kwargs) == (None, {"x": 1})
+    loaded = load(tmp_path, text.replace("{<<: *rows, source: b.jsonl}", "*rows"), "eval.data.source=b.jsonl")
+    assert (loaded.data.source, loaded.eval.data.source) == ("a.jsonl", "b.jsonl")
+    given = {"trainer": {"steps": 7}}
+    assert config.load(None, {**given, "trainer.steps": 9}).trainer.steps == 9
+    assert given == {"trainer": {"steps": 7}}
+
+
 def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     loaded = load(tmp_path, "trainer: {steps: 7, seed: 3}\n", "trainer.steps=9", "run.dir=runs/a")
     assert (loaded.trainer.steps, loaded.trainer.seed, loaded.trainer.max_grad_norm) == (9, 3, 1.0)
@@ -121,7 +136,7 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("trainer.learning_rate=1e-6", 1e-6),  # YAML 1.1 calls this a string
+        ("trainer.learning_rate=1e-6", 1e-6),
         ("trainer.zero_stage=null", None),
         ("trainer.betas=[0.9, 0.95]", (0.9, 0.95)),
         ("trainer.gradient_checkpointing=true", True),
@@ -135,9 +150,40 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
 )
 def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert config.load(overrides=["env.rate=1e-3"]).env.model_extra == {"rate": 0.001}  # an option of a plugin
     section, key = override.partition("=")[0].split(".")
     assert getattr(getattr(config.load(overrides=[override]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("1e-6", 1e-6),
+        ("-2.5E+3", -2500.0),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-7", -7),
+        ("TRUE", True),
+        ("~", None),
+        ("", None),
+        ("off", "off"),  # the rest is no text in YAML 1.1
+        ("010", "010"),
+        ("1_000", "1_000"),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("'1e-6'", "1e-6"),
+    ],
+)
+def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_reads_back(
+    written: str, read: object, tmp_path: Path
+) -> None:
+    nested = f"{{x: {written}, y: [{written}]}}" if written else "{x: , y: [null]}"
+    for loaded in (
+        load(tmp_path, f"env: {nested}"),
+        config.load(None, [f"env={nested}"]),
+        config.load(None, [f"env.x={written}", f"env.y=[{written or 'null'}]"]),
+    ):
+        assert loaded.env.model_extra == {"x": read, "y": [read]}
+        assert load(tmp_path, config.dump(loaded)) == loaded
 
 
 @pytest.mark.parametrize(
@@ -167,13 +213,14 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("actor_rollout_ref.rollout.n=4", "unknown key 'actor_rollout_ref.rollout.n'; here that is rollout.group_size"),
         ("actor_rollout_ref.actor.clip_ratio=1 actor_rollout_ref.rollout.n=4", "n'; here that is rollout.group_size"),
         ("eval.data.subset=main", "here that is data.source: hf:NAME:SUBSET"),
-        ("sync.keep=3", "here that is no setting any more: one value serves all"),
         ("rollout.top_p=0.9", "here that is no setting: training samples from the whole distribution"),
         ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
         ("algorithm.preset=dapo env.thinking_tokens=9", "overlong_share=0.2 would punish the thoughts"),
         ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
         ("run.dir=runs/.hidden", "in no hidden folder"),
+        ("run.dir=", "run.dir: the path is empty: is a shell variable not set?"),
+        ("sync.root=", "sync.root: the path is empty: "),
         ("server.urls=localhost:8000", "should match pattern '^https?://'"),
         (
             "server.discover=servers",
@@ -254,6 +301,9 @@ def test_a_reward_may_be_a_weight_alone_or_have_arguments() -> None:
     loaded = config.load(overrides=["rewards.functions={math: 0.5, length: {weight: 0.1, target: 40}}"])
     assert loaded.rewards.functions["math"].weight == 0.5
     assert loaded.rewards.functions["length"].model_extra == {"target": 40}
+    weights = {"{gate: yes}": 0.0, "{gate: true, weight: 2}": 2.0, "{gate: false}": 1.0, "{}": 1.0}  # of a gate 0
+    for written, weight in weights.items():
+        assert config.load(overrides=[f"rewards.functions.x={written}"]).rewards.functions["x"].weight == weight
 
 
 def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_reward() -> None:

@@ -101,10 +101,10 @@ def test_columns_are_mapped_and_the_answer_is_cut_out(tokenizer: Any, write_json
 def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, write_jsonl: Write) -> None:
     source = write_jsonl(*({"prompt": "a" * n} for n in (1, 7, 8, 50)))  # the template adds 3 tokens
     data = DataConfig(source=source, answer_column=None)
-    prompts, *rest = load_prompts(data, tokenizer, max_prompt_tokens=10)
-    assert ([len(p.token_ids) for p in prompts], rest) == ([4, 10], [2, 53])
+    prompts, lengths = load_prompts(data, tokenizer, max_prompt_tokens=10)
+    assert ([len(p.token_ids) for p in prompts], lengths) == ([4, 10], [4, 10, 11, 53])
     lower = data.model_copy(update={"max_prompt_tokens": 4})
-    assert load_prompts(lower, tokenizer, max_prompt_tokens=10)[1] == 3
+    assert len(load_prompts(lower, tokenizer, max_prompt_tokens=10)[0]) == 1
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,8 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
                 state = json.loads(json.dumps(folder.state()))
         folder.rollouts("eval_000001", [GROUP])
         folder.rollouts("eval_000003", [GROUP])
+    for name in ("my_notes", "mine_2"):
+        (run / f"rollouts/{name}.jsonl").touch()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "x"')  # the run was killed
     resumed = settings(tmp_path, "checkpoint.resume=true")
@@ -150,7 +152,7 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
         assert folder.history == [{"step": 0, "x": 0.5}, {"step": 1, "x": 1.5}, {"step": 2, "x": 9.0}]
         assert read_lines(run / "metrics.jsonl") == folder.history
     rollouts = sorted(path.stem for path in (run / "rollouts").iterdir())
-    assert rollouts == ["eval_000001", "step_000000", "step_000001"]
+    assert rollouts == ["eval_000001", "mine_2", "my_notes", "step_000000", "step_000001"]
     assert read_lines(run / "ledger.jsonl") == [
         {"step": 1, "draw": 2, "state": "trained"},
         {"step": 1, "draw": 3},

@@ -106,7 +106,7 @@ def test_there_may_be_none_and_without_resume_a_run_is_not_written_over(tmp_path
 @pytest.mark.parametrize("resume", ["false", "true"])
 def test_a_run_that_fell_over_before_its_first_step_leaves_its_folder_to_the_next(tmp_path: Path, resume: str) -> None:
     config = make_config(tmp_path, f"checkpoint.resume={resume}")
-    run, kept = config.run_dir, ("checkpoints/tiny/config.json", "rollouts/eval.jsonl", "weights/own.bin", "trainer_id")
+    run, kept = config.run_dir, ("checkpoints/tiny/config.json", "rollouts/my_1.jsonl", "weights/own.bin", "trainer_id")
     left = ("rollouts/eval_000000.jsonl", "rollouts/step_000001.jsonl", "weights/v000001/COMPLETE", "report.html")
     for name in (*kept, *left, "ledger.jsonl", "metrics.jsonl", "samples.jsonl", "skipped/step_000001.json"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -210,13 +210,13 @@ def test_where_there_is_no_checkpoint_the_run_begins_again_and_nothing_is_lost(t
     said: list[str] = []
     assert checkpoints.find(config, said.append) is None
     assert said == []  # there was nothing
-    for attempt in (1, 2):
+    for attempt, name in ((1, "aside"), (2, "aside-2")):
         (config.run_dir / "weights" / "v000001").mkdir(parents=True)
         (config.run_dir / "logs").mkdir(exist_ok=True)
         (config.run_dir / "metrics.jsonl").write_text(json.dumps({"step": attempt}))
         assert checkpoints.find(config, said.append) is None
         assert [path.name for path in config.run_dir.iterdir() if not path.name.startswith("aside")] == ["logs"]
-        aside = config.run_dir / f"aside-{attempt}"
+        aside = config.run_dir / name
         assert json.loads((aside / "metrics.jsonl").read_text()) == {"step": attempt}
         assert (aside / "weights" / "v000001").is_dir()
         assert str(aside) in said[-1]

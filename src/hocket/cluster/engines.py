@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
-import yaml
 
-from hocket.config import read_settings
+from hocket.config import read_settings, to_yaml
 from hocket.errors import ConfigError
 
 SUBMIT = {  # command lines, in the folder of the files
@@ -108,7 +107,7 @@ def render(
     )
     templates.filters |= {"sh": lambda value: shlex.quote(str(value)), "text": lambda value: json.dumps(str(value))}
     known = {"layout": layout, "config": config, "folder": folder, "name": name, "python": python, "root": root}
-    files = {folder / "config.yaml": HEAD + yaml.safe_dump(values, sort_keys=False)}
+    files = {folder / "config.yaml": HEAD + to_yaml(values)}
     for template in templates.list_templates(filter_func=lambda template: template.startswith(f"{engine}/")):
         files[folder / Path(template).stem] = templates.get_template(template).render(known, run_dir=run_dir)
     return layout, files

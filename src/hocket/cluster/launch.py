@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hocket.common import environment
-from hocket.common.files import kind_of
+from hocket.common.files import kind_of, unused
 from hocket.common.machine import holder
 from hocket.common.processes import die_with_parent
 from hocket.config import Config, LaunchConfig
@@ -28,6 +28,7 @@ PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
 LONGEST_PROMPT = 80  # characters of one that is shown in a command
 NUM_LINES = 15  # of a server's log, in an error
+TAIL = 1 << 16  # bytes of a log in which they are looked for
 
 
 def die_with_launcher() -> bool:
@@ -59,8 +60,13 @@ class Child(subprocess.Popen[bytes]):
 
     def last_words(self, name: str) -> str:
         """Return how the process has ended, and the end of its log."""
-        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines() if self.log else []
-        return "\n".join([f"{name} ended with status {self.poll()}; the end of {self.log}:", *lines[-NUM_LINES:]])
+        said = f"{name} ended with status {self.poll()}"
+        if self.log is None:
+            return said
+        with self.log.open("rb") as file:
+            file.seek(max(self.begin, self.log.stat().st_size - TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join([f"{said}; the end of {self.log}:", *lines[-NUM_LINES:]])
 
     def refuse_dead(self) -> None:
         """Raise ServerError if the process, a server, has ended."""
@@ -137,12 +143,14 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
     if not gpus:
         return Placement([""] * (settings.servers or 1), "", settings.trainers or 1)
     ours, theirs = map(listed, (settings.server_gpus, settings.trainer_gpus))
-    if not (ours or theirs or settings.share_gpu or len(gpus) == 1):
+    if settings.share_gpu or len(gpus) == 1:
+        ours = ours or [*gpus]
+        theirs = theirs or [*gpus]
+    elif not (ours or theirs):
         left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
         ours = [*gpus[: size * (settings.servers or max(1, left // size))]]
-    together = gpus if settings.share_gpu or len(gpus) == 1 else ()
-    ours = ours or [*together] or [gpu for gpu in gpus if gpu not in theirs]
-    theirs = theirs or [*together] or [gpu for gpu in gpus if gpu not in ours]
+    ours = ours or [gpu for gpu in gpus if gpu not in theirs]
+    theirs = theirs or [gpu for gpu in gpus if gpu not in ours]
     num_servers = settings.servers or (1 if settings.share_gpu else max(1, len(ours) // size))
     num_ranks = settings.trainers or (1 if settings.share_gpu else max(1, len(theirs)))
     for number, needed, found, what in (
@@ -214,14 +222,11 @@ def run_ranks(
 
 def refuse_all_dead(servers: list[Child]) -> None:
     """Report servers that have ended, and leave them out; raise ServerError for the last one."""
-    for server in [*servers]:
-        try:
+    for server in [server for server in servers if server.poll() is not None]:
+        if len(servers) == 1:
             server.refuse_dead()
-        except ServerError as error:
-            if len(servers) == 1:
-                raise
-            servers.remove(server)
-            print(f"{error}\nservers that are left: {len(servers)}", flush=True)
+        servers.remove(server)
+        print(f"{server.last_words('the server')}\nservers that are left: {len(servers)}", flush=True)
 
 
 def variables(gpus: str) -> dict[str, str]:
@@ -239,12 +244,6 @@ def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -
 
 def _where(gpus: str) -> str:
     return f"GPU {gpus}" if gpus else "the CPU"
-
-
-def unused(run_dir: Path) -> Path:
-    """Return the folder, or the first of folder-2, folder-3, ... that does not exist."""
-    others = (run_dir.with_name(f"{run_dir.name}-{i}") for i in itertools.count(2))
-    return next(folder for folder in itertools.chain([run_dir], others) if not folder.exists())
 
 
 def free_port(host: str, wanted: int) -> int:

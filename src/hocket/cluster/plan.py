@@ -77,7 +77,7 @@ class Needs:
     where: Placement
     parameters: int
     rank: Estimate
-    room: float  # of a rank's GPU
+    room: float  # of a rank's GPU, but for the margin that the trainer leaves there, too
     largest_micro_batch: int  # tokens that fit
     weights: float  # of the model on each GPU of a server
     kv_cache: float  # bytes of all GPUs of a server
@@ -116,11 +116,12 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     kv_cache = size * (
         server.kv_cache_mib << 20 if server.kv_cache_mib else GIB * (gpu.gib * share - ENGINE_GIB) - weights
     )
+    kv_tokens = max(0, int(kv_cache / kv_token))
     stays = 0.0 if config.launch.share_gpu else weights + kv_cache / size  # of a server that sleeps, vLLM's own
-    room = gpu.gib * GIB - (stays + ENGINE_GIB * GIB if together else 0.0)
+    room = (1 - memory.MARGIN) * (gpu.gib * GIB - (stays + ENGINE_GIB * GIB if together else 0.0))
     per_token = rank.activations / int(trainer.micro_batch_tokens)
-    free = (1 - memory.MARGIN) * room - (rank.total - rank.activations)
-    micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token)) if per_token else 0
+    free = room - (rank.total - rank.activations)
+    micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))
     if config.trainer.micro_batch_tokens == "auto":  # at least of one sequence
         sequence = (config.data.max_prompt_tokens or PROMPT_TOKENS) + config.rollout.max_tokens
         rank = dataclasses.replace(rank, activations=per_token * min(8192, max(micro_batch, sequence)))
@@ -132,8 +133,8 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
         largest_micro_batch=micro_batch,
         weights=weights,
         kv_cache=kv_cache,
-        kv_tokens=max(0, int(kv_cache / kv_token)),
-        sequences=max(0, int(kv_cache / kv_token)) // tokenizers.context_length(config.model),
+        kv_tokens=kv_tokens,
+        sequences=kv_tokens // tokenizers.context_length(config.model),
         stage=default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True),
         trained=trained + sum(p.numel() for one in critic for p in one.parameters()),
         published=2 * trained,
@@ -223,7 +224,7 @@ def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -
         f"KV cache {needs.kv_cache / GIB:.1f} GiB for {needs.kv_tokens:,} tokens: {needs.sequences} sequences of "
         f"{context:,}"
     )
-    yield f"ranks    {where.num_ranks} on GPU {where.ranks}: {needs.rank}; there are {needs.room / GIB:.1f}"
+    yield f"ranks    {where.num_ranks} on GPU {where.ranks}: {needs.rank}; it may use {needs.room / GIB:.1f}"
     yield f"         largest trainer.micro_batch_tokens that fits: {needs.largest_micro_batch:,}"
     host = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needs.host.items())
     yield f"host     up to {sum(needs.host.values()) / GIB:.0f} GiB of memory beside the GPUs': {host}"

@@ -17,6 +17,7 @@ import hocket
 from hocket import config as config_module
 from hocket.cluster import launch
 from hocket.commands import doctor
+from hocket.common.files import unused
 from hocket.common.processes import nobody_reads
 from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, door, remedy
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
     """Return the command that resumes an interrupted run, and from where."""
-    if args.command not in ("quickstart", "launch", "train", "sft"):
+    if args.command not in ("quickstart", "launch", "train", "sft") or "config" not in args:  # it was being read
         return ""
     where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
@@ -138,8 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 def _quickstart(args: argparse.Namespace) -> int:
     """Launch a run in a folder that is not in use, and say what can follow; return the trainer's exit status."""
     if not args.config.checkpoint.resume:
-        unused = launch.unused(args.config.run_dir)
-        args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused}"])
+        args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused(args.config.run_dir)}"])
     status = launch.launch(args.config, args.arguments)
     if status == 0:
         print(launch.what_next(args.config.run_dir, args.arguments))

@@ -76,25 +76,30 @@ class Parts:
         made = self.environment()
         thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
         setting = "eval.max_tokens" if max_tokens else "rollout.max_tokens"
-        room = self.longest - thought - (max_tokens := max_tokens or self.config.rollout.max_tokens)
+        answer = max_tokens or self.config.rollout.max_tokens
+        room = self.longest - thought - answer
         if room < 1:
             before = f", behind env.thinking_tokens={thought}," if thought else ""
-            raise ConfigError(f"{setting}={max_tokens}{before} leaves no prompt room in {self.longest_by}: lower it")
+            raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {self.longest_by}: lower it")
         tools = made.toolbox.tools if made.toolbox else ()
-        prompts, num_dropped, longest = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=tools)
-        limit, fits = min(room, data.max_prompt_tokens or room), self.longest - thought - longest
-        advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.longest_by} is too short for it"
-        advice = f"{data.section}.max_prompt_tokens={limit} leaves them out" if limit < room else advice
-        too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
-        if num_dropped:
-            self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} {too_long}")
+        prompts, lengths = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=tools)
+        limit = min(room, data.max_prompt_tokens or room)
+        dropped = len(lengths) - len(prompts)
+        if dropped:
+            longest = max(lengths)
+            fits = self.longest - thought - longest
+            advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.longest_by} is too short for it"
+            if limit < room:
+                advice = f"{data.section}.max_prompt_tokens={limit} leaves them out"
+            too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
+            if not prompts:
+                raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
+            self.console.say(f"{what}: dropped {dropped} prompts of {data.source} {too_long}")
         if what == "train":
-            self.needed = max((len(prompt.token_ids) for prompt in prompts), default=0) + thought + max_tokens
-        for prompt in prompts[:NUM_SHOWN] if what == "train" else ():
-            seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
-            self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
-        if not prompts:
-            raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
+            self.needed = max(length for length in lengths if length <= limit) + thought + answer
+            for prompt in prompts[:NUM_SHOWN]:
+                seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
+                self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:

@@ -1,5 +1,6 @@
 """Write files and folders atomically; say what is in a folder. Standard library only."""
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -51,6 +52,12 @@ def newest_version(path: str) -> str:
     folder = Path(path)
     made = [*folder.glob("model/config.json"), *sorted(folder.glob("weights/v*/COMPLETE"))]
     return str(made[-1].parent) if made and kind_of(folder) == "run" else path
+
+
+def unused(path: Path) -> Path:
+    """Return the path, or the first of path-2, path-3, ... that does not exist."""
+    others = (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
+    return next(one for one in itertools.chain([path], others) if not one.exists())
 
 
 def partial_of(path: Path) -> Path:

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from hocket.errors import ConfigError, HocketError
 
@@ -22,36 +22,41 @@ PLUGIN_PREFIX = "hocket_plugin_"  # of the module names that load_plugins makes
 class Registry(Generic[T]):
     """Named things of one kind, filled by a decorator; `kind` is the word for them in error messages ("reward")."""
 
+    every: ClassVar[list["Registry[Any]"]] = []
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._items: dict[str, T] = {}
+        self.items: dict[str, T] = {}
+        self.unfinished: set[str] = set()  # names from a plugin that failed, which may be registered again
+        self.every.append(self)
 
     def register(self, name: str) -> Callable[[Item], Item]:
         """Decorate a class or function to add it under `name`. Raise ConfigError if the name is taken."""
 
         def add(item: Any) -> Any:
-            if name in self._items:
+            if name in self.items and name not in self.unfinished:
                 raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
-            self._items[name] = item
+            self.unfinished.discard(name)
+            self.items[name] = item
             return item
 
         return add
 
     def forget(self, name: str) -> None:
         """Remove what was registered under `name`."""
-        del self._items[name]
+        del self.items[name]
 
     def get(self, name: str) -> T:
         """Return the object called `name`. Raise ConfigError that lists the known names."""
-        if name not in self._items:
+        if name not in self.items:
             plugins = [module for key, module in sys.modules.items() if key.startswith(PLUGIN_PREFIX)]
             files = [Path(str(one.__file__)).name for one in plugins if callable(getattr(one, name, None))]
             forgotten = f'{files[0]} has a function {name} without @{self.kind}("{name}")' if files else ""
             raise ConfigError(
-                f"there is no {self.kind} {name!r}{nearest(name, self._items)}; known: "
-                f"{', '.join(sorted(self._items))}; {forgotten or 'add your own as a Python file under plugins'}"
+                f"there is no {self.kind} {name!r}{nearest(name, self.items)}; known: "
+                f"{', '.join(sorted(self.items))}; {forgotten or 'add your own as a Python file under plugins'}"
             )
-        return self._items[name]
+        return self.items[name]
 
     def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Iterable[str]) -> Callable[[], Any]:
         """Return a maker of `name` with a section's options beside its `keys`, tried once; ConfigError if it fails."""
@@ -96,12 +101,15 @@ def load_plugins(paths: Iterable[str]) -> None:
         name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
         if name in sys.modules:
             continue
+        before = [(registry, {*registry.items}) for registry in Registry.every]
         spec: Any = importlib.util.spec_from_file_location(name, file)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[name]  # a later attempt must import it again, not find half a module
+            for registry, names in before:
+                registry.unfinished |= registry.items.keys() - names
             frames = traceback.walk_tb(error.__traceback__)
             lines = [1, *(line for frame, line in frames if frame.f_code.co_filename == str(file))]
             line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(file) else lines[-1]

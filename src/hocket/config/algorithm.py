@@ -23,12 +23,7 @@ KlIn = Literal["loss", "reward"]
 PresetName = Literal[
     "grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
 ]
-CORRECTION_RANGES: Mapping[Correction, tuple[float, float]] = {  # defaults of correction_low and correction_high
-    "none": (0.0, 2.0),
-    "truncate": (0.0, 2.0),
-    "mask": (0.5, 5.0),
-    "sequence_mask": (0.99, 1.01),
-}
+CORRECTION_RANGES = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}  # where they are not (0, 2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ def _row(source: str, remark: str = "", **changes: Any) -> Preset:
     return Preset(source, remark, {"clip_high": 0.2, "correction": "none", **changes})
 
 
-PRESETS: Mapping[PresetName, Preset] = {
+PRESETS: Mapping[str, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
     "dapo": _row(
         "2503.14476",
@@ -132,15 +127,12 @@ class LossKnobs(Section):
         """Set the preset's row, then the correction's own range, where the user set nothing."""
         if not isinstance(values, Mapping):
             return values
-        values = dict(values)
-        if values.get("kl") is False:
-            values["kl"] = "off"  # YAML 1.1 reads off as a truth value
-        row = next((preset.knobs for name, preset in PRESETS.items() if name == values.get("preset")), {})
+        preset = str(values.get("preset"))
+        row = PRESETS[preset].knobs if preset in PRESETS else {}
         if values.get("kl") == "off":
             row = {key: value for key, value in row.items() if not key.startswith("kl_")}
         values = {**row, **values}
-        chosen = values.get("correction", "truncate")
-        low, high = next((span for name, span in CORRECTION_RANGES.items() if name == chosen), (0.0, 2.0))
+        low, high = CORRECTION_RANGES.get(str(values.get("correction")), (0.0, 2.0))
         return {"correction_low": low, "correction_high": high, **values}
 
 
@@ -166,17 +158,23 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         by_token, one_ratio = self.baseline in ("none", "critic"), self.correction != "none" and self.updates == 1
         in_reward, off = self.kl_in == "reward", self.kl == "off"
         for_kl = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
-        message = f"baseline={self.baseline} compares no rollouts: set scale to tokens or none"
-        yield by_token and self.scale in ("group", "batch"), message
+        yield (
+            by_token and self.scale in ("group", "batch"),
+            f"baseline={self.baseline} compares no rollouts: set scale to tokens or none",
+        )
         yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
         yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
         several = "set correction=none, or several updates (epochs, minibatches)"
         yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
-        message = "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out"
-        yield self.dual_clip is not None and (self.clip != "ppo" or one_ratio), message
+        yield (
+            self.dual_clip is not None and (self.clip != "ppo" or one_ratio),
+            "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out",
+        )
         yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
-        message = "stop_kl needs a correction: without one the ratio is to the engine's log-probs, not the old policy's"
-        yield self.stop_kl is not None and self.correction == "none", message
+        yield (
+            self.stop_kl is not None and self.correction == "none",
+            "stop_kl needs a correction: without one the ratio is to the engine's log-probs, not the old policy's",
+        )
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
         yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"

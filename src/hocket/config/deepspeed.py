@@ -60,15 +60,11 @@ def read_deepspeed(value: Any) -> Any:
     zero = value.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise ValueError(f"zero_optimization must be a mapping, got {zero!r}")
-    nested = {f"zero_optimization.{key}": item for key, item in zero.items()}
-    asked = {key: item for key, item in ({**value} | nested).items() if key != "zero_optimization" and item != "auto"}
-    for name in asked:
+    asked = {key: item for key, item in value.items() if key != "zero_optimization" and item != "auto"}
+    nested = {key: item for key, item in zero.items() if item != "auto"}
+    for name in (*asked, *(f"zero_optimization.{key}" for key in nested)):
         if name in _OWNED:
             raise ValueError(f"{name} can't be set, as hocket sets it: set {_OWNED[name]}, and leave it out")
         if name not in _PASSED and not name.startswith(_STAGE_3):
             raise ValueError(f"{name} is not passed on: leave it out{nearest(name, _PASSED)}")
-    result: dict[str, Any] = {}
-    for name, item in asked.items():
-        section, _, key = name.rpartition(".")
-        (result.setdefault(section, {}) if section else result)[key] = item
-    return result
+    return asked | ({"zero_optimization": nested} if nested else {})

@@ -1,4 +1,4 @@
-"""Say what the settings of TRL, OpenRLHF and verl are called here, and those of earlier versions."""
+"""Say what the settings of TRL, OpenRLHF and verl are called here."""
 
 NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any section
     "model.path": "model_name_or_path pretrain actor_rollout_ref.model.path",
@@ -43,7 +43,6 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "observe.tensorboard": "report_to use_tensorboard",
     "run.dir": "output_dir default_local_dir",
     "no setting: every step is logged": "logging_steps",
-    "no setting any more: one value serves all": "sync.keep bucket_mib observe.console logprob_chunk_tokens",
 }
 _HERE = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
@@ -57,4 +56,4 @@ def name_here(key: str) -> str | None:
 def names_table() -> str:
     """Return the names as a Markdown table."""
     rows = (f"| {here} | `{names.replace(' ', '`, `')}` |" for here, names in NAMES_ELSEWHERE.items())
-    return "\n".join(["| here | in TRL, OpenRLHF, verl or an earlier hocket |", "|---|---|", *rows])
+    return "\n".join(["| here | in TRL, OpenRLHF or verl |", "|---|---|", *rows])

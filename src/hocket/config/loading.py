@@ -1,6 +1,5 @@
 """Load a Config from YAML and overrides, write it back, compare it with an earlier one, and print the table of keys."""
 
-import copy
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,11 +14,32 @@ from pydantic.fields import FieldInfo
 from hocket.common.files import kind_of
 from hocket.common.registry import nearest
 from hocket.config.elsewhere import name_here, names_table
-from hocket.config.sections import DataConfig, Section, UserPath
+from hocket.config.sections import Section, UserPath
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
 SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
+PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 is text, off is false, and 010 is 8
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": "<<",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """Read YAML 1.2."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quote text that is none in YAML 1.1 or 1.2."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern in PLAIN.items():
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), None)
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -37,7 +57,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
             )
         try:
             with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
-                values = yaml.safe_load(file) or {}
+                values = yaml.load(file, _Loader) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             advice = f"paths are relative to {Path.cwd()}"
             if isinstance(error, yaml.YAMLError):
@@ -45,7 +65,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
             raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
-    for key, value in copy.deepcopy(given).items():
+    for key, value in given.items():
         _set(values, key, value)
     try:
         return Config.model_validate(values)
@@ -68,15 +88,20 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
 
 def dump(config: Config) -> str:
     """Return the resolved config as YAML that `load` reads back to an equal config; the token is left out."""
-    return yaml.safe_dump(as_dict(config), sort_keys=False)
+    return to_yaml(as_dict(config))
+
+
+def to_yaml(values: Any) -> str:
+    """Return values as YAML that `load` reads as they were."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def as_dict(config: Config) -> dict[str, Any]:
     """Return the resolved config ready for JSON; the token is left out."""
     values = config.model_dump(mode="json", by_alias=True)
     values["server"]["token"] = None  # a run folder is shared; a secret is not
-    held_out = config.held_out_data
-    values["eval"]["data"] = (held_out or config.eval.data).model_dump(mode="json", exclude_unset=held_out is None)
+    # What it does not set is as in data; and a source of its own, even the default, would be held-out rows.
+    values["eval"]["data"] = config.eval.data.model_dump(mode="json", exclude_unset=True)
     return values
 
 
@@ -98,22 +123,22 @@ def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
 
 def reference() -> str:
     """Return every key with its default and description, as a Markdown table."""
-    rows = (f"| `{key}` | `{_default(field)}` | {field.description} |" for key, field in _settings())
+    rows = (
+        f"| `{key}` | `{_default(field)}` | {field.description} |"
+        for key, field in _fields()
+        if ("." in key or field.description) and not key.startswith("eval.data.")  # as in data; and no whole section
+    )
     return "\n".join(["| key | default | what it does |", "|---|---|---|", *rows, "", names_table()])
 
 
-def _settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with its field; the keys of a section that may be null follow its own."""
-    for section, field in Config.model_fields.items():
-        model: Any = field.annotation
-        for name, item in model.model_fields.items() if _is_section(model) else ():
-            yield f"{section}.{item.alias or name}", item
-            kinds = get_args(item.annotation)
-            for kind in kinds if type(None) in kinds else ():
-                if _is_section(kind):
-                    yield from ((f"{section}.{name}.{inner}", one) for inner, one in kind.model_fields.items())
-        if not _is_section(model):
-            yield section, field
+def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key with its field: a section's own, and those in it, also where it may be null."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        yield key, field
+        kind, *_ = get_args(field.annotation) or (field.annotation,)
+        if _is_section(kind):
+            yield from _fields(kind, f"{key}.")
 
 
 def _is_section(kind: Any) -> bool:
@@ -132,41 +157,37 @@ def _read(override: str) -> tuple[str, Any]:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
     literal = text != "null" and _is_text(key)
     try:
-        value = text if literal else yaml.safe_load(text)
+        return key, text if literal else yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", error)
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
-    if not literal and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):  # YAML 1.1 reads 1e-6 as text
-        value = float(text)
-    return key, value
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
-        child = values[parent] = {} if values.get(parent) is None else values[parent]  # a file may say null
-        if not isinstance(child, dict):
+        child = values.get(parent)
+        if not isinstance(child, dict | None):  # a file may say null
             raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
-        values = child
+        values[parent] = dict(child or {})  # a copy: by an alias, or with the caller, it may stand elsewhere, too
+        values = values[parent]
     values[leaf] = value
 
 
 def _is_text(key: str) -> bool:
     """Return whether the key's value is text, which is taken literally: "runs/a #3", "2024_10", "0123"."""
-    model: Any = Config
-    for part in key.split("."):
-        if not _is_section(model) or part not in model.model_fields:
-            return False
-        model = model.model_fields[part].annotation
-    return all(kind in (str, UserPath, re.Pattern[str], type(None)) for kind in get_args(model) or (model,))
+    kind = next((field.annotation for name, field in _fields() if name == key), None)
+    return all(one in (str, UserPath, re.Pattern[str], type(None)) for one in get_args(kind) or (kind,))
 
 
 def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
     """Return how the error of a key begins: with where the key was set, file or command line; "" without a file."""
+    if path is None:
+        return ""
     if any(f"{key}.".startswith(f"{one}.") for one in given):
-        return "command line: " if path is not None else ""
+        return "command line: "
     both = any(one.startswith(key) for one in given)
-    return "" if path is None else f"{path} with the command line: " if both else f"{path}: "
+    return f"{path} with the command line: " if both else f"{path}: "
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
@@ -190,8 +211,7 @@ def _hint(key: str) -> str:
     """Say what an unknown key is called here, if that is sure."""
     if here := name_here(key):
         return f"here that is {here}"
-    known = [*(key for key, _ in _settings()), *(f"eval.data.{name}" for name in DataConfig.model_fields)]
+    known = [name for name, _ in _fields()]
     same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
     close = difflib.get_close_matches(key, same, 1, SURE) or same or difflib.get_close_matches(key, known, 1, SURE)
-    close = close or difflib.get_close_matches(key, Config.model_fields, 1, SURE)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "`python run.py config --reference` lists all"

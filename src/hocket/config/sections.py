@@ -15,7 +15,14 @@ from hocket.common.files import newest_version
 from hocket.config.deepspeed import read_deepspeed
 from hocket.types import InFlight
 
-UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
+
+def _path(text: str) -> str:
+    if not text:
+        raise ValueError("the path is empty: is a shell variable not set?")
+    return os.path.expanduser(text)
+
+
+UserPath = Annotated[str, pydantic.AfterValidator(_path)]
 _or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Names = Annotated[tuple[str, ...], _or_one]
 Url = Annotated[str, Field(pattern="^https?://"), pydantic.AfterValidator(lambda url: url.rstrip("/"))]
@@ -122,8 +129,10 @@ class RolloutConfig(Section):
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         advice = "set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily"
-        message = f"temperature={self.temperature:g} would make all rollouts of a group alike: {advice}"
-        yield self.temperature < 0.01, message
+        yield (
+            self.temperature < 0.01,
+            f"temperature={self.temperature:g} would make all rollouts of a group alike: {advice}",
+        )
 
 
 class EnvConfig(Section, extra="allow"):
@@ -137,8 +146,8 @@ class EnvConfig(Section, extra="allow"):
 class RewardSpec(Section, extra="allow"):
     """Keys of every reward; each other one is an argument of its function."""
 
-    weight: float = 1.0  # of a gate 0, unless it is set
     gate: bool = False  # where its value is not above 0, the other rewards can only cost
+    weight: float = Field(default_factory=lambda known: 0.0 if known.get("gate") else 1.0)
     clip: tuple[float, float] | None = None  # lowest and highest value
     normalize: bool = False  # by mean and deviation of the value within the group
     max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward at the same time
@@ -147,8 +156,6 @@ class RewardSpec(Section, extra="allow"):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _read(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("gate") is True:
-            return {"weight": 0.0} | value
         return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
@@ -273,8 +280,10 @@ class ServerConfig(Section):
         yield self.discover is not None and bool(self.urls), "discover and urls both name the servers: leave one out"
         name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", where)
         is_name, is_file = name is not None and int(name[1]) < 1 << 16, "/" in where and "://" not in where
-        message = f"discover={where} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls"
-        yield not (is_name or is_file), message
+        yield (
+            not (is_name or is_file),
+            f"discover={where} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls",
+        )
 
 
 class HeldOutConfig(DataConfig):

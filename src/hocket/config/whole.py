@@ -42,35 +42,51 @@ class Config(Section):
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         model, rollout, trainer, sync, launch = self.model, self.rollout, self.trainer, self.sync, self.launch
         baseline = self.algorithm.baseline
-        message = f"rollout.group_size=1 leaves algorithm.baseline={baseline} nothing to compare with: set 2 or more"
-        yield rollout.group_size == 1 and baseline in ("mean", "leave_one_out"), message
+        yield (
+            rollout.group_size == 1 and baseline in ("mean", "leave_one_out"),
+            f"rollout.group_size=1 leaves algorithm.baseline={baseline} nothing to compare with: set 2 or more",
+        )
         thinks, share = (self.env.model_extra or {}).get("thinking_tokens"), self.algorithm.overlong_share
-        message = f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
-        yield bool(thinks and share), message
+        yield (
+            bool(thinks and share),
+            f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0",
+        )
         run_dir, root = self.run_dir.resolve(), self.sync_root.resolve()
         inside = run_dir.is_relative_to(root) and run_dir != root
-        message = f"run.dir={run_dir} must lie under sync.root={root}, where the server looks, in no hidden folder"
-        yield not inside or "/." in str(run_dir)[len(str(root)) :], message
+        yield (
+            not inside or "/." in str(run_dir)[len(str(root)) :],
+            f"run.dir={run_dir} must lie under sync.root={root}, where the server looks, in no hidden folder",
+        )
         yield sync.delta and sync.backend == "nccl", "sync.delta=true needs sync.backend=disk: nccl sends all weights"
         yield sync.delta and model.lora is not None, "sync.delta has no effect with model.lora: adapters are small"
         spreads = trainer.zero_stage == 3 or (trainer.zero_stage is None and trainer.offload_optimizer)
-        message = (
-            "trainer.zero_stage=3, the default to offload, can't spread model.lora.quantize's weights; set stage 2"
+        yield (
+            spreads and model.lora is not None and model.lora.quantize is not None,
+            "trainer.zero_stage=3, the default to offload, can't spread model.lora.quantize's weights; set stage 2",
         )
-        yield spreads and model.lora is not None and model.lora.quantize is not None, message
-        message = "trainer.kernels=compile has no effect on layers of zero_stage=3, the default to offload; set stage 2"
-        yield spreads and trainer.kernels == "compile", message
+        yield (
+            spreads and trainer.kernels == "compile",
+            "trainer.kernels=compile has no effect on layers of zero_stage=3, the default to offload; set stage 2",
+        )
         longest = 4 * sync.timeout_s  # a hand-over, its repetition by disk, a comparison, and log-probs
-        message = f"trainer.collective_timeout_s must exceed 4 · sync.timeout_s = {longest:g}: ranks wait that long"
-        yield longest >= trainer.collective_timeout_s, message
+        yield (
+            longest >= trainer.collective_timeout_s,
+            f"trainer.collective_timeout_s must exceed 4 · sync.timeout_s = {longest:g}: ranks wait that long",
+        )
         warmup, steps = self.critic.warmup_steps, trainer.steps
-        message = f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy"
-        yield self.algorithm.baseline == "critic" and warmup >= steps, message
+        yield (
+            self.algorithm.baseline == "critic" and warmup >= steps,
+            f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy",
+        )
         replay, ahead = self.pipeline.replay, self.pipeline.max_staleness not in ("auto", 0)
-        message = "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out"
-        yield replay is not None and (ahead or launch.share_gpu), message
-        message = "pipeline.replay is this run's own folder, which it writes to; choose another run.dir"
-        yield replay is not None and Path(replay).resolve() == run_dir, message
+        yield (
+            replay is not None and (ahead or launch.share_gpu),
+            "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out",
+        )
+        yield (
+            replay is not None and Path(replay).resolve() == run_dir,
+            "pipeline.replay is this run's own folder, which it writes to; choose another run.dir",
+        )
         for wrong, message in (
             (ahead, "needs pipeline.max_staleness=0: server and trainer take turns"),
             (sync.backend == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),

@@ -34,8 +34,7 @@ class Prompts(Sequence[Prompt]):
         self._table = table
         lengths = pc.list_value_length(table["token_ids"])
         self._rows = pc.indices_nonzero(pc.less_equal(lengths, longest)).to_numpy()
-        self.most_tokens: int = pc.max(lengths).as_py()
-        self.num_dropped = len(table) - len(self._rows)
+        self.lengths: list[int] = lengths.to_numpy().tolist()  # of all
         self.difficulties: list[float | None] = table["difficulty"].take(self._rows).to_pylist()
         self.fingerprint = known[1] if int(known[0]) == len(self) else None  # as many are short enough: the same ones
 

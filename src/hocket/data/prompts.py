@@ -52,8 +52,8 @@ def left_open(text: str) -> str:
 
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[Sequence[Prompt], int, int]:
-    """Return the prompts of `data.source` that are short enough, the number of others, and the tokens of the longest.
+) -> tuple[Sequence[Prompt], list[int]]:
+    """Return the prompts of `data.source` that are short enough, and the number of tokens of each one that is there.
 
     None is cut. Prompts of a large source come from the cache. Raise DataError for a bad row.
     """
@@ -73,10 +73,10 @@ def load_prompts(
                 raise OSError(f"{data.source} changed while it was read")
 
         if (found := cache.load(key, longest, parts)) is not None:
-            return found, found.num_dropped, found.most_tokens
+            return found, found.lengths
     prompts = list(itertools.chain.from_iterable(_parts(data, renderer)))
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
-    return kept, len(prompts) - len(kept), max(len(prompt.token_ids) for prompt in prompts)
+    return kept, [len(prompt.token_ids) for prompt in prompts]
 
 
 def _parts(data: DataConfig, renderer: "Renderer") -> Iterator[list[Prompt]]:

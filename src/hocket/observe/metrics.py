@@ -114,7 +114,7 @@ METRICS = (
     Metric("sync/missing_share", "share of the last update that the server's log-probs lack; 1: it is one behind"),
     Metric("sync/mismatches", "comparisons of parameters or log-probs that broke off or, with on_mismatch=warn, failed",
            high=0, advice="the console names server and cause; the samples are not the policy's"),
-    Metric("sync/missing_error", "standard error of that share; it is not told above 0.25: rounding hides the update"),
+    Metric("sync/missing_error", "standard error of that share; it is not told above 0.2: rounding hides the update"),
     Metric("sync/proof_s", "seconds to compare parameters and log-probs, in versions that are checked"),
     Metric("sync/changed", "sync.delta: share of the weights whose bits changed; missing for a full version"),
     Metric("step/tokens_per_s", "throughput: trained tokens per second of time/step − time/eval"),

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import secrets
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -119,8 +120,9 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             os.truncate(path, size)
         self.history = read_lines(self.path / METRICS)
         (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
-        for file in (self.path / "rollouts").glob("*_*.jsonl"):
-            if int(file.stem.rpartition("_")[2]) > state["step"]:
+        for file in (self.path / "rollouts").iterdir():
+            made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's
+            if made and int(made[1]) > state["step"]:
                 file.unlink()
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from hocket.common.files import complete_folder, partial_of, remove_folder
+from hocket.common.files import complete_folder, partial_of, remove_folder, unused
 from hocket.config import Config, as_dict, changes
 from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.observe.run_folder import GROWING, METRICS, read_lines
@@ -24,7 +24,8 @@ STATE_FILE = "state.json"
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run must keep
 _FILES = (*GROWING, "summary.json", "report.html", "tensorboard", "skipped")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", FOLDER)
-_OF_A_START = (*_FILES, "rollouts/*_[0-9]*.jsonl", "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
+_ROLLOUTS = ("rollouts/step_[0-9]*.jsonl", "rollouts/eval_[0-9]*.jsonl")
+_OF_A_START = (*_FILES, *_ROLLOUTS, "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
 
 TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
 
@@ -97,7 +98,7 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
         for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
             remove_folder(path) if path.is_dir() else path.unlink()
     elif there and resume:
-        aside = next(folder for i in range(1, 10_000) if not (folder := run_dir / f"aside-{i}").exists())
+        aside = unused(run_dir / "aside")
         aside.mkdir()
         for path in there:
             path.rename(aside / path.name)

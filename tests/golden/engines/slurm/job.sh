@@ -22,13 +22,13 @@ set -euo pipefail
 cd /shared/hocket
 PYTHON=/shared/hocket/.venv/bin/python
 CONFIG=/shared/hocket/runs/math7b/launch/slurm/config.yaml
+
+# Servers want a token: others use the network, or this node. It travels in the environment, in no file and no command line.
+HOCKET_TOKEN=${HOCKET_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+export HOCKET_TOKEN PYTHONUNBUFFERED=1
 LOGS=/shared/hocket/runs/math7b/logs
 SERVERS=/shared/hocket/runs/math7b/launch/slurm/servers.txt # server.discover: the trainer reads it again every few seconds
 mkdir -p "$LOGS"
-
-# Servers listen on the network, so they want a token. It travels in the environment, in no file and no command line.
-HOCKET_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-export HOCKET_TOKEN PYTHONUNBUFFERED=1
 
 # The first 1 of the job's nodes have servers, the other 1 ranks.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -23,5 +23,9 @@ cd /shared/hocket
 PYTHON=/shared/hocket/.venv/bin/python
 CONFIG=/shared/hocket/runs/one-node/launch/slurm/config.yaml
 
+# Servers want a token: others use the network, or this node. It travels in the environment, in no file and no command line.
+HOCKET_TOKEN=${HOCKET_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+export HOCKET_TOKEN PYTHONUNBUFFERED=1
+
 # All on one node: one command divides the GPUs and ends everything with the trainer.
 exec "$PYTHON" run.py launch "$CONFIG"
