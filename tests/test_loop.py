@@ -34,6 +34,8 @@ Reward = Callable[[int, int], float | None]
 class World:
     """Everything around the loop, keeping a diary of what it was asked to do."""
 
+    policy_learns = True
+
     def __init__(self, reward: Reward, score_s: float, reference: tuple[float, float] | None) -> None:
         self.reward = reward
         self.score_s = score_s
@@ -85,6 +87,7 @@ class World:
         self.keep.append(keep)
         self.diary.append(("train", len(samples), sorted({sample.sequence.version_min for sample in samples})))
         metrics = {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 0.0, "tokens": 2.0 * len(samples), "mfu": 0.5}
+        metrics |= {"updates": float(self.policy_learns), "skipped": 0.0}
         return {f"train/{name}": value for name, value in metrics.items()} | {"time/train": 0.1}
 
     def state(self, sink: object) -> dict[str, Any]:
@@ -152,6 +155,17 @@ async def trained(
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     return world, [json.loads(line) for line in lines], summary
+
+
+async def test_while_only_the_critic_learns_nothing_is_published_and_no_step_counts_as_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "policy_learns", False)
+    world, _, summary = await trained(tmp_path, lambda step, j: float(j))
+    published = [entry for entry in world.diary if entry[0] == "publish"]
+    assert published == [("publish", 5)]  # before the first step
+    assert world.publishes == [False, False]
+    assert (summary["steps"], summary["updated"], summary["final_version"]) == (2, 0, 5)
 
 
 async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: Path) -> None:

@@ -119,11 +119,12 @@ class Run:
         metrics = signal_metrics(shaped, self.config.pass_reward if self.config.uses_pass_rates else None)
         if not groups and not self.checkpoints.due(step, last=last):
             return metrics
-        async with self.publisher.training(publishes=bool(groups)) as turn_metrics:  # blocks bring-up
+        publishes = bool(groups) and self.trainer.policy_learns
+        async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
             if groups:
                 metrics |= await self.train_policy(step, groups)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
-            if groups:
+            if publishes:
                 with timed(metrics, "time/sync"):
                     metrics |= await self.publisher.publish()  # 7 weights  sync/publish.py
         return metrics | turn_metrics

@@ -112,15 +112,17 @@ def test_the_policy_waits_for_the_critic(ranks: Ranks, tied_model: str, tmp_path
     start = load_file(Path(tied_model) / "model.safetensors")
     with make_trainer(ranks, tied_model, *settings) as trainer:
         waiting = train(trainer, 2)
+        assert {*trainer.untrained.values()} == {"only the critic learnt: critic.warmup_steps"}
         held = weights_of(trainer)
         save(trainer, tmp_path / "checkpoint")
         learning = train(trainer, 2)
+        assert trainer.untrained == {}
         moved = weights_of(trainer)
     assert same(held, start)
     assert not same(moved, start)
     assert waiting[1]["critic/explained_variance"] > waiting[0]["critic/explained_variance"]
-    held_back = ("train/learning_rate", "train/grad_norm", "train/skipped")
-    assert [[s[name] for name in held_back] for s in waiting] == [[0.0, 0.0, 0.0]] * 2
+    held_back = ("train/learning_rate", "train/grad_norm", "train/skipped", "train/updates")
+    assert [[s[name] for name in held_back] for s in waiting] == [[0.0, 0.0, 0.0, 0.0]] * 2
     assert waiting[0]["train/entropy"] > 1, "the policy is looked at all the same"
     # The schedule is that of the policy's own two steps: the peak, then half of it.
     assert [s["train/learning_rate"] for s in learning] == pytest.approx([1e-3, 5e-4])

@@ -73,7 +73,7 @@ METRICS = (
     Metric("train/tokens", "trained tokens"),
     Metric("train/sequences", "trained sequences"),
     Metric("train/micro_batches", "forward passes per rank"),
-    Metric("train/updates", "optimiser steps, skipped ones too; algorithm.stop_kl may end them early"),
+    Metric("train/updates", "optimiser steps of the policy, skipped ones too; algorithm.stop_kl may end them early"),
     Metric("train/skipped", "share of the updates whose loss or gradient was not finite, so that the weights stayed",
            high=0, advice="skipped/ holds the batch and names what was not finite; normal now and then in float16"),
     Metric("train/loss_scale", "float16: factor on the loss, halved when gradients overflow; those steps are skipped",

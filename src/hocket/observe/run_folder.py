@@ -94,7 +94,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             "before": self.history[0].get("eval/accuracy"),
             "after": next(evaluated, None),
             "steps": self.last_step,
-            "updated": sum("time/train" in one and one.get("train/skipped") != 1 for one in self.history),  # steps
+            "updated": sum(map(_updated, self.history)),  # steps
             "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
             "seed": seed,
             "final_version": final_version,
@@ -254,3 +254,8 @@ def _sequence(row: Mapping[str, Any]) -> TokenSequence:
     count = len(copied.setdefault("token_ids", ()))
     copied.setdefault("logprobs", (0.0,) * count)
     return TokenSequence(**copied, mask=tuple(map(bool, row.get("mask", [True] * count))), text=completion)
+
+
+def _updated(step: Mapping[str, float]) -> bool:
+    """Return whether a step changed the policy."""
+    return "time/train" in step and step.get("train/updates") != 0 and step.get("train/skipped") != 1

@@ -70,8 +70,8 @@ def critic_metrics(done: Update) -> dict[str, float]:
     totals = done.totals
     return {
         "critic/loss": totals["loss"],
-        "critic/grad_norm": math.nan if done.grad_norm is None else done.grad_norm,
-        "critic/skipped": float(done.grad_norm is None),
+        "critic/grad_norm": done.grad_norm,
+        "critic/skipped": float(done.outcome == "skipped"),
         "critic/explained_variance": explained_variance(totals),
         "critic/value_mean": totals["return_mean"] - totals["error_mean"],
         "critic/return_mean": totals["return_mean"],

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ class Update:
     """The outcome of an optimiser step, the same on every rank."""
 
     totals: Mapping[str, float]  # "loss" and the loss function's metrics, summed over micro-batches and ranks
-    grad_norm: float | None  # before clipping; 0 if not learning; None: not finite, so the weights are unchanged
+    outcome: Literal["updated", "skipped", "idle"]  # skipped: not finite; idle: the learner does not learn yet
+    grad_norm: float = math.nan  # before clipping; nan if skipped
     is_faulty: bool = False  # not finite the second time, too; False where only float16's loss scale was too high
     bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
 
@@ -38,15 +40,17 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
     engine, loss_scale, learns = learner.engine, learner.engine.loss_scale, learner.learns()
     totals = accumulate(learner, batches, ranks, learns=learns)
     if not learns:
-        return Update(totals=totals, grad_norm=0.0)
+        return Update(totals=totals, outcome="idle", grad_norm=0.0)
     grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
     if grad_norm is None and engine.loss_scale == loss_scale:  # try again: errors of the hardware rarely repeat
         totals = accumulate(learner, batches, ranks)
         bad_gradients = tuple(engine.broken_gradients())  # read before the step, which clears the gradients
         grad_norm = engine.step(rescale=False)
         if grad_norm is None:
-            return Update(totals=totals, grad_norm=None, is_faulty=True, bad_gradients=bad_gradients)
-    return Update(totals=totals, grad_norm=grad_norm)
+            return Update(totals=totals, outcome="skipped", is_faulty=True, bad_gradients=bad_gradients)
+    if grad_norm is None:
+        return Update(totals=totals, outcome="skipped")
+    return Update(totals=totals, outcome="updated", grad_norm=grad_norm)
 
 
 def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, learns: bool = True) -> dict[str, float]:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from hocket.types import TokenSequence, TrainSample
 F = TypeVar("F", bound=Callable[..., Any])
 _METHODS: dict[str, Callable[..., Any]] = {}  # those that run on every rank; `follow` finds them here
 Sink = Callable[[Any], None]  # takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint
+NO_UPDATE = {"skipped": "its update was not finite", "idle": "only the critic learnt: critic.warmup_steps"}
 EXPORT_BYTES = 64 << 20  # ZeRO-3 gathers parameters for export in groups of this size
 
 
@@ -186,6 +186,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         found = size if self.models.fitted_for is not None else ""
         return f"a step needs {self.models.estimate}; attention: {self.models.attention}{found}"
 
+    @property
+    def policy_learns(self) -> bool:
+        """Whether the next step changes the policy: not during critic.warmup_steps."""
+        return self.models.learners[0].learns()
+
     def check_same_model(self, health: Health) -> None:
         """Raise ServerError where the server's vocabulary or tokenizer is not the trainer's."""
         vocab_size = self.policy.vocab_size
@@ -204,8 +209,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         samples of the last skipped one. Raise TrainerError after too many steps without an update.
         """
         check_fits(samples, self.micro_batch_tokens)
-        start, learning_rate = time.perf_counter(), self.engine.learning_rate
-        learners, groups = [one for one in self.models.learners if one.learns()], [sample.group for sample in samples]
+        start = time.perf_counter()
+        learning_rate = self.engine.learning_rate if self.policy_learns else 0.0
+        groups = [sample.group for sample in samples]
         updates: list[dict[str, Update]] = []
         metrics: list[dict[str, float]] = []
         fault, self.untrained = "", dict.fromkeys(groups, "stop_kl ended the step before its update")
@@ -216,21 +222,21 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             updates.append(done)
             metrics.append(measured)
             for group in self.untrained.keys() & {sample.group for sample in part}:
-                self.untrained[group] = "its update was not finite"
-                if done[POLICY].grad_norm is not None:
+                if done[POLICY].outcome == "updated":
                     del self.untrained[group]
+                else:
+                    self.untrained[group] = NO_UPDATE[done[POLICY].outcome]
             if any(update.is_faulty for update in done.values()):
                 fault = guards.first_fault(part, done)
                 if keep is not None:
                     guards.keep_batch(keep, part, fault, self.tokenizer.decode)
             if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
                 break
-        self._end_step(
-            tuple(one.name for one in learners if any(done[one.name].grad_norm is not None for done in updates))
-        )
+        changed = {name for done in updates for name, update in done.items() if update.outcome == "updated"}
+        self._end_step(tuple(changed))
         if all(any(update.is_faulty for update in done.values()) for done in updates):
             self._skipped_in_row += 1
-        elif any(done[POLICY].grad_norm is not None for done in updates):
+        elif any(done[POLICY].outcome != "skipped" for done in updates):
             self._skipped_in_row = 0
         if fault and self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
             kept = f" (the samples: {keep})" if keep is not None else ""
@@ -238,10 +244,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
                 f"not finite in the last one{kept}: {fault}"
             )
-        rate = learning_rate if self.models.learners[0] in learners else 0.0
         seconds = time.perf_counter() - start
         by_batch = "old_logprobs" in self.models.columns
-        measured = {**over_updates(metrics, seconds, by_batch), "train/learning_rate": rate, "time/train": seconds}
+        timed = {"train/learning_rate": learning_rate, "time/train": seconds}
+        measured = over_updates(metrics, seconds, by_batch) | timed
         if measured["train/mfu"] > 1:  # the peak was measured while others used the cores
             self.models.peak_flops *= measured["train/mfu"]
             measured["train/mfu"] = 1.0
@@ -268,9 +274,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         policy, num_tokens = done[POLICY], batches[0].num_tokens_global
         metrics = {
             **policy.totals,
-            "grad_norm": math.nan if policy.grad_norm is None else policy.grad_norm,
-            "skipped": float(policy.grad_norm is None),
-            "updates": 1.0,
+            "grad_norm": policy.grad_norm,
+            "skipped": float(policy.outcome == "skipped"),
+            "updates": float(policy.outcome != "idle"),
             "tokens": float(num_tokens),
             "sequences": float(batches[0].num_sequences_global),
             "micro_batches": float(len(batches)),
