@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -273,10 +274,25 @@ async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Pat
     assert world.keep == [tmp_path / "runs/a/skipped/step_000001.json"]
 
 
-async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_adapts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sequences", [1, 2])
+async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_adapts(
+    tmp_path: Path, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play = World.play
+
+    async def of_several(world: World, prompt: Prompt, seat: Seat) -> Rollout:
+        rollout = await play(world, prompt, seat)
+        return dataclasses.replace(rollout, sequences=rollout.sequences * sequences)
+
+    monkeypatch.setattr(World, "play", of_several)
     settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1"]
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), *settings, held_out=0, reference=(-0.4, -0.5))
-    assert world.diary[2:6] == [("play", "step 1", 5), ("measure", 4), ("train", 4, [5]), ("publish", 6)]
+    assert world.diary[2:6] == [
+        ("play", "step 1", 5),
+        ("measure", 4 * sequences),
+        ("train", 4 * sequences, [5]),
+        ("publish", 6),
+    ]
     assert [line["rollout/kl"] for line in metrics[1:]] == pytest.approx([0.3, 0.3])  # −0.1 + 0.4 and −0.2 + 0.5
     # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 10,000)
     assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0100008])

@@ -107,7 +107,7 @@ class Run:
             measured = await run_in_thread(self.trainer.measure, sequences)
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
-        self.kl.update(shaping.get("rollout/kl"), len(samples))
+        self.kl.update(shaping.get("rollout/kl"), sum(len(group.rollouts) for group in groups))
         # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times  algorithm/losses.py, trainer/step.py
         trained = await run_in_thread(self.trainer.step, samples, number=step, keep=self.folder.skipped(step))
         return metrics | shaping | trained
