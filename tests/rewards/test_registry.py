@@ -269,6 +269,7 @@ def test_a_group_has_no_single_completion_and_keys_of_every_reward_are_no_option
         ({"mixed": 1.0}, "takes a batch, but here .* or rollouts, and return a list"),
         ({"clips": 1.0}, "'clip' is a key of every reward's section; rename the argument"),
         ({"plain": {"max_concurrent": 2}}, "'plain' is not async: leave its max_concurrent out"),
+        ({"plain": {"retries": 2}}, "'plain' is not async: leave its retries out"),
     ):
         with pytest.raises(ConfigError, match=message):
             scorer_of(functions)

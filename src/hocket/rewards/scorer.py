@@ -102,9 +102,10 @@ class RewardCalls:
             name: bind(name, spec.model_extra or {}, reserved=type(spec).model_fields)
             for name, spec in self.specs.items()
         }
-        for one in self.rewards.values():
-            if one.runs != "async" and self.specs[one.name].max_concurrent:
-                raise ConfigError(f"reward {one.name!r} is not async: leave its max_concurrent out")
+        for name, spec in self.specs.items():
+            of_async = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
+            if of_async and self.rewards[name].runs != "async":
+                raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")
         in_workers = [reward for reward in self.rewards.values() if reward.runs == "worker"]
         self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
         self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in in_workers) else 0.0
