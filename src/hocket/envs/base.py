@@ -48,6 +48,8 @@ class Observation:
     def __post_init__(self) -> None:
         if self.messages and self.text:
             raise ValueError("an observation is messages or text, not both")
+        if self.messages and self.goes_on:
+            raise ValueError("goes_on puts text into the model's mouth, messages end its turn: leave one of them out")
         if not isinstance(self.text, str):
             raise ValueError(f"text must be a str, got {type(self.text).__name__}")
         if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
