@@ -393,6 +393,13 @@ async def test_rewards_that_ask_one_model_share_the_smallest_of_their_limits(
     assert (len(service.arrivals), service.most_within(0.5)) == (9, 3)
 
 
+def test_limits_end_with_their_run(scorer_of: Scorers, make_rollout: Make) -> None:
+    judge = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "r", "key_env": None, "retries": 0}
+    for limits in ({"tokens_per_minute": 1000}, {"max_tokens": 1001}):  # as of two calls of hocket.train in a notebook
+        score = asyncio.run(scorer_of({"judge": judge | limits}).score(make_rollout()))
+        assert "http://127.0.0.1:1/v1/chat/completions can't be reached" in str(score.error)
+
+
 @pytest.mark.parametrize(
     ("answer", "calls", "error"),
     [

@@ -82,20 +82,23 @@ class Endpoint(Service):
         self._broken: sqlite3.Error | None = None  # after which no statement is tried: nothing would be counted
 
     async def __aenter__(self) -> Self:
-        limits = self.requests_per_minute, self.tokens_per_minute
-        for model in self._models:
-            for window, limit in zip(_windows(self.base_url, model), limits, strict=True):
-                window.limit = min(window.limit, limit or math.inf)
         self._thread = ThreadPoolExecutor(1, "cache")  # waits for other processes, while the event loop goes on
         self._store = sqlite3.connect(self.cache or ":memory:", LOCKED_S, isolation_level=None, check_same_thread=False)
         for statement in OPEN:
             self._execute(statement)
         await self._stored("dollars")  # fails here where the cache can't be used
+        limits = self.requests_per_minute or math.inf, self.tokens_per_minute or math.inf
+        windows = (_windows(self.base_url, model) for model in self._models)
+        self._limits = [pair for both in windows for pair in zip(both, limits, strict=True)]
+        for window, limit in self._limits:
+            window.limits.append(limit)
         return await super().__aenter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
         while self._under_way:  # cancelled calls, too, may have cost something
             await asyncio.sleep(POLL_S)
+        for window, limit in self._limits:
+            window.limits.remove(limit)
         self._thread.submit(self._store.close)
         self._thread.shutdown()
         await super().__aexit__()
@@ -194,21 +197,22 @@ class Endpoint(Service):
 
 
 class Window:
-    """Bounds the requests, or tokens, that are under way or have ended within a minute, by its `limit`."""
+    """Bounds the requests, or tokens, that are under way or have ended within a minute, by the smallest limit."""
 
     def __init__(self) -> None:
-        self.limit = math.inf
+        self.limits = list[float]()  # of the judges that are set up
         self._ended, self._sum = deque[tuple[float, float]](), 0.0  # (time, amount); of these and what is under way
 
     @contextlib.asynccontextmanager
     async def room(self, amount: float) -> AsyncIterator[list[float]]:
         """Wait until the amount fits; then it may be replaced by the true one."""
         while True:
-            if amount > self.limit:
-                raise ValueError(f"a call may take {amount:g} tokens, but only {self.limit:g} are allowed per minute")
+            limit = min(self.limits)
+            if amount > limit:
+                raise ValueError(f"a call may take {amount:g} tokens, but only {limit:g} are allowed per minute")
             while self._ended and self._ended[0][0] + MINUTE_S <= time.monotonic():
                 self._sum -= self._ended.popleft()[1]
-            if self._sum + amount <= self.limit:
+            if self._sum + amount <= limit:
                 break
             await asyncio.sleep(POLL_S)
         self._sum += amount
