@@ -246,20 +246,25 @@ async def test_where_an_answer_stands_is_drawn_by_content_and_turned_round_for_t
 async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
     scorer_of: Scorers, make_rollout: Make, tmp_path: Path
 ) -> None:
-    async def answer(headers: Headers, body: Any) -> Answer:
-        return completion('{"score": 10}', 1000, 0)
+    """A call costs a dollar and may cost as many as `max_tokens`; those that are asked for at once wait their turn."""
 
-    cache, price = str(tmp_path / "cache.db"), [1000.0, 0.0]  # a dollar for each call
+    async def answer(headers: Headers, body: Any) -> Answer:
+        return completion('{"score": 10}', 1000, 1)
+
+    cache, price = str(tmp_path / "cache.db"), [0.0, 1e6]
     async with Service(answer).open() as service:
-        for budget, enough in ((2, "ab"), (3, "abc")):
-            rewards = scorer_of(functions(service, price=price, budget=budget, cache=cache))
+        for budget, max_tokens, enough, cost in ((2, 1, "ab", 2), (3, 1, "abc", 3), (8, 5, "d", 4)):
+            options = {"budget": budget, "max_tokens": max_tokens, "price": price, "cache": cache}
+            rewards = scorer_of(functions(service, **options))
             for text in enough:
                 assert (await rewards.score(make_rollout(text))).total == 1.0
-            with pytest.raises(
-                RewardError, match=f"has cost {budget}.00 dollars .*cache.db.* budget is {budget}: raise"
-            ):
-                await rewards.score_group([make_rollout("a"), make_rollout("d")])
-    assert len(service.arrivals) == 3
+            spent = f"has cost {cost}.00 dollars .*cache.db.* may cost {max_tokens}, its budget is {budget}: raise"
+            with pytest.raises(RewardError, match=spent):
+                await rewards.score_group([make_rollout(enough[0]), make_rollout("x")])
+        rewards = scorer_of(functions(service, **options | {"budget": 11}))
+        scores = await asyncio.gather(*(rewards.score(make_rollout(str(i))) for i in range(40)), return_exceptions=True)
+    assert len([one for one in scores if isinstance(one, RewardError)]) == 37
+    assert len(service.arrivals) == 7 == await counted(tmp_path)
 
 
 NO_CHOICE = (200, {}, {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 0}})
