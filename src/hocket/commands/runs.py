@@ -268,7 +268,13 @@ def score_samples(config: Config, file: Path) -> int:
         groups.setdefault(group, []).append(rollout)
 
     async def score() -> list[Score]:
-        return [one for group in groups.values() for one in await scorer.score_group(group)]
+        as_in_a_step = asyncio.Semaphore(config.rollout.prompts_per_step)
+
+        async def score_group(group: Sequence[Rollout]) -> Sequence[Score]:
+            async with as_in_a_step:
+                return await scorer.score_group(group)
+
+        return list(itertools.chain(*await asyncio.gather(*map(score_group, groups.values()))))
 
     with RewardCalls(config.rewards, config.rewards.functions) as calls:
         scorer = RewardScorer(calls, config.rewards.functions)

@@ -22,7 +22,7 @@ from typing import Any, Self
 from hocket.errors import RewardError
 from hocket.rewards.base import RetryError
 from hocket.rewards.http import AGAIN, MAX_SHOWN, RefusedError, Service
-from hocket.rewards.scorer import SPENT
+from hocket.rewards.scorer import SPENT, queued
 
 MINUTE_S, POLL_S = 60.0, 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
@@ -149,7 +149,7 @@ class Endpoint(Service):
             return read(stored)
         requests, tokens = _windows(self.base_url, model)
         sizes = [len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)]
-        async with tokens.room(sum(sizes)) as used, requests.room(1):
+        async with queued(tokens.room(sum(sizes)), requests.room(1)) as (used, _):
             held = await self._hold(self._dollars([len(question), self.max_tokens]))  # at most a token each
             paid["calls"] += 1
             UNDER_WAY[self.cache] += 1
