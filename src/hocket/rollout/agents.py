@@ -173,7 +173,9 @@ def _rollout(
 ) -> Rollout:
     transcripts = transcripts or [Transcript(prompt.token_ids)]
     if isinstance(returned, str):
-        transcripts[-1].text, transcripts[-1].opening = returned, ""
+        openings = {transcript.text.strip(): transcript.opening for transcript in transcripts}
+        transcripts[-1].opening = openings.get(returned.strip(), "")  # of a call whose answer it is
+        transcripts[-1].text = returned
     sequences = tuple(transcript.sequence() for transcript in transcripts)
     reward = returned if isinstance(returned, float) else None
     return Rollout(id=seat.id, prompt=prompt, sequences=sequences, reward=reward, error=error)
