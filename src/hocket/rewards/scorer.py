@@ -57,7 +57,6 @@ class RewardScorer:
     """
 
     def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
-        self.set_up = calls.set_up
         self._calls, self._specs = calls, {name: calls.specs[name] for name in names}
         self._of_group = [name for name in self._specs if calls.rewards[name].of_group]
         self._each = [name for name in self._specs if name not in self._of_group]
