@@ -358,18 +358,6 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
     assert "can't be set up: RewardError: the judge's cache" in str(late.error)
 
 
-async def test_dollars_of_a_cache_from_before_its_table_had_this_name_are_counted_on(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
-) -> None:
-    with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as old:
-        old.executescript("CREATE TABLE judge (key TEXT PRIMARY KEY, value); INSERT INTO judge VALUES ('dollars', 5.0)")
-    async with Service(FakeJudge(errors=0, stalls=0, lies=0, latency_s=0)).open() as service:
-        for _ in range(2):
-            with pytest.raises(RewardError, match=r"has cost 5\.00 dollars"):
-                await scorer_of(functions(service, **counting(tmp_path), budget=5)).score(make_rollout("7"))
-    assert service.arrivals == []
-
-
 async def test_the_next_rollout_with_a_text_whose_calls_have_failed_does_not_pay_for_them(
     scorer_of: Scorers, make_rollout: Make
 ) -> None:

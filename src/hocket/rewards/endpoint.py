@@ -33,11 +33,8 @@ ADD = "ON CONFLICT DO UPDATE SET value = value + excluded.value"
 HOLD = f"INSERT INTO answers SELECT 'dollars', ?1 WHERE ?1 <= ?2 {ADD} WHERE value + excluded.value <= ?2"
 OPEN = (
     "PRAGMA synchronous=OFF",  # an answer that is lost is asked for again
-    "BEGIN IMMEDIATE",
+    "BEGIN IMMEDIATE",  # a cache that is locked is told now
     "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value)",
-    "CREATE TABLE IF NOT EXISTS judge (key, value)",  # until November 2026, with scores
-    f"INSERT INTO answers SELECT key, value FROM judge WHERE key = 'dollars' {ADD}",
-    "DROP TABLE judge",
     "COMMIT",
 )
 
