@@ -105,7 +105,13 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
     if running := [task for task in tasks if not task.done()]:
         await asyncio.wait(running)
     for task in tasks:
-        task.cancelled() or task.exception()  # or asyncio reports it as overlooked
+        retrieve(task)
+
+
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Take the exception of a task that has ended, or asyncio reports it as overlooked."""
+    if not task.cancelled():
+        task.exception()
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
 from hocket.common.registry import PLUGIN_PREFIX, load_plugins
+from hocket.common.tasks import retrieve
 from hocket.errors import ConfigError, RewardError
 from hocket.rewards.base import REWARDS, Ready, RetryError, Reward, as_scores, bind, call, compose, failure, no_score
 from hocket.types import Group, Rollout, Score
@@ -153,7 +154,7 @@ class RewardCalls:
         try:
             if reward.runs == "inline":
                 with _clocked(self.seconds[name]):
-                    return call(partial(self._inline, reward), arguments, size)
+                    return as_scores(self._inline(reward, **arguments), size)
             if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
                 request = pickle.dumps((reward.name, dict(reward.options), arguments, size))
                 loop = asyncio.get_running_loop()
@@ -221,19 +222,19 @@ class AsyncReward:
         SPENT.set(collections.Counter())
         async with self._slots:
             attempt = 0
-            while isinstance(result := await self._in_time(arguments, size, timeout_s), RetryError):
-                wait_s = result.retry_after
-                if wait_s is None:
-                    wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * self._jitter.uniform(0.5, 1)
-                if attempt == self._retries or wait_s > MAX_BACK_OFF_S:
-                    return [failure(result)] * (size or 1)
+            while True:
+                try:
+                    return await self._in_time(arguments, size, timeout_s)
+                except RetryError as error:
+                    wait_s = error.retry_after
+                    if wait_s is None:
+                        wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * self._jitter.uniform(0.5, 1)
+                    if attempt == self._retries or wait_s > MAX_BACK_OFF_S:
+                        raise
                 attempt += 1
                 await asyncio.sleep(wait_s)
-            return result
 
-    async def _in_time(
-        self, arguments: Mapping[str, Any], size: int | None, timeout_s: float
-    ) -> list[Score] | RetryError:
+    async def _in_time(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
         """Return the result of one call; one that is late or no longer wanted is cancelled but not waited for."""
         task = asyncio.create_task(self._result(arguments, size))
         try:
@@ -244,17 +245,14 @@ class AsyncReward:
             return [no_score(problem)] * (size or 1)
         finally:
             task.cancel()
+            task.add_done_callback(retrieve)
 
-    async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score] | RetryError:
+    async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score]:
+        function = await asyncio.shield(self.ready)
         try:
-            function = await asyncio.shield(self.ready)
             with _clocked(self._seconds):
                 return as_scores(await function(**arguments), size)
-        except RetryError as error:
-            return error
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+        except SystemExit as error:  # in a task it would end the event loop
             return [failure(error)] * (size or 1)
 
     async def _hold(self) -> None:
