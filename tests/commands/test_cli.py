@@ -130,6 +130,35 @@ def test_reward_test_gives_a_failed_episode_no_score_and_a_user_his_own_group_id
     assert capsys.readouterr().out.endswith("2 samples in 1 groups, 0 without a score\n")
 
 
+def test_reward_test_scores_as_many_groups_at_once_as_a_step_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin, samples = tmp_path / "together.py", tmp_path / "samples.jsonl"
+    plugin.write_text(
+        "import asyncio\n"
+        "from hocket.rewards import reward\n"
+        "begun, running = [], []\n"
+        "@reward('together')\n"
+        "async def together(completion):\n"
+        "    begun.append(completion)\n"
+        "    running.append(completion)\n"
+        "    most = len(running)\n"
+        "    while len(begun) < 3:\n"
+        "        await asyncio.sleep(0.01)\n"
+        "    running.remove(completion)\n"
+        "    return most\n"
+    )
+    samples.write_text("".join(f'{{"prompt": "{i}", "answer": "a", "completion": "{i}"}}\n' for i in range(9)))
+    settings = [
+        f"plugins=[{plugin}]",
+        "rewards={functions: {together: 1}, timeout_s: 60}",
+        "rollout.prompts_per_step=3",
+    ]
+    assert main(["reward-test", *settings, f"--samples={samples}"]) == 0
+    totals = [float(line.split("  ")[1]) for line in capsys.readouterr().out.splitlines()[:9]]
+    assert max(totals) == 3.0 == totals[2]
+
+
 def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoints" / "step_000003"  # a replay has checkpoints, too, but no draws
     folder.mkdir(parents=True)

@@ -1,7 +1,6 @@
 """What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from hocket.data import sources
 from hocket.data.cache import Prompts
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import ConfigError, RewardError, ServerError
-from hocket.rewards import RewardCalls, RewardScorer, reward
+from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
 
 ROOT = Path(__file__).parents[2]
@@ -127,23 +126,17 @@ def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_i
 
         async def __call__(self, completion: str) -> None: ...
 
-    class Servers(contextlib.AsyncExitStack):
-        async def release(self) -> None:
-            released.append(True)
-
-    released: list[bool] = []
-    monkeypatch.setattr(commands.Parts, "servers_as_they_are", lambda *_: pytest.fail("a server was asked for"))
+    for name in ("servers_as_they_are", "own_server", "trainer"):
+        monkeypatch.setattr(commands.Parts, name, lambda *_: pytest.fail("a server or the trainer was asked for"))
+    monkeypatch.setattr(commands, "clear_gpu", lambda *_, **__: pytest.fail("a server was waited for"))
     request.addfinalizer(lambda: REWARDS.forget("broken"))
     settings = (f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4")
     config = load(None, [*settings, "rewards.functions={broken: 1}"])
-    for command in (commands.roll_out, commands.evaluate_checkpoint):
+    train = lambda config, _: commands.train(config, serve=True)  # noqa: E731
+    for command in (commands.roll_out, commands.evaluate_checkpoint, train):
         with pytest.raises(RewardError, match="reward 'broken' can't be set up: OSError: no weights"):
             command(config, [])
-    with RewardCalls(config.rewards, ["broken"]) as calls:
-        run: Any = SimpleNamespace(servers=Servers(), scorer=RewardScorer(calls, ["broken"]))
-        with pytest.raises(RewardError, match="can't be set up"):
-            asyncio.run(commands._train(run))
-    assert released == [True]
+    assert not (tmp_path / "a" / "ledger.jsonl").exists()
 
 
 def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_leaves(

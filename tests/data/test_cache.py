@@ -177,6 +177,17 @@ def test_two_starts_at_once_and_one_that_fails_leave_one_file(
     assert len(list(folder.iterdir())) == 1
 
 
+def test_what_another_process_removes_meanwhile_is_prepared_and_kept_again(
+    load: Load, rows: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(rows)
+    (file,) = folder.iterdir()
+    file.rename(rows.with_name("removed"))
+    file.symlink_to("nowhere")  # is listed and can't be found, by who reads and by who clears away
+    assert isinstance(load(rows), Prompts)
+    assert (list(folder.iterdir()), file.is_symlink(), caplog.text) == ([file], False, "")
+
+
 def test_data_that_changes_while_it_is_read_is_not_kept(
     load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

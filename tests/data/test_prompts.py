@@ -1,6 +1,7 @@
 """Rows become prompts, each rendered once; between the turns of an episode the template goes on."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -189,6 +190,28 @@ def renderer(template: str | None) -> Renderer:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
     tokenizer.chat_template = template
     return Renderer(DataConfig(chat_template=template is not None), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),  # that a turn of the model has, and a prompt lacks; well-known ones in test_thinking.py
+    [
+        (CHATML.partition("{% if add")[0], "<|assistant|>"),
+        (STRIPPING.replace(" or add_generation_prompt", "").partition("{% if add")[0], "<|end|>assistant:"),
+        (NO_END, None),  # opens it always
+        ("{% for m in messages %}{{ m.content | upper }} {% endfor %}", None),  # shows no turn as it was said
+        ("{% if messages[1:] %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}", None),
+    ],
+)
+def test_a_template_that_does_not_open_the_models_turn_is_refused(
+    write_jsonl: Write, template: str, opening: str | None
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    tokenizer.chat_template = template
+    if opening is None:
+        assert len(load(write_jsonl(*ROWS), tokenizer)) == 2
+        return
+    with pytest.raises(DataError, match=re.escape(f"begins the model's turn with {opening!r}, but ends no prompt so")):
+        load(write_jsonl(*ROWS), tokenizer)
 
 
 USER = {"role": "user", "content": "go"}

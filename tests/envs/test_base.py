@@ -57,6 +57,7 @@ def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str
     ("fields", "said"),
     [
         ({"messages": [{}], "text": "a"}, "not both"),
+        ({"messages": [{}], "goes_on": True}, "goes_on puts text into the model's mouth, messages end its turn"),
         ({"max_tokens": 0}, "at least 1"),
         ({"max_tokens": 2.5}, "a whole number"),
         ({"text": b"hi"}, "text must be a str, got bytes"),

@@ -44,10 +44,12 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
 def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
     reward("near")(lambda completion, target, unit="tokens": 0.0)
     reward("needy", imports=("no_such_package",))(lambda completion: 0.0)
+    reward("placed")(lambda completion, /, answer: 0.0)
     for name, options, message in (
         ("near", {}, r"needs the option 'target': set rewards.functions.near.target"),
         ("near", {"target": 3, "completion": "x"}, "'completion' comes from the rollout"),
         ("needy", {}, "needs the package no_such_package"),
+        ("placed", {}, r"reward placed\(completion, /, answer\) gets its arguments by name: remove the /"),
     ):
         with pytest.raises(ConfigError, match=message):
             bind(name, options)

@@ -1,21 +1,25 @@
 """What a reward may be: a function or a class, of one rollout or of a group; how many at once, again, and composed."""
 
 import asyncio
+import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+import fakes
 from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError
 from hocket.rewards import RetryError, RewardCalls, RewardScorer
 from hocket.rewards.base import REWARDS, reward
-from hocket.types import Rollout
+from hocket.rewards.scorer import queued
+from hocket.types import Rollout, Score
 from processes import wait_for
 
 Make = Callable[..., Rollout]
@@ -269,6 +273,7 @@ def test_a_group_has_no_single_completion_and_keys_of_every_reward_are_no_option
         ({"mixed": 1.0}, "takes a batch, but here .* or rollouts, and return a list"),
         ({"clips": 1.0}, "'clip' is a key of every reward's section; rename the argument"),
         ({"plain": {"max_concurrent": 2}}, "'plain' is not async: leave its max_concurrent out"),
+        ({"plain": {"retries": 2}}, "'plain' is not async: leave its retries out"),
     ):
         with pytest.raises(ConfigError, match=message):
             scorer_of(functions)
@@ -319,6 +324,44 @@ async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_
             assert all(2**i / 2 <= seconds <= 2**i for i, seconds in enumerate(waits))
         else:
             assert set(waits) <= {7.0}
+
+
+async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
+    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, refused = fakes.Clock(), list[str]()
+
+    def passes(seconds: float) -> None:
+        clock.now += seconds
+
+    async def wait(seconds: float) -> None:
+        passes(1000.0)
+
+    @contextlib.asynccontextmanager
+    async def gate() -> AsyncIterator[None]:
+        passes(100.0)
+        yield
+
+    async def refuses_once(completion: str) -> float:
+        async with queued(gate()):
+            passes(2.0)
+        if not refused:
+            refused.append(completion)
+            raise RetryError("overloaded")
+        return 1.0
+
+    monkeypatch.setattr("hocket.rewards.scorer.time", clock)
+    monkeypatch.setattr("hocket.rewards.scorer.asyncio.sleep", wait)
+    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
+    asks = lambda *_: passes(3.0) or [Score(total=1.0)]  # noqa: E731
+    monkeypatch.setattr(RewardCalls, "_worker", lambda calls: SimpleNamespace(ask=asks, kill=lambda seconds: None))
+    register("refuses_once", refuses_once)
+    register("inline", lambda completion: float(passes(4.0) is None), inline=True)
+    scorer = scorer_of({"refuses_once": {"max_concurrent": 1}, "inline": 1.0, "longest": 1.0, "lexicon": {"log": ""}})
+    scores = await asyncio.gather(*(scorer.score(make_rollout()) for _ in range(3)))
+    assert [score.error for score in scores] == [None] * 3
+    taken = {name: list(seconds) for name, seconds in scorer._calls.seconds.items()}
+    assert taken == {"refuses_once": [2.0] * 4, "inline": [4.0] * 3, "longest": [], "lexicon": [3.0] * 3}
 
 
 @pytest.mark.parametrize(

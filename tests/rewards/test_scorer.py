@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import time
@@ -26,6 +27,7 @@ import os
 import subprocess
 import sys
 
+from hocket.errors import RewardError
 from hocket.rewards import reward
 
 @reward("vowels")
@@ -49,6 +51,13 @@ def picky(completion, meta):
 async def slow_judge(completion):
     await asyncio.sleep(3600 if completion == "hang" else 0)
     return 0.75
+
+@reward("spent")
+async def spent(completion):
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        raise RewardError("the budget is spent")
 
 @reward("stubborn")
 async def stubborn(completion):
@@ -140,7 +149,9 @@ async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, make_rollo
 async def test_an_async_reward_that_hangs_is_cancelled_and_one_that_ignores_that_holds_nothing_up(
     scorer_of: Scorers, make_rollout: Make
 ) -> None:
-    for name in ("slow_judge", "stubborn"):
+    reported = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    for name in ("slow_judge", "stubborn", "spent"):
         scorer = scorer_of({name: 1.0}, timeout_s=0.2)
         assert (await scorer.score(make_rollout("hang"))).error == f"{name}: no result within 0.2 s"
     await _until(lambda: not _tasks_of("slow_judge"))
@@ -152,6 +163,8 @@ async def test_an_async_reward_that_hangs_is_cancelled_and_one_that_ignores_that
     with pytest.raises(asyncio.CancelledError):
         await score
     await _until(lambda: not _tasks_of("slow_judge"))
+    gc.collect()
+    assert reported == []  # nor what one raises that nobody waits for
 
 
 def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop_after_cancelled_ones(

@@ -156,6 +156,7 @@ REFUSED = ValueError("400: this session has made its 6 calls")
     [
         (0.0, False, None, 0.0, "stop"),
         ("my answer", False, None, None, "stop"),
+        ("said 0\n", False, None, None, "stop"),  # as the model said it
         (None, False, None, None, "stop"),
         (0.75, True, None, 0.75, "stop"),  # it copes with the limit
         (REFUSED, True, None, 0.0, "length"),
@@ -178,8 +179,8 @@ async def test_a_number_is_the_reward_text_is_scored_and_whom_a_limit_cut_off_ha
     assert (score.error, rollout.reward, rollout.finish_reason) == (error, reward, reason)
     assert error or score.total == (1.0 if reward is None else reward)
     assert rollout.text == (result if isinstance(result, str) else "said 0" * asks)
-    # What a call's prompt ends with stands before the model's text, not before the agent's own.
-    assert sequence.opening == ("<think>\n" if asks and not isinstance(result, str) else "")
+    # What a call's prompt ends with stands before the model's text, whoever hands it on, not before the agent's own.
+    assert sequence.opening == ("<think>\n" if asks and result != "my answer" else "")
     assert (rollout.num_sampled, sequence.turns) == (3 * asks, asks)
     assert asks or tuple(sequence.token_ids) == (0, 1)
 

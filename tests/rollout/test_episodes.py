@@ -470,10 +470,12 @@ async def test_a_budget_is_first_come_first_served_and_forgets_who_has_given_up_
     assert budget.held == 10
 
 
-async def one_episode(make: Callable[[], Environment], ask: Any, renderer: Renderer, **fields: Any) -> Rollout:
+async def one_episode(
+    make: Callable[[], Environment], ask: Any, renderer: Renderer, max_turns: int = 16, **fields: Any
+) -> Rollout:
     """Play an episode whose prompt has two tokens."""
     seat = Seat(id="s/0/0", group="s/0", number=0, sampling=SAMPLING, deadline=Deadline(5))
-    limits = Limits(max_turns=16, max_length=256, timeout_s=5.0)
+    limits = Limits(max_turns=max_turns, max_length=256, timeout_s=5.0)
     prompt = Prompt(id="p", token_ids=(7, 8), **fields)
     rollout = await Episode(prompt, seat, make, ask, renderer, limits, TokenBudget()).play()
     assert rollout.error is None
@@ -549,10 +551,11 @@ async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_traine
         logprobs = (-0.5,) * len(token_ids)
         return Completion(token_ids=token_ids, logprobs=logprobs, text=text, finish_reason=finish, versions=versions)
 
-    rollout = await one_episode(lambda: SingleTurn(thinking_tokens=3), ask, renderer, opening=opening)
+    rollout = await one_episode(lambda: SingleTurn(thinking_tokens=3), ask, renderer, max_turns=1, opening=opening)
     assert rollout.text == (inserted or "").join(text for text, _ in said)
     assert rollout.finish_reason == said[-1][1]
     (sequence,) = rollout.sequences
+    assert (sequence.turns, sequence.dialogue) == (1, ())
     added = len(renderer.encode([inserted])[0]) if inserted else 0
     first = len(renderer.encode([said[0][0]])[0]) + (said[0][1] == "stop")
     mask = [False] * 2 + [True] * first + [False] * added

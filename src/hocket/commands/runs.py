@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,8 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume))
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
-            summary = tasks.run(_train(_run(config, saved, console, stack, serve, on_step)))
+            with tasks.event_loop() as run_there:
+                summary = run_there(_train(_run(config, saved, console, stack, serve, on_step, run_there)))
             console.finish(config.run_dir)
             return 0 if summary["updated"] else NO_UPDATE
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
@@ -122,7 +123,6 @@ def _check(parts: Parts, stack: ExitStack) -> None:
 async def _train(run: "Run") -> dict[str, Any]:
     async with run.servers:
         try:
-            await run.scorer.set_up()
             summary = await run.train()
             if (step := run.folder.last_step) > run.checkpoints.last:  # on_step has ended it
                 async with run.publisher.training(publishes=False):
@@ -136,13 +136,20 @@ async def _train(run: "Run") -> dict[str, Any]:
 
 
 def _run(
-    config: Config, saved: Saved | None, console: Console, stack: ExitStack, serve: bool, on_step: OnStep
+    config: Config,
+    saved: Saved | None,
+    console: Console,
+    stack: ExitStack,
+    serve: bool,
+    on_step: OnStep,
+    run_there: Callable[[Coroutine[Any, Any, Any]], Any],  # in the event loop of the run
 ) -> "Run":
-    """Bring the parts together; first rewards and data, whose faults show before any model is loaded."""
+    """Bring the parts together; first data and rewards, whose faults show before any server or trainer is up."""
     calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
     parts = Parts(config, console)
     prompts, held_out = parts.prompts("train", config.data), parts.held_out()
     stream = parts.stream(prompts)
+    run_there(calls.set_up())
     folder = stack.enter_context(RunFolder(config))
     tell: dict[str, Callable[..., None]] = {"on_wait": console.doing, "say": console.say}
     if serve and config.pipeline.replay is None and not tasks.run(answers(config)):
@@ -268,7 +275,13 @@ def score_samples(config: Config, file: Path) -> int:
         groups.setdefault(group, []).append(rollout)
 
     async def score() -> list[Score]:
-        return [one for group in groups.values() for one in await scorer.score_group(group)]
+        as_in_a_step = asyncio.Semaphore(config.rollout.prompts_per_step)
+
+        async def score_group(group: Sequence[Rollout]) -> Sequence[Score]:
+            async with as_in_a_step:
+                return await scorer.score_group(group)
+
+        return list(itertools.chain(*await asyncio.gather(*map(score_group, groups.values()))))
 
     with RewardCalls(config.rewards, config.rewards.functions) as calls:
         scorer = RewardScorer(calls, config.rewards.functions)

@@ -73,13 +73,15 @@ class Registry(Generic[T]):
 def check_options(
     called: str, signature: inspect.Signature, options: Iterable[str], *, section: str, keys: Iterable[str]
 ) -> None:
-    """Raise ConfigError if a parameter of `called` is missing in `options` and `keys`, or an option is no parameter."""
+    """Raise ConfigError for a parameter that `options` and `keys` lack or can't name, and an option that is none."""
     named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
     called += str(signature.replace(return_annotation=inspect.Signature.empty))
     for option in options:
         if option not in named and len(named) == len(signature.parameters):  # there is no **options
             raise ConfigError(f"{called} has no option {option!r}{nearest(option, [*named, *keys])}")
     for name, parameter in named.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{called} gets its arguments by name: remove the / from them")
         if parameter.default is parameter.empty and name not in (*keys, *options):
             close = nearest(name, [key for key in keys if key not in named])
             row = "; the row's answer is the argument answer, its other columns are in meta" if "meta" in keys else ""

@@ -1,12 +1,12 @@
 """Run coroutines, threads and tasks; measure their time, derive their seeds. Standard library only."""
 
 import asyncio
-import functools
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 _THREADS = ThreadPoolExecutor(32, "hocket")
@@ -17,24 +17,44 @@ T = TypeVar("T")
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return a coroutine's result as asyncio.run does, also where an event loop runs already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
+    with event_loop() as run_there:
+        result: T = run_there(coroutine)
+    return result
+
+
+@contextmanager
+def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Give what runs coroutines, one after the other, in one event loop: tasks that they leave there go on meanwhile.
+
+    Where an event loop runs already, as in a notebook, it is that of a thread.
+    """
+    with ExitStack() as stack:
+        runner = asyncio.Runner()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            runs = stack.enter_context(runner).run
+        else:
+            thread = stack.enter_context(ThreadPoolExecutor(1))
+            stack.callback(thread.submit, runner.close)
+            runs = partial(_run_in, thread, runner)
+        yield runs
+
+
+def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]) -> Any:
     begun = Future[Any]()
 
-    async def begin() -> T:
+    async def begin() -> Any:
         begun.set_result(asyncio.current_task())
         return await coroutine
 
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(asyncio.run, begin())
-        try:
-            return running.result()
-        except KeyboardInterrupt:  # only the main thread gets it
-            task = begun.result()
-            task.get_loop().call_soon_threadsafe(task.cancel)
-            raise
+    running = thread.submit(runner.run, begin())
+    try:
+        return running.result()
+    except KeyboardInterrupt:  # only the main thread gets it
+        task = begun.result()
+        task.get_loop().call_soon_threadsafe(task.cancel)
+        raise
 
 
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -43,7 +63,7 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
     The threads are hocket's own: a user's tools that hang may hold all of asyncio's. A cancelled call ends once the
     function has: its objects are in use until then.
     """
-    call = functools.partial(function, *args, **kwargs)
+    call = partial(function, *args, **kwargs)
     running = asyncio.get_running_loop().run_in_executor(_THREADS, call)
     try:
         return await asyncio.shield(running)
@@ -85,7 +105,13 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
     if running := [task for task in tasks if not task.done()]:
         await asyncio.wait(running)
     for task in tasks:
-        task.cancelled() or task.exception()  # or asyncio reports it as overlooked
+        retrieve(task)
+
+
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Take the exception of a task that has ended, or asyncio reports it as overlooked."""
+    if not task.cancelled():
+        task.exception()
 
 
 @contextmanager

@@ -94,11 +94,12 @@ def _read(folder: Path, key: str, longest: int) -> Prompts | None:
 
     for path in folder.glob(f"{key}-*.arrow"):
         _, num_prompts, fingerprint, content = path.stem.split("-")
-        if content == sha256_of(path):
-            with suppress(OSError):  # another user's
-                path.touch()
-            table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-            return Prompts(table, longest, (num_prompts, fingerprint))
+        with suppress(FileNotFoundError):  # another process removes unused ones
+            if content == sha256_of(path):
+                with suppress(OSError):  # another user's
+                    os.utime(path)
+                table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+                return Prompts(table, longest, (num_prompts, fingerprint))
     return None
 
 
@@ -107,8 +108,9 @@ def _write(folder: Path, key: str, longest: int, parts: Iterator[list[Prompt]]) 
 
     for file in folder.iterdir():
         limit_s = ABANDONED_S if file.name.startswith(PARTIAL) else UNUSED_S
-        if file.stat().st_mtime < time.time() - limit_s:
-            file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process was faster
+            if file.stat().st_mtime < time.time() - limit_s:
+                file.unlink()
     columns = {"token_ids": pyarrow.list_(pyarrow.int32()), "difficulty": pyarrow.float64(), "fields": pyarrow.string()}
     schema, digest, num_prompts = pyarrow.schema(columns), hashlib.sha256(), 0
     descriptor, name = tempfile.mkstemp(prefix=PARTIAL, dir=folder)  # of its own: others may prepare the same

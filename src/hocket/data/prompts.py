@@ -62,6 +62,10 @@ def load_prompts(
     if any(token.special and token.content == "</think>" for token in tokenizer.added_tokens_decoder.values()):
         advice = 'set "special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
         raise DataError(f"the tokenizer has </think> as a special token: no reward would see a thought end; {advice}")
+    if opening := renderer.missing_opening():
+        advice = f"{{% if add_generation_prompt %}}{{{{ {opening!r} }}}}{{% endif %}}"
+        what = f"the chat template begins the model's turn with {opening!r}, but ends no prompt so"
+        raise DataError(f"{what}: the model would have to write that itself; add {advice} at the end of the template")
     if (content := identity(data)) is not None:
         settings, template = data.model_dump_json(exclude={"max_prompt_tokens"}), tokenizer.chat_template
         today = time.strftime("%F") if "strftime_now" in str(template) else None
@@ -201,6 +205,16 @@ class Renderer:
         except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return text
+
+    def missing_opening(self) -> str:
+        """Return what the template writes before a turn of the model, if it ignores `add_generation_prompt`."""
+        try:
+            asked, plain = (self.render(TURN[:1], add_generation_prompt=opens) for opens in (True, False))
+            before, found, _ = self.render(TURN, add_generation_prompt=False).partition(PROBE)
+        except ValueError:  # without a template, or where it takes no such chat: the rows will tell
+            return ""
+        opening = before.removeprefix(asked)
+        return opening if found and asked == plain and opening != before and opening.strip() else ""
 
     @functools.cached_property
     def _most_characters(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from hocket.common.registry import Registry
 from hocket.config import EnvConfig
+from hocket.data.prompts import left_open
 from hocket.protocol import Toolbox, ToolCall
 from hocket.types import FinishReason, Message, Prompt
 
@@ -47,6 +48,8 @@ class Observation:
     def __post_init__(self) -> None:
         if self.messages and self.text:
             raise ValueError("an observation is messages or text, not both")
+        if self.messages and self.goes_on:
+            raise ValueError("goes_on puts text into the model's mouth, messages end its turn: leave one of them out")
         if not isinstance(self.text, str):
             raise ValueError(f"text must be a str, got {type(self.text).__name__}")
         if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
@@ -122,18 +125,18 @@ class SingleTurn(Environment):
     def __init__(self, thinking_tokens: int = 0) -> None:
         if thinking_tokens < 0:
             raise ValueError(f"thinking_tokens must be at least 0, got {thinking_tokens}")
-        self.thinking_tokens, self._thought = thinking_tokens, None if thinking_tokens else ""
+        self.thinking_tokens = thinking_tokens
+        self._thinks = thinking_tokens > 0
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         self._opening = prompt.opening
         return Observation(max_tokens=self.thinking_tokens) if self.thinking_tokens else None
 
     async def step(self, action: Action) -> Step:
-        if self._thought is not None or action.finish_reason != "length":
+        if not self._thinks or action.finish_reason != "length":
             return Step(done=True)
-        self._thought = self._opening + action.text
-        is_open = "<think>" in self._thought.rpartition("</think>")[2]
-        return Step(text=CLOSING if is_open else "", goes_on=True)
+        self._thinks = False
+        return Step(text=CLOSING if left_open(self._opening + action.text) else "", goes_on=True)
 
 
 bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_fields)

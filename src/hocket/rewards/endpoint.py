@@ -22,20 +22,19 @@ from typing import Any, Self
 from hocket.errors import RewardError
 from hocket.rewards.base import RetryError
 from hocket.rewards.http import AGAIN, MAX_SHOWN, RefusedError, Service
-from hocket.rewards.scorer import SPENT
+from hocket.rewards.scorer import SPENT, queued
 
 MINUTE_S, POLL_S = 60.0, 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
 TOKENS_PER_BYTE = 0.5  # of a prompt, until the endpoint has counted: English has 0.25
 MAX_TOKENS = 10**7  # a call that counts more is not believed
+UNDER_WAY = Counter[str | None]()  # calls, by the file where they are counted
 ADD = "ON CONFLICT DO UPDATE SET value = value + excluded.value"
+HOLD = f"INSERT INTO answers SELECT 'dollars', ?1 WHERE ?1 <= ?2 {ADD} WHERE value + excluded.value <= ?2"
 OPEN = (
     "PRAGMA synchronous=OFF",  # an answer that is lost is asked for again
-    "BEGIN IMMEDIATE",
+    "BEGIN IMMEDIATE",  # a cache that is locked is told now
     "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value)",
-    "CREATE TABLE IF NOT EXISTS judge (key, value)",  # until November 2026, with scores
-    f"INSERT INTO answers SELECT key, value FROM judge WHERE key = 'dollars' {ADD}",
-    "DROP TABLE judge",
     "COMMIT",
 )
 
@@ -78,24 +77,27 @@ class Endpoint(Service):
         self._name("base_url", self.base_url)
         self._url += "/chat/completions"
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it
-        self._under_way = 0
+        self._next_to_pay = asyncio.Lock()
         self._broken: sqlite3.Error | None = None  # after which no statement is tried: nothing would be counted
 
     async def __aenter__(self) -> Self:
-        limits = self.requests_per_minute, self.tokens_per_minute
-        for model in self._models:
-            for window, limit in zip(_windows(self.base_url, model), limits, strict=True):
-                window.limit = min(window.limit, limit or math.inf)
         self._thread = ThreadPoolExecutor(1, "cache")  # waits for other processes, while the event loop goes on
         self._store = sqlite3.connect(self.cache or ":memory:", LOCKED_S, isolation_level=None, check_same_thread=False)
         for statement in OPEN:
             self._execute(statement)
         await self._stored("dollars")  # fails here where the cache can't be used
+        limits = self.requests_per_minute or math.inf, self.tokens_per_minute or math.inf
+        windows = (_windows(self.base_url, model) for model in self._models)
+        self._limits = [pair for both in windows for pair in zip(both, limits, strict=True)]
+        for window, limit in self._limits:
+            window.limits.append(limit)
         return await super().__aenter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
-        while self._under_way:  # cancelled calls, too, may have cost something
+        while UNDER_WAY[self.cache]:  # cancelled calls, too, may have cost something
             await asyncio.sleep(POLL_S)
+        for window, limit in self._limits:
+            window.limits.remove(limit)
         self._thread.submit(self._store.close)
         self._thread.shutdown()
         await super().__aexit__()
@@ -138,33 +140,54 @@ class Endpoint(Service):
         schema = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": form}}
         request = {"max_completion_tokens": self.max_tokens, "response_format": schema, **(self.request or {})}
         asked = [self.base_url, model, self._models[:index].count(model), form, request, content]
-        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        question = json.dumps(asked, sort_keys=True)
+        key = hashlib.sha256(question.encode()).hexdigest()
         if (stored := await self._stored(key)) is not None:
             return read(stored)
-        if self.budget is not None and (spent := await self._stored("dollars") or 0.0) >= self.budget:
-            raise RewardError(
-                f"the judge has cost {spent:.2f} dollars (counted in the cache {self.cache}), its budget is "
-                f"{self.budget:g}: raise the judge's budget to go on"
-            )
         requests, tokens = _windows(self.base_url, model)
         sizes = [len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)]
-        async with tokens.room(sum(sizes)) as used, requests.room(1):
+        async with queued(tokens.room(sum(sizes)), requests.room(1)) as (used, _):
+            held = await self._hold(self._dollars([len(question), self.max_tokens]))  # at most a token each
             paid["calls"] += 1
-            self._under_way += 1
+            UNDER_WAY[self.cache] += 1
             try:
                 text = await self._ask(model, content, request, sizes)
                 used[0] = sum(sizes)
             finally:  # a call that is late, cancelled or not understood may be billed, too
-                dollars = sum(price * size for price, size in zip(self.price, sizes, strict=True)) / 1e6
+                dollars = self._dollars(sizes)
                 paid.update({"tokens": sum(sizes), "dollars": dollars})
-                self._execute(f"INSERT INTO answers VALUES ('dollars', ?) {ADD}", dollars)
-                self._under_way -= 1
+                self._execute(f"INSERT INTO answers VALUES ('dollars', ?) {ADD}", dollars - held)
+                UNDER_WAY[self.cache] -= 1
         try:
             verdict = read(text)
         except ValueError as error:
             raise RetryError(f"{model} wrote {text[:MAX_SHOWN]!r}: {error}") from error
         self._execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, text)
         return verdict
+
+    def _dollars(self, sizes: Sequence[float]) -> float:
+        return sum(price * size for price, size in zip(self.price, sizes, strict=True)) / 1e6
+
+    async def _hold(self, dollars: float) -> float:
+        """Count what a call may cost before it is made, and return it; wait while calls under way may cost less.
+
+        Raise RewardError where the budget has not so much left.
+        """
+        if self.budget is None:
+            return 0.0
+        async with self._next_to_pay:
+            while True:
+                alone = not UNDER_WAY[self.cache]
+                self._execute(HOLD, dollars, self.budget)
+                (held,) = await asyncio.wrap_future(self._execute("SELECT changes()"))
+                if held:
+                    return dollars
+                if alone:
+                    break
+                await asyncio.sleep(POLL_S)
+        spent = f"{await self._stored('dollars') or 0:.2f} dollars (counted in the cache {self.cache})"
+        advice = f"its budget is {self.budget:g}: raise the judge's budget to go on"
+        raise RewardError(f"the judge has cost {spent} and the next call may cost {dollars:.2g}, {advice}")
 
     async def _ask(self, model: str, content: str, request: Mapping[str, Any], sizes: list[float]) -> str:
         """Return what a model wrote; set `sizes`, its prompt's and answer's tokens, to the counts of the endpoint.
@@ -194,21 +217,22 @@ class Endpoint(Service):
 
 
 class Window:
-    """Bounds the requests, or tokens, that are under way or have ended within a minute, by its `limit`."""
+    """Bounds the requests, or tokens, that are under way or have ended within a minute, by the smallest limit."""
 
     def __init__(self) -> None:
-        self.limit = math.inf
+        self.limits = list[float]()  # of the judges that are set up
         self._ended, self._sum = deque[tuple[float, float]](), 0.0  # (time, amount); of these and what is under way
 
     @contextlib.asynccontextmanager
     async def room(self, amount: float) -> AsyncIterator[list[float]]:
         """Wait until the amount fits; then it may be replaced by the true one."""
         while True:
-            if amount > self.limit:
-                raise ValueError(f"a call may take {amount:g} tokens, but only {self.limit:g} are allowed per minute")
+            limit = min(self.limits)
+            if amount > limit:
+                raise ValueError(f"a call may take {amount:g} tokens, but only {limit:g} are allowed per minute")
             while self._ended and self._ended[0][0] + MINUTE_S <= time.monotonic():
                 self._sum -= self._ended.popleft()[1]
-            if self._sum + amount <= self.limit:
+            if self._sum + amount <= limit:
                 break
             await asyncio.sleep(POLL_S)
         self._sum += amount

@@ -8,6 +8,7 @@ from typing import Any
 
 from hocket.common.tasks import run_in_thread
 from hocket.rewards.base import failure, no_score, reward
+from hocket.rewards.scorer import queued
 from hocket.types import Rollout, Score
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -76,7 +77,7 @@ class ModelReward:
         return loaded.to(self.device).eval().requires_grad_(False)
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
-        async with self._one_at_a_time:
+        async with queued(self._one_at_a_time):
             return await run_in_thread(self._scores, rollouts)
 
     def _scores(self, rollouts: Sequence[Rollout]) -> list[float | Score]:

@@ -23,20 +23,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
 from hocket.common.registry import PLUGIN_PREFIX, load_plugins
+from hocket.common.tasks import retrieve
 from hocket.errors import ConfigError, RewardError
 from hocket.rewards.base import REWARDS, Ready, RetryError, Reward, as_scores, bind, call, compose, failure, no_score
 from hocket.types import Group, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.config import RewardsConfig, RewardSpec  # its import would take most of a worker's start
+
+T = TypeVar("T")
 
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
@@ -55,7 +58,6 @@ class RewardScorer:
     """
 
     def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
-        self.set_up = calls.set_up
         self._calls, self._specs = calls, {name: calls.specs[name] for name in names}
         self._of_group = [name for name in self._specs if calls.rewards[name].of_group]
         self._each = [name for name in self._specs if name not in self._of_group]
@@ -102,9 +104,10 @@ class RewardCalls:
             name: bind(name, spec.model_extra or {}, reserved=type(spec).model_fields)
             for name, spec in self.specs.items()
         }
-        for one in self.rewards.values():
-            if one.runs != "async" and self.specs[one.name].max_concurrent:
-                raise ConfigError(f"reward {one.name!r} is not async: leave its max_concurrent out")
+        for name, spec in self.specs.items():
+            of_async = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
+            if of_async and self.rewards[name].runs != "async":
+                raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")
         in_workers = [reward for reward in self.rewards.values() if reward.runs == "worker"]
         self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
         self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in in_workers) else 0.0
@@ -141,33 +144,33 @@ class RewardCalls:
     def _in_loop(self, name: str) -> "AsyncReward":
         key = asyncio.get_running_loop(), name
         if key not in self._in_loops:
-            self._in_loops[key] = AsyncReward(self.rewards[name], self.specs[name])
+            self._in_loops[key] = AsyncReward(self.rewards[name], self.specs[name], self.seconds[name])
         return self._in_loops[key]
 
     async def ask(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
         """Return what a reward gives one rollout, or each of a group."""
-        reward, begun = self.rewards[name], time.perf_counter()
+        reward = self.rewards[name]
         arguments, size = reward.arguments(*rollouts), len(rollouts) if reward.of_group else None
         try:
             if reward.runs == "inline":
-                return call(partial(self._inline, reward), arguments, size)
+                with _clocked(self.seconds[name]):
+                    return as_scores(self._inline(reward, **arguments), size)
             if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
                 request = pickle.dumps((reward.name, dict(reward.options), arguments, size))
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._ask_worker, request, len(rollouts))
+                return await loop.run_in_executor(self._threads, self._ask_worker, name, request, len(rollouts))
             timeout_s = math.inf if reward.own_deadline else self._timeout_s
             return await self._in_loop(name).call(arguments, size, timeout_s)
         except RewardError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
             return [failure(error)] * len(rollouts)
-        finally:
-            self.seconds[reward.name].append(time.perf_counter() - begun)
 
-    def _ask_worker(self, request: bytes, size: int) -> list[Score]:
+    def _ask_worker(self, name: str, request: bytes, size: int) -> list[Score]:
         if (worker := self._worker()) is None:
             return [no_score(self._unusable or "")] * size
-        return worker.ask(request, self._timeout_s, size)
+        with _clocked(self.seconds[name]):
+            return worker.ask(request, self._timeout_s, size)
 
     def _worker(self) -> "Worker | None":
         """Return this thread's worker, started first if there is none or if it was lost; None if it can't be used."""
@@ -182,10 +185,32 @@ class RewardCalls:
         return worker if self._unusable is None else None
 
 
+@contextlib.contextmanager
+def _clocked(seconds: collections.deque[float]) -> Iterator[None]:
+    """Note what the body takes, but for what it takes to enter what is `queued`."""
+    spent = SPENT.get(collections.Counter())
+    begun = time.perf_counter() - spent["queued"]
+    try:
+        yield
+    finally:
+        seconds.append(time.perf_counter() - spent["queued"] - begun)
+
+
+@contextlib.asynccontextmanager
+async def queued(*gates: contextlib.AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
+    """Enter gates, one after the other; a call that waits there for others takes no longer by it."""
+    begun = time.perf_counter()
+    async with contextlib.AsyncExitStack() as stack:
+        entered = [await stack.enter_async_context(gate) for gate in gates]
+        SPENT.get(collections.Counter()).update({"queued": time.perf_counter() - begun})
+        yield entered
+
+
 class AsyncReward:
     """An async reward in one event loop: its slots for calls and, until the loop ends, the instance of a class."""
 
-    def __init__(self, reward: Reward, spec: "RewardSpec") -> None:
+    def __init__(self, reward: Reward, spec: "RewardSpec", seconds: collections.deque[float]) -> None:
+        self._seconds = seconds  # of its calls
         self._slots = asyncio.Semaphore(spec.max_concurrent) if spec.max_concurrent else contextlib.nullcontext()
         self._reward, self._retries = reward, spec.retries
         self.ready: asyncio.Future[Callable[..., Any]] = asyncio.get_running_loop().create_future()
@@ -197,19 +222,19 @@ class AsyncReward:
         SPENT.set(collections.Counter())
         async with self._slots:
             attempt = 0
-            while isinstance(result := await self._in_time(arguments, size, timeout_s), RetryError):
-                wait_s = result.retry_after
-                if wait_s is None:
-                    wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * self._jitter.uniform(0.5, 1)
-                if attempt == self._retries or wait_s > MAX_BACK_OFF_S:
-                    return [failure(result)] * (size or 1)
+            while True:
+                try:
+                    return await self._in_time(arguments, size, timeout_s)
+                except RetryError as error:
+                    wait_s = error.retry_after
+                    if wait_s is None:
+                        wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * self._jitter.uniform(0.5, 1)
+                    if attempt == self._retries or wait_s > MAX_BACK_OFF_S:
+                        raise
                 attempt += 1
                 await asyncio.sleep(wait_s)
-            return result
 
-    async def _in_time(
-        self, arguments: Mapping[str, Any], size: int | None, timeout_s: float
-    ) -> list[Score] | RetryError:
+    async def _in_time(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
         """Return the result of one call; one that is late or no longer wanted is cancelled but not waited for."""
         task = asyncio.create_task(self._result(arguments, size))
         try:
@@ -220,16 +245,14 @@ class AsyncReward:
             return [no_score(problem)] * (size or 1)
         finally:
             task.cancel()
+            task.add_done_callback(retrieve)
 
-    async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score] | RetryError:
+    async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score]:
+        function = await asyncio.shield(self.ready)
         try:
-            function = await asyncio.shield(self.ready)
-            return as_scores(await function(**arguments), size)
-        except RetryError as error:
-            return error
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+            with _clocked(self._seconds):
+                return as_scores(await function(**arguments), size)
+        except SystemExit as error:  # in a task it would end the event loop
             return [failure(error)] * (size or 1)
 
     async def _hold(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hocket.client.pool import MAX_LOSSES, RecordedSession, ServerPool
-from hocket.common.tasks import seed_of
+from hocket.common.tasks import retrieve, seed_of
 from hocket.data.prompts import opening_of
 from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
@@ -130,7 +130,7 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
     if not running.done():
         running.cancel()
         await asyncio.wait([running], timeout=CANCEL_S)
-    running.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it as overlooked
+    running.add_done_callback(retrieve)
     if not running.done():
         # The end of the event loop would wait for it, and that of the process for its code to take a GeneratorExit.
         asyncio._unregister_task(running)
@@ -173,7 +173,9 @@ def _rollout(
 ) -> Rollout:
     transcripts = transcripts or [Transcript(prompt.token_ids)]
     if isinstance(returned, str):
-        transcripts[-1].text, transcripts[-1].opening = returned, ""
+        openings = {transcript.text.strip(): transcript.opening for transcript in transcripts}
+        transcripts[-1].opening = openings.get(returned.strip(), "")  # of a call whose answer it is
+        transcripts[-1].text = returned
     sequences = tuple(transcript.sequence() for transcript in transcripts)
     reward = returned if isinstance(returned, float) else None
     return Rollout(id=seat.id, prompt=prompt, sequences=sequences, reward=reward, error=error)

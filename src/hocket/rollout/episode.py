@@ -72,7 +72,7 @@ def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
 def model_turn(
     prompt: Prompt, seat: Seat, number: int, token_ids: Sequence[int], sampling: SamplingParams | None = None
 ) -> Turn:
-    """Return the model's turn `number` of an episode, counted from 1."""
+    """Return turn `number` of an episode, counted from 1; the rest of one that goes on has a number of its own."""
     return Turn(
         token_ids=tuple(token_ids),
         sampling=sampling or seat.sampling,
@@ -119,16 +119,17 @@ class Transcript:
             self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
 
     def add_completion(self, completion: Completion) -> None:
-        """Append a turn of the policy."""
+        """Append a turn of the policy, or the rest of one that goes on."""
         self.token_ids.extend(completion.token_ids)
         self.mask += [True] * len(completion.token_ids)
         self.logprobs.extend(completion.logprobs)
         self.versions |= {version for version, _, _ in completion.versions}
-        self.turns += 1
         self.finish_reason = completion.finish_reason
         self.text = self.text + completion.text if self._goes_on else completion.text
-        if self._goes_on and self.dialogue:
+        if self._goes_on and self.turns:
             self.dialogue.pop()
+        else:
+            self.turns += 1
         self.dialogue.append({"role": "assistant", "content": self.text})
 
     def sequence(self) -> TokenSequence:
@@ -173,6 +174,7 @@ class Episode:
         self.transcript = Transcript(self.prompt.token_ids, self.prompt.opening)
         self.reward: float | None = None
         self._left_s = self.limits.timeout_s
+        self._num_asked = 0
         self._held = most_tokens(self.prompt, self.seat.sampling)
 
     async def play(self) -> Rollout:
@@ -214,7 +216,7 @@ class Episode:
         start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
         observation: Observation = start or Observation()
         token_ids = await self._before(observation)
-        while token_ids is not None and (room := self._room(token_ids)) > 0:
+        while token_ids is not None and (room := self._room(token_ids, observation)) > 0:
             self.transcript.add_observation(token_ids, observation)
             completion = await self._turn(observation, room)
             self.transcript.add_completion(completion)
@@ -237,8 +239,9 @@ class Episode:
         max_tokens = min(observation.max_tokens or sampling.max_tokens, room)
         stop = sampling.stop if observation.stop is None else tuple(observation.stop)
         self._hold(len(asked) + max_tokens)
+        self._num_asked += 1
         sampling = sampling.model_copy(update={"max_tokens": max_tokens, "stop": stop})
-        return await self.ask(model_turn(self.prompt, self.seat, self.transcript.turns + 1, asked, sampling))
+        return await self.ask(model_turn(self.prompt, self.seat, self._num_asked, asked, sampling))
 
     def _add_reward(self, reward: float) -> None:
         if self.reward is not None:
@@ -248,9 +251,9 @@ class Episode:
         self._left_s = self.limits.timeout_s
         await self._call(environment.close, returns=(object,))
 
-    def _room(self, token_ids: Sequence[int]) -> int:
+    def _room(self, token_ids: Sequence[int], observation: Observation) -> int:
         """Return how many tokens the next turn may have after these; below 1: there is no next turn."""
-        if self.transcript.turns == self.limits.max_turns:
+        if self.transcript.turns == self.limits.max_turns and not observation.goes_on:
             return 0
         return self.limits.max_length - len(self.transcript.token_ids) - len(token_ids)
 
