@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,29 @@ async def test_only_a_connection_that_fails_counts_as_nobody_there() -> None:
         assert not await server.answers()
     async with client(lambda _: httpx.Response(200, json=HEALTH)) as server:
         assert await server.answers()
-    for status, text, says in ((200, "hello", "is it a hocket server"), (502, "bad gateway", "502.*bad gateway")):
-        async with client(lambda _: httpx.Response(status, text=text)) as server:  # noqa: B023
-            with pytest.raises(ServerError, match=says) as raised:
-                await server.answers()
-        assert (raised.value.code, raised.value.status) == ("protocol", status)
+    async with client(lambda _: httpx.Response(502, text="bad gateway")) as server:
+        with pytest.raises(ServerError, match=r"502.*bad gateway") as raised:
+            await server.answers()
+    assert (raised.value.code, raised.value.status) == ("protocol", 502)
+
+
+@pytest.mark.parametrize(
+    ("answer", "headers", "says"),
+    [
+        (b"hello", {}, "http://server/.* answered what no hocket server of this version does: .*'hello'"),
+        (b'{"x": 1}', {}, "'x': 1"),
+        (b"not packed", {"Content-Encoding": "gzip"}, "incorrect header check"),
+    ],
+)
+@pytest.mark.parametrize("call", [generate, ServerClient.health])
+async def test_an_answer_of_something_else_than_hocket_is_the_servers_failure_and_no_refusal(
+    call: Callable[[ServerClient], Awaitable[object]], answer: bytes, headers: dict[str, str], says: str
+) -> None:
+    there = lambda _: httpx.Response(200, headers=headers, stream=httpx.ByteStream(answer))  # noqa: E731
+    async with client(there) as server:
+        with pytest.raises(ServerError, match=says) as raised:
+            await call(server)
+    assert (raised.value.code, raised.value.refused) == ("protocol", False)
 
 
 async def test_control_calls_do_not_wait_behind_rollouts_and_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,14 +143,16 @@ class ServerPool:
         """Tell the servers that this trainer lives, however long its steps take."""
         while True:
             await asyncio.sleep(BEAT_S)
-            beats = [member.server.heartbeat(timeout_s=LOOK_S) for member in self.up]
-            await asyncio.gather(*beats, return_exceptions=True)  # one that is lost shows elsewhere
+            await self._tell()
 
     async def release(self) -> None:
         """Leave the servers to other trainers."""
-        held = [member.server for member in self.members if member.held]
-        leaves = [server.heartbeat(timeout_s=LOOK_S, leaving=True) for server in held]
-        await asyncio.gather(*leaves, return_exceptions=True)
+        await self._tell(leaving=True)
+
+    async def _tell(self, **news: bool) -> None:
+        """Send a heartbeat to every server that has worked for this trainer, also while it is brought up."""
+        beats = [member.server.heartbeat(timeout_s=LOOK_S, **news) for member in self.members if member.held]
+        await asyncio.gather(*beats, return_exceptions=True)  # one that is lost shows elsewhere
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run work in a task that leaving the pool cancels."""

@@ -176,7 +176,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:
-        """Turn transport failures and a passed deadline into a ServerError that names server, route and cause."""
+        """Turn each failure of the call, its answer or its deadline into a ServerError of server, route and cause."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -188,6 +188,10 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
                 f"can't reach {self.url}{route}: {cause}; start one there: {door()} serve CONFIG",
                 code="unreachable",
             ) from error
+        except (httpx.DecodingError, pydantic.ValidationError) as error:
+            cause = " ".join(str(error)[:300].split())
+            message = f"{self.url}{route} answered what no hocket server of this version does: {cause}; is it one?"
+            raise ServerError(message, code="protocol") from error
         except RuntimeError as error:
             if not self.is_closed:
                 raise
@@ -197,14 +201,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
 def _parse(model: type[M], response: httpx.Response) -> M:
     if response.is_error:
         _raise_for_error(response)
-    try:
-        return model.model_validate_json(response.content)
-    except pydantic.ValidationError as error:
-        message = (
-            f"{response.request.url} answered something else than {model.__name__}: is it a hocket server of this "
-            f"version? It said {response.text[:200]!r}"
-        )
-        raise ServerError(message, code="protocol", status=response.status_code) from error
+    return model.model_validate_json(response.content)
 
 
 def _raise_for_error(response: httpx.Response) -> None:
