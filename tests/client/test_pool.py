@@ -341,6 +341,26 @@ async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same
     assert servers[0].looks == 1  # it never was out
 
 
+@pytest.mark.parametrize("code", ["reload_failed", "not_resumed"])
+async def test_a_server_that_a_reload_mends_is_brought_up_and_plays_what_it_had_not_finished(
+    servers: list[FakeServer], code: str
+) -> None:
+    alone, found = servers[0], list[str]()
+
+    async def bring_up(member: Member, health: Health) -> None:
+        found.append(health.status)
+        alone.status, alone.refuse, alone.failure = "ready", None, None
+        member.mark_ready(health.session)
+
+    async with make_pool([alone]) as pool:
+        pool.bring_up = bring_up
+        await pool.wait_up()
+        alone.status, alone.refuse = "failed", error(code, 503)
+        alone.failure = ErrorBody(code=code, message="it stands still", hint="")
+        await play(pool, [[1], [2]])
+    assert found == ["ready", "failed"]
+
+
 async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is_waited_for(
     servers: list[FakeServer],
 ) -> None:

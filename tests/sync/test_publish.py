@@ -28,6 +28,7 @@ GONE = ServerError("can't reach it", code="unreachable")
 BROKEN = ServerError("it broke", code="reload_failed", status=500)
 REFUSED = ServerError("tensor a has another shape", code="bad_version", status=409)
 UNABLE = ServerError("no memory is left", code="compare_failed", status=500)
+SLOW = ServerError("the files were not read", code="slow_disk", status=503)
 NOT_HELD = ServerError("layers.1.mlp.down_proj differs", code="not_held", status=409)
 METRICS = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
 
@@ -270,12 +271,13 @@ async def test_parameters_that_differ_stop_the_run_or_are_loaded_again_with_a_wa
         assert f"WARNING: {said}" in world.said
 
 
-async def test_a_comparison_that_breaks_off_is_said_and_counted_and_the_server_works_on() -> None:
+@pytest.mark.parametrize("failure", [UNABLE, SLOW])
+async def test_a_comparison_that_breaks_off_is_said_and_counted_and_the_server_works_on(failure: ServerError) -> None:
     world = await make_up("sync.check_every=1")
-    world.disk.found = {B: UNABLE}
+    world.disk.found = {B: failure}
     metrics = await world.sync.publish()
     assert (metrics["sync/servers"], metrics["sync/mismatches"], world.up) == (2.0, 1.0, [A, B])
-    assert world.said[-1] == "WARNING: http://b can't say whether it holds version 6: no memory is left"
+    assert world.said[-1] == f"WARNING: http://b can't say whether it holds version 6: {failure}"
     assert len(world.trainer.scored) == 4  # of both, as their log-probs still say something
 
 

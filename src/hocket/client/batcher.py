@@ -10,9 +10,9 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from hocket.client.pool import GONE, MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
+from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
 from hocket.errors import ServerError
-from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
+from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
 
 WINDOW_S = 0.002
 MAX_REQUESTS = 48
@@ -20,8 +20,6 @@ MAX_REQUESTS = 48
 MAX_TURNS = MAX_PROMPTS  # in one request: at most what a server takes
 MAX_HOMES = 1 << 12
 """Groups whose server is remembered."""
-AGAIN = frozenset({"aborted", "asleep"})
-"""Error codes of requests that the server ended for others to go first."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -121,9 +119,10 @@ class Batcher:
         try:
             await self._pool.watched(member, self._play(member, turns, todo))
         except ServerError as error:
-            if turns[0].deadline.over or error.code not in GONE | AGAIN:
+            says = meaning(error.code)
+            if turns[0].deadline.over or not (says.lost or says.again):
                 _fail(todo, error)
-            elif error.code in GONE:
+            elif says.lost:
                 self._pool.mark_lost(member, str(error))
                 for turn in todo:
                     turn.losses += 1

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from hocket.data import tokenizer as tokenizers
 from hocket.protocol import (
+    CURABLE,
     AdapterConfig,
     CollectiveSource,
     DiskSource,
@@ -47,8 +48,6 @@ ASLEEP = ErrorBody(
     message="the engine is asleep: a trainer is using the GPU",
     hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
 )
-CURABLE = frozenset({"asleep", "reload_failed", "not_resumed"})
-"""Codes of failures that a reload or a wake-up ends; with any other one the engine is lost."""
 
 
 class Engine:

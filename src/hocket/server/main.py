@@ -20,6 +20,7 @@ from hocket.common.machine import bound_nccl, cpu_threads, holder, is_loopback
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError
+from hocket.protocol import CURABLE
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
 
@@ -193,8 +194,6 @@ async def _serve(
 
 async def _lost(engine: "Engine") -> ServerError:
     """Return the error of a lost engine, when /health and the requests in flight have had the time to tell it."""
-    from hocket.server.engine import CURABLE
-
     while True:
         try:
             engine.require_ready(admits=CURABLE)
