@@ -5,7 +5,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -81,7 +81,7 @@ class FakeServer:
             raise error("other_trainer", 409)
         return await self.health(timeout_s=timeout_s)
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
         self.requests.append(request)
         self.check()
         if self.refuse is not None:
@@ -406,6 +406,33 @@ async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServ
                 pass
         assert pool.members[0].in_flight == 0
     assert servers[1].requests == []
+
+
+async def test_an_answer_that_makes_no_sense_is_raised_with_its_stream_closed(servers: list[FakeServer]) -> None:
+    tasks: list[Any] = []
+
+    async def generate(request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
+        tasks.append(asyncio.current_task())
+        try:
+            yield StreamLine(prompt=7, index=0, completion=fakes.completion(5, logprobs=(-0.5,)))
+        finally:
+            tasks.append(asyncio.current_task())
+
+    servers[0].generate = generate  # type: ignore[method-assign]
+    async with make_pool(servers[:1]) as pool:
+        with pytest.raises(IndexError):
+            await play(pool, [[1]])
+    begun, closed = tasks  # by the garbage collector it would be another one, after its deadline perhaps
+    assert closed is begun
+
+
+async def test_turns_that_can_not_be_divided_are_told_why(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Batcher, "_divided", lambda *_: [][0])
+    async with make_pool(servers) as pool:
+        with pytest.raises(IndexError):
+            await asyncio.wait_for(play(pool, [[1], [2]]), 5)
 
 
 @pytest.mark.parametrize("failure", [SyncError("it and the trainer disagree"), error("unauthorized", 401)])

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class FakeServer:
             raise self.error
         return fakes.health(version=self.version, session=self.session)
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
         self.asked.append(request)
         if self.error is not None:
             raise self.error
@@ -279,6 +279,23 @@ async def test_a_comparison_that_breaks_off_is_said_and_counted_and_the_server_w
     assert (metrics["sync/servers"], metrics["sync/mismatches"], world.up) == (2.0, 1.0, [A, B])
     assert world.said[-1] == f"WARNING: http://b can't say whether it holds version 6: {failure}"
     assert len(world.trainer.scored) == 4  # of both, as their log-probs still say something
+
+
+async def test_a_completion_that_nobody_asked_for_ends_a_check_with_its_stream_closed() -> None:
+    world = await make_up(servers=1)
+    tasks: list[Any] = []
+
+    async def generate(request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
+        tasks.append(asyncio.current_task())
+        try:
+            yield StreamLine(prompt=7, index=0, completion=fakes.completion(5, logprobs=(-0.5,)))
+        finally:
+            tasks.append(asyncio.current_task())
+
+    world.servers[0].generate = generate  # type: ignore[method-assign]
+    with pytest.raises(IndexError):
+        await world.sync.check(world.pool.up)
+    assert tasks == [asyncio.current_task()] * 2  # it was not left to the garbage collector
 
 
 def rows(tokens: Sequence[int], server: Sequence[float], trainer: Sequence[float]) -> list[list[Scored]]:
