@@ -441,6 +441,7 @@ async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is
     assert (world.collective.sent[-1], world.disk.sent) == ((7, [A, B]), [(7, [B])])
     assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (1.0, 2.0)
     assert metrics["sync/transfer_s"] > 0.25
+    assert metrics["sync/mebibytes"] == 3.0 + 3.0 / 2  # one of two servers got it twice
     assert world.said[-1] == "version 7 goes to http://b by disk instead: server http://b did not take bucket 3/7"
 
 

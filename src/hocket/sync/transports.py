@@ -98,7 +98,9 @@ class WithFallback:
             start = time.perf_counter()
             urls = ", ".join(server.url for server in failed)
             self.say(f"version {version} goes to {urls} by disk instead: {answers[failed[0]][1]}")
-            answers |= (await self.disk.deliver(version, failed, compare=compare)).answers
+            second = await self.disk.deliver(version, failed, compare=compare)
+            answers |= second.answers
+            metrics["sync/mebibytes"] += second.metrics["sync/mebibytes"] * len(failed) / len(servers)
             metrics["sync/transfer_s"] += time.perf_counter() - start
         return Delivery(answers, metrics)
 
