@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hocket.common.tasks import cancel
 from hocket.data import tokenizer as tokenizers
 from hocket.protocol import (
     CURABLE,
@@ -32,6 +33,7 @@ from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
 from hocket.server.holder import Holder
 from hocket.server.uploads import Uploads
+from hocket.server.vllm_api import LOOK_S
 from hocket.types import InFlight
 
 T = TypeVar("T")
@@ -165,8 +167,10 @@ class Engine:
                 while not all(joined):
                     await asyncio.sleep(JOIN_POLL_S)
                     message, size = group.model_dump_json(), self._workers + 1
-                    joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
+                    joining = vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
+                    joined = await self._in_time(joining)
         except Exception as error:
+            self.require_ready(admits=CURABLE)
             message = f"the workers can't join the trainer at {group.host}:{group.port}: {cause_of(error)}"
             hint = "can this machine reach that address? sync.backend=disk needs no such connection"
             raise ApiError(409, "no_group", message, hint) from error
@@ -259,31 +263,26 @@ class Engine:
 
     async def _pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
         try:
-            await asyncio.wait_for(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache), self._timeout_s)
+            await self._in_time(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache))
         except TimeoutError as late:
             message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             try:
                 if self._failure is None:  # a half-loaded model must not run
                     await asyncio.wait_for(self.llm.resume_generation(), vllm_api.ABORT_TIMEOUT_S)
             except Exception as error:
-                self.require_ready(admits=CURABLE)
                 message += f", and the engine does not go on: {cause_of(error)}"
                 raise await self._fail_all(503, "not_resumed", message, RELOAD) from error
             hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
             raise ApiError(503, "busy", message, hint) from late
-        except vllm_api.engine_errors():
-            self.require_ready(admits=CURABLE)
-            raise
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Wait for the engine to fall asleep or wake up. After a failure its memory is in an unknown state."""
         try:
             await self._in_time(moving)
         except Exception as error:
-            code = "engine_dead" if self.llm.errored else "sleep_failed"
             message = f"the engine could not leave the GPU, or come back to it: {cause_of(error)}"
             hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
-            raise await self._fail_all(500, code, message, hint) from error
+            raise await self._fail_all(500, "sleep_failed", message, hint) from error
 
     async def _reading(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
@@ -294,11 +293,24 @@ class Engine:
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     async def _in_time(self, work: Awaitable[T]) -> T:
-        """Return the result of the work. Raises TimeoutError that names the setting."""
+        """Return the result of the work. Raises TimeoutError that names the setting, ApiError where the engine is lost.
+
+        vLLM never answers calls that its process had not finished when it ended.
+        """
+        task = asyncio.ensure_future(work)
         try:
-            return await asyncio.wait_for(work, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                while not task.done():
+                    self.require_ready(admits=CURABLE)
+                    await asyncio.wait([task], timeout=LOOK_S)
+                return task.result()
         except TimeoutError as error:
             raise TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}") from error
+        except Exception:
+            self.require_ready(admits=CURABLE)
+            raise
+        finally:
+            await cancel([task])
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
         """Receive one file of a version."""
@@ -358,9 +370,6 @@ class Engine:
                 raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
             self._held = None
             await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
-            if self.llm.errored:
-                message = f"the engine's process ended while it loaded version {request.version}"
-                raise ApiError(500, **self._fail("engine_dead", message, RESTART).model_dump()) from error
             failure = await self._fail_all(500, "reload_failed", message, RELOAD)
             raise ApiError(409, "not_held", message, RELOAD) if different else failure from error
 
@@ -369,7 +378,11 @@ class Engine:
             await self.llm.resume_generation()
 
     async def _fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
-        """End all requests with a failure now, as no good version may come before their deadlines; return its error."""
+        """End all requests with a failure now, as no good version may come before their deadlines; return its error.
+
+        Raises ApiError where the engine is lost, which says more.
+        """
+        self.require_ready(admits=CURABLE)
         reason = self._fail(code, message, hint)
         await vllm_api.abort_all(self.llm)
         return ApiError(status, **reason.model_dump())

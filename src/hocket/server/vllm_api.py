@@ -39,6 +39,7 @@ ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
 ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
 """The routes of vLLM that are served; others can abort anybody's requests, for one."""
 ABORT_TIMEOUT_S = 2.0
+LOOK_S = 1.0  # between looks at whether the engine lives
 SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
