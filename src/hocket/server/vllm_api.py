@@ -158,10 +158,34 @@ def _failure(error: Exception) -> ApiError:
     return ApiError(500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more")
 
 
+def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Return vLLM's function that plans the KV cache, such that it plans no more blocks than requests can fill.
+
+    vLLM takes all the memory that it may, which of a tiny model on a large GPU is millions of blocks; it walks through
+    all of them with every weight version. All requests that the engine is given at a time fit at full length: several
+    times those that it decodes, so the prefix cache has room. A size that the user has set stays.
+    """
+
+    def bounded_plan(config: Any, specs: Any, memory: Any) -> list[Any]:
+        planned, cache = plan(config, specs, memory), config.cache_config
+        length, count = config.model_config.max_model_len, SLOTS * config.scheduler_config.max_num_seqs
+        each = sum(math.ceil(length / group.kv_cache_spec.block_size) for group in planned[0].kv_cache_groups)
+        most = 1 + count * each  # vLLM keeps one block for itself
+        is_set = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+        if is_set or planned[0].num_blocks <= most:
+            return planned
+        cache.num_gpu_blocks_override = most
+        return plan(config, specs, memory)
+
+    return bounded_plan
+
+
 def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     """Run vLLM's own function in the engine's process, tied to the server; what ends it goes to a file."""
+    from vllm.v1.engine import core
     from vllm.v1.engine.core import EngineCoreProc
 
+    core.get_kv_cache_configs = bounded(core.get_kv_cache_configs)
     die_with_parent_process()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
