@@ -27,6 +27,7 @@ from hocket.protocol import (
     SleepRequest,
     Status,
     WakeRequest,
+    meaning,
 )
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
@@ -83,14 +84,14 @@ class Engine:
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
         first = ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self._session)
-        # Where the weights came from, and the answer to that; None where the model holds no version whole.
-        self._held: tuple[str, ReloadResponse] | None = ("", first)
+        self._held: ReloadResponse | None = first  # None where the model holds no version whole
+        self._source = ""  # that it came from
         self._asleep: tuple[str, ...] = ()  # those of PARTS that are off the GPU
         self._group: str | None = None
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
         self._holder = Holder()
-        self._base_replaced = self._stopping = False
+        self._base_replaced = False
         self._reload_lock = asyncio.Lock()
 
     async def start(self) -> None:
@@ -107,16 +108,17 @@ class Engine:
             raise ApiError(503, **reason.model_dump())
 
     def _reason(self) -> ErrorBody | None:
-        if self.llm.errored and not self._stopping and (self._failure is None or self._failure.code != "engine_dead"):
+        is_lost = self._failure is not None and meaning(self._failure.code).gone
+        if self.llm.errored and not is_lost:
             self._fail("engine_dead", "the engine's process ended", RESTART)
         return self._failure or (ASLEEP if self._asleep else None)
 
     def health(self) -> Health:
         """Return the answer to /health."""
-        reason = self._reason()
+        self._reason()  # it may be found dead
         model, vllm = self.llm.model_config, self.llm.vllm_config
         return Health(
-            status="asleep" if reason is ASLEEP and self._status == "ready" else self._status,
+            status="asleep" if self._asleep and self._status == "ready" else self._status,
             version=self.version,
             model=self.model,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -129,7 +131,7 @@ class Engine:
             device=str(vllm.device_config.device_type),
             workers=self._workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks or 0) * int(vllm.cache_config.block_size),
-            error=None if reason is ASLEEP else reason,
+            error=self._failure,
         )
 
     def heartbeat(self, request: HeartbeatRequest) -> Health:
@@ -209,7 +211,7 @@ class Engine:
                 if key != self._group:
                     await self._join(source.group)
                 call, arguments = "hocket_load_group", (source.model_dump_json(),)
-                checksum = self._held[1].checksum if request.compare and self._held else ""
+                checksum = self._held.checksum if request.compare and self._held else ""
             if self._asleep:  # it is paused, and stays so until its KV cache wakes up
                 await self._wake(PARTS[:1])
             else:
@@ -222,7 +224,8 @@ class Engine:
             self._status, self._failure = "ready", None
             seconds = time.perf_counter() - start
             response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
-            self._held = (key, response)
+            self._held = response
+            self._source = key
             await self._wake(PARTS)
             return response
 
@@ -322,13 +325,15 @@ class Engine:
 
         Raises ApiError where it is to be compared, but is not what the model holds.
         """
-        held_key, held = self._held or ("", None)
-        if held and (self._failure or held.version != request.version or checksum not in (None, held.checksum)):
+        held = None if self._failure else self._held
+        if held and (held.version != request.version or checksum not in (None, held.checksum)):
             held = None
-        if request.compare and held is None:
+        if not request.compare:
+            return held if key == self._source else None
+        if held is None:
             message = f"the engine does not hold this version {request.version}, so it can't be compared with it"
             raise ApiError(503, "other_version", message, "load it first")
-        return held if held_key == key and not request.compare else None
+        return None
 
     def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
         if adapter is None:
@@ -374,7 +379,8 @@ class Engine:
             raise ApiError(409, "not_held", message, RELOAD) if different else failure from error
 
     async def _resume(self) -> None:
-        if not self._asleep and not self._stopping:
+        self.require_ready(admits=CURABLE)  # it may be shutting down
+        if not self._asleep:
             await self.llm.resume_generation()
 
     async def _fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
@@ -394,7 +400,6 @@ class Engine:
 
     async def stop(self) -> None:
         """End every request with the error that the server is shutting down."""
-        self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await vllm_api.abort_all(self.llm)
         self._copy.discard()
