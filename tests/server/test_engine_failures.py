@@ -260,6 +260,22 @@ async def test_a_reload_that_a_lost_engine_leaves_without_an_answer_is_told_why(
     assert (refused.value.status, refused.value.body.code, health.error.code) == (503, reason, reason)
 
 
+async def test_an_engine_that_dies_as_it_goes_on_after_a_comparison_that_broke_off_is_dead(
+    engine: Engine, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.server.engine.LOOK_S", 0.01)
+    await engine.reload(request())
+    llm.failing = {"second worker": "no room", "resume": "hangs"}
+    llm.calls.clear()
+    comparing = asyncio.create_task(engine.reload(request(compare=True)))
+    async with asyncio.timeout(30):
+        while ("resume",) not in llm.calls:
+            await asyncio.sleep(0.01)
+    llm.errored = True
+    with pytest.raises(ApiError, match="the engine's process ended"):
+        await asyncio.wait_for(comparing, 10)
+
+
 async def test_a_load_that_ends_while_the_server_stops_does_not_bring_it_back(engine: Engine, llm: FakeLLM) -> None:
     llm.loading.clear()
     loading = asyncio.create_task(engine.reload(request()))

@@ -371,7 +371,7 @@ class Engine:
             # Workers that report an error have put back what they compared.
             if request.compare and isinstance(error, RuntimeError) and not different:
                 self._status = "ready"
-                await self._resume()
+                await self._in_time(self._resume())
                 raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
             self._held = None
             await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
