@@ -165,6 +165,14 @@ def test_the_operating_system_is_asked_in_one_place(call: str) -> None:
     assert set(users) == {"hocket.common.processes" if call == "prctl" else "hocket.common.files"}
 
 
+def test_a_model_s_own_code_is_never_trusted() -> None:
+    for module, path in FILES.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and re.search(r"\bAuto\w+\.from_\w+$", ast.unparse(node.func)):
+                given = [ast.unparse(keyword) for keyword in node.keywords]
+                assert "trust_remote_code=False" in given, f"{module}:{node.lineno}"
+
+
 def test_no_class_name_stands_for_two_things() -> None:
     found = [
         (node.name, name) for name in FILES for node in ast.walk(tree(FILES[name])) if isinstance(node, ast.ClassDef)

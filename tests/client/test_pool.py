@@ -5,7 +5,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -81,7 +81,7 @@ class FakeServer:
             raise error("other_trainer", 409)
         return await self.health(timeout_s=timeout_s)
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
         self.requests.append(request)
         self.check()
         if self.refuse is not None:
@@ -343,6 +343,26 @@ async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same
     assert servers[0].looks == 1  # it never was out
 
 
+@pytest.mark.parametrize("code", ["reload_failed", "not_resumed"])
+async def test_a_server_that_a_reload_mends_is_brought_up_and_plays_what_it_had_not_finished(
+    servers: list[FakeServer], code: str
+) -> None:
+    alone, found = servers[0], list[str]()
+
+    async def bring_up(member: Member, health: Health) -> None:
+        found.append(health.status)
+        alone.status, alone.refuse, alone.failure = "ready", None, None
+        member.mark_ready(health.session)
+
+    async with make_pool([alone]) as pool:
+        pool.bring_up = bring_up
+        await pool.wait_up()
+        alone.status, alone.refuse = "failed", error(code, 503)
+        alone.failure = ErrorBody(code=code, message="it stands still", hint="")
+        await play(pool, [[1], [2]])
+    assert found == ["ready", "failed"]
+
+
 async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is_waited_for(
     servers: list[FakeServer],
 ) -> None:
@@ -388,6 +408,33 @@ async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServ
                 pass
         assert pool.members[0].in_flight == 0
     assert servers[1].requests == []
+
+
+async def test_an_answer_that_makes_no_sense_is_raised_with_its_stream_closed(servers: list[FakeServer]) -> None:
+    tasks: list[Any] = []
+
+    async def generate(request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
+        tasks.append(asyncio.current_task())
+        try:
+            yield StreamLine(prompt=7, index=0, completion=fakes.completion(5, logprobs=(-0.5,)))
+        finally:
+            tasks.append(asyncio.current_task())
+
+    servers[0].generate = generate  # type: ignore[method-assign]
+    async with make_pool(servers[:1]) as pool:
+        with pytest.raises(IndexError):
+            await play(pool, [[1]])
+    begun, closed = tasks  # by the garbage collector it would be another one, after its deadline perhaps
+    assert closed is begun
+
+
+async def test_turns_that_can_not_be_divided_are_told_why(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Batcher, "_divided", lambda *_: [][0])
+    async with make_pool(servers) as pool:
+        with pytest.raises(IndexError):
+            await asyncio.wait_for(play(pool, [[1], [2]]), 5)
 
 
 @pytest.mark.parametrize("failure", [SyncError("it and the trainer disagree"), error("unauthorized", 401)])

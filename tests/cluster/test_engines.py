@@ -191,7 +191,10 @@ def test_the_names_in_the_kubernetes_files_agree() -> None:
 
 @pytest.mark.parametrize(
     ("status", "code", "killed"),
-    [("ready", None, 0), ("updating", None, 0), ("failed", "reload_failed", 0), ("failed", "engine_dead", 1)],
+    [
+        *[("ready", None, 0), ("updating", None, 0), ("failed", "engine_dead", 1)],
+        *[("failed", "reload_failed", 0), ("failed", "not_resumed", 0)],
+    ],
 )
 def test_the_liveness_probe_ends_a_server_whose_engine_is_lost_and_no_other(
     status: str, code: str | None, killed: int

@@ -11,7 +11,7 @@ import pytest
 
 from hocket.common.files import atomic_folder, remove_folder, write_atomically
 from hocket.common.machine import SMALL_MODEL, cpu_threads, free_memory, return_freed_memory
-from hocket.common.tasks import event_loop, run, run_in_thread
+from hocket.common.tasks import event_loop, run, run_in_thread, timed
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +84,17 @@ def test_free_memory_is_what_the_machine_or_the_control_group_has_left(
     assert free_memory() == 9000 - 5000 + 1000  # files that are only cached can go
     files[f"{folder}/{limit}"] = "max\n" if new else f"{1 << 62}\n"
     assert free_memory() == 3000 * 1024
+
+
+def test_seconds_are_added_up_also_those_before_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    passing = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(passing))
+    metrics: dict[str, float] = {}
+    with timed(metrics, "a"):
+        assert metrics == {}
+    with pytest.raises(OSError, match="no space"), timed(metrics, "a"):
+        raise OSError("no space")
+    assert metrics == {"a": 2.5}
 
 
 async def test_a_cancelled_call_ends_once_its_thread_has() -> None:

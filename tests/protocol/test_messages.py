@@ -1,11 +1,17 @@
 """Messages are strict: what is not exactly right is refused, on either side."""
 
+import ast
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pydantic
 import pytest
 
+import hocket
 from hocket.protocol import (
+    CODES,
     CollectiveSource,
     Completion,
     GenerateRequest,
@@ -107,3 +113,33 @@ def test_numbers_of_a_packed_stream_are_base64_of_four_bytes_each() -> None:
     assert json.loads(sent).items() >= BASE64.items()
     read = Completion.model_validate_json(sent)
     assert (list(read.token_ids), list(read.logprobs)) == ([4, 2], [-0.5, pytest.approx(-0.1)])
+
+
+PLACES = {"ApiError": 1, "_fail": 0, "_fail_all": 1}
+"""Functions that take an error code, and which of their arguments it is; anywhere else it is called `code`."""
+
+
+def codes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the expressions that give a node's error code, or what it is compared with."""
+    if isinstance(node, ast.Call):
+        place = PLACES.get(getattr(node.func, "id", getattr(node.func, "attr", "")))
+        yield from node.args[place : place + 1] if place is not None else ()
+        yield from (keyword.value for keyword in node.keywords if keyword.arg == "code")
+    elif isinstance(node, ast.Assign) and "code" in [getattr(n, "id", "") for n in ast.walk(node.targets[0])]:
+        yield node.value
+    elif isinstance(node, ast.Compare) and getattr(node.left, "attr", "") == "code":
+        yield from node.comparators
+    elif isinstance(node, ast.FunctionDef) and node.args.kwonlyargs:
+        yield from (default for default in node.args.kw_defaults if default is not None and node.name == "invalid")
+
+
+def test_every_error_code_in_the_source_is_in_the_table_and_no_other() -> None:
+    used = {
+        constant.value
+        for path in Path(hocket.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for expression in codes(node)
+        for constant in ast.walk(expression)
+        if isinstance(constant, ast.Constant) and re.fullmatch(r"[a-z]+(_[a-z]+)*", str(constant.value))
+    }
+    assert used == CODES.keys()

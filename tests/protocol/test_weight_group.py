@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import psutil
 import pytest
@@ -173,19 +173,32 @@ def test_store_and_group_listen_on_the_given_address_only() -> None:
         group.close()
 
 
-def test_over_nccl_a_group_connects_as_it_is_made_and_not_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_over_nccl_a_group_connects_as_it_is_made_and_not_without_a_deadline(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # torch for CPUs has no NCCL: this holds what it is asked for. tests/e2e/test_gpu.py has the real one.
     monkeypatch.setattr(weight_group, "dist", dist := Mock())
     for name in ("set_device", "is_available"):
         monkeypatch.setattr(torch.cuda, name, Mock())
     monkeypatch.setattr(torch, "zeros", lambda *_, **options: options["device"])
     monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
+    blocking = list[str | None]()
+    dist.ProcessGroupNCCL.side_effect = lambda *_: blocking.append(os.environ.get(BLOCKING)) or DEFAULT
+    if before is None:
+        monkeypatch.delenv(BLOCKING, raising=False)
+    else:
+        monkeypatch.setenv(BLOCKING, before)
     device = torch.device("cuda", 0)
     group = weight_group.WeightGroup(Mock(), "a", device, "10.0.0.1", rank=0, size=2, timeout_s=2.5)
     made = dist.ProcessGroupNCCL
     assert made.Options.return_value.config.blocking == 0
     assert made.Options.return_value._timeout.total_seconds() == 2.5
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "3"
+    assert (blocking, os.environ.get(BLOCKING)) == (["1"], before)
     (sent, _), _ = made.return_value.broadcast.call_args
     assert sent == [device]
     made.return_value.broadcast.return_value.wait.assert_called_once_with()

@@ -30,7 +30,7 @@ MODEL = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"
 
 
 class FakeLLM:
-    """Answers as an engine with two workers would; `failing` has the error of a call instead, or "too late"."""
+    """Answers as an engine with two workers would; `failing` has the error of a call, "too late" or "hangs"."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.__dict__ |= attributes
@@ -44,6 +44,8 @@ class FakeLLM:
     async def _do(self, call: str, *arguments: Any) -> None:
         self.calls.append((call, *arguments))
         failure = self.failing.get(arguments[0] if call == "pause" else call)
+        if failure == "hangs":
+            await asyncio.Event().wait()
         if failure is not None:
             raise TimeoutError if failure == "too late" else Exception(failure)
 
@@ -234,6 +236,44 @@ async def test_the_reason_is_told_even_if_nothing_can_be_aborted_any_more(engine
     health = engine.health()
     assert health.error is not None
     assert health.error.code == "engine_dead"  # which no good version mends
+
+
+@pytest.mark.parametrize("reason", ["engine_dead", "shutting_down"])
+@pytest.mark.parametrize("call", ["keep", "hocket_load_disk", "version", "resume"])
+async def test_a_reload_that_a_lost_engine_leaves_without_an_answer_is_told_why(
+    engine: Engine, llm: FakeLLM, call: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.server.engine.LOOK_S", 0.01)
+    llm.failing = {call: "hangs"}
+    loading = asyncio.create_task(engine.reload(request()))
+    async with asyncio.timeout(30):
+        while not any(call in made for made in llm.calls):
+            await asyncio.sleep(0.01)
+    if reason == "engine_dead":
+        llm.errored = True
+    else:
+        await engine.stop()
+    with pytest.raises(ApiError) as refused:
+        await asyncio.wait_for(loading, 10)
+    health = engine.health()
+    assert health.error is not None
+    assert (refused.value.status, refused.value.body.code, health.error.code) == (503, reason, reason)
+
+
+async def test_an_engine_that_dies_as_it_goes_on_after_a_comparison_that_broke_off_is_dead(
+    engine: Engine, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.server.engine.LOOK_S", 0.01)
+    await engine.reload(request())
+    llm.failing = {"second worker": "no room", "resume": "hangs"}
+    llm.calls.clear()
+    comparing = asyncio.create_task(engine.reload(request(compare=True)))
+    async with asyncio.timeout(30):
+        while ("resume",) not in llm.calls:
+            await asyncio.sleep(0.01)
+    llm.errored = True
+    with pytest.raises(ApiError, match="the engine's process ended"):
+        await asyncio.wait_for(comparing, 10)
 
 
 async def test_a_load_that_ends_while_the_server_stops_does_not_bring_it_back(engine: Engine, llm: FakeLLM) -> None:

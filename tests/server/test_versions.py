@@ -123,6 +123,15 @@ def test_a_checkpoint_without_its_head_and_with_old_buffers_is_what_the_trainer_
     verify(root / "v1", 1, found)
 
 
+def test_a_model_s_own_code_is_neither_run_nor_asked_about(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    (root / "own.py").write_text(f"open('{root}/run', 'w')\nfrom transformers import PretrainedConfig as Own\n")
+    monkeypatch.setattr("builtins.input", lambda question: "yes")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        versions.model_shapes(str(root))
+    assert not (root / "run").exists()
+
+
 def test_a_tied_head_that_differs_from_its_embedding_is_refused(kit: Any, root: Path, shapes: Any) -> None:
     kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
     with pytest.raises(ApiError, match=r"ties 'lm_head\.weight' to 'model\.embed_tokens\.weight'"):

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+import torch
 
 from hocket.config import load
 from hocket.data import tokenizer
@@ -42,7 +43,7 @@ NAMES = {
     "vllm.outputs": "CompletionOutput RequestOutput",
     "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",
     "vllm.v1.engine.async_llm": "AsyncLLM.abort AsyncLLM.errored AsyncLLM.shutdown",
-    "vllm.v1.engine.core": "EngineCoreProc.run_engine_core",
+    "vllm.v1.engine.core": "EngineCoreProc.run_engine_core get_kv_cache_configs",
     "vllm.v1.engine.utils": "get_mp_context",
     "vllm.v1.worker.gpu_worker": "Worker.add_lora Worker.reload_weights Worker.remove_lora",
 }
@@ -238,6 +239,30 @@ def test_memory_of_a_bucket_is_used_anew_only_when_the_engine_s_stream_has_read_
     tensor, specs = Mock(is_cuda=True), dict[str, TensorSpec]()
     assert next(worker._tensors(iter([([("a", tensor)], {})]), specs)) == ("a", tensor)
     tensor.record_stream.assert_called_once_with("the engine's")
+
+
+def test_the_kv_cache_has_no_more_blocks_than_all_requests_can_fill(model: str) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine import core
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    settings = [f"model.path={model}", "model.max_length=100", "server.max_concurrent=8", "server.kv_cache_mib=64"]
+    args = vllm_arguments.engine_arguments(load(None, settings))
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    config.cache_config.kv_cache_layout = "NHD"  # as the engine chooses it
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    block = 2 * 2 * 16 * 32 * 4  # bytes: keys and values of two layers
+
+    def blocks(memory: int, *, size: int | None = None, override: int | None = None) -> int:
+        config.cache_config.kv_cache_memory_bytes, config.cache_config.num_gpu_blocks_override = size, override
+        (planned,) = vllm_api.bounded(core.get_kv_cache_configs)(config, [{"a": spec, "b": spec}], [memory])
+        return int(planned.num_blocks)
+
+    most = 1 + 4 * 8 * 7  # of 4 x 8 requests, each of at most 7 blocks of 16 tokens
+    assert blocks(80 << 30) == most
+    assert blocks((most - 1) * block) == most - 1  # vLLM's own number
+    assert blocks(1000 * block, size=1000 * block) == blocks(80 << 30, override=1000) == 1000  # the user's
+    assert config.cache_config.num_gpu_blocks_override == 1000
 
 
 @pytest.mark.parametrize("sleeps", [False, True])

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ GONE = ServerError("can't reach it", code="unreachable")
 BROKEN = ServerError("it broke", code="reload_failed", status=500)
 REFUSED = ServerError("tensor a has another shape", code="bad_version", status=409)
 UNABLE = ServerError("no memory is left", code="compare_failed", status=500)
+SLOW = ServerError("the files were not read", code="slow_disk", status=503)
 NOT_HELD = ServerError("layers.1.mlp.down_proj differs", code="not_held", status=409)
 METRICS = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
 
@@ -45,7 +46,7 @@ class FakeServer:
             raise self.error
         return fakes.health(version=self.version, session=self.session)
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
         self.asked.append(request)
         if self.error is not None:
             raise self.error
@@ -270,13 +271,31 @@ async def test_parameters_that_differ_stop_the_run_or_are_loaded_again_with_a_wa
         assert f"WARNING: {said}" in world.said
 
 
-async def test_a_comparison_that_breaks_off_is_said_and_counted_and_the_server_works_on() -> None:
+@pytest.mark.parametrize("failure", [UNABLE, SLOW])
+async def test_a_comparison_that_breaks_off_is_said_and_counted_and_the_server_works_on(failure: ServerError) -> None:
     world = await make_up("sync.check_every=1")
-    world.disk.found = {B: UNABLE}
+    world.disk.found = {B: failure}
     metrics = await world.sync.publish()
     assert (metrics["sync/servers"], metrics["sync/mismatches"], world.up) == (2.0, 1.0, [A, B])
-    assert world.said[-1] == "WARNING: http://b can't say whether it holds version 6: no memory is left"
+    assert world.said[-1] == f"WARNING: http://b can't say whether it holds version 6: {failure}"
     assert len(world.trainer.scored) == 4  # of both, as their log-probs still say something
+
+
+async def test_a_completion_that_nobody_asked_for_ends_a_check_with_its_stream_closed() -> None:
+    world = await make_up(servers=1)
+    tasks: list[Any] = []
+
+    async def generate(request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
+        tasks.append(asyncio.current_task())
+        try:
+            yield StreamLine(prompt=7, index=0, completion=fakes.completion(5, logprobs=(-0.5,)))
+        finally:
+            tasks.append(asyncio.current_task())
+
+    world.servers[0].generate = generate  # type: ignore[method-assign]
+    with pytest.raises(IndexError):
+        await world.sync.check(world.pool.up)
+    assert tasks == [asyncio.current_task()] * 2  # it was not left to the garbage collector
 
 
 def rows(tokens: Sequence[int], server: Sequence[float], trainer: Sequence[float]) -> list[list[Scored]]:
@@ -422,6 +441,7 @@ async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is
     assert (world.collective.sent[-1], world.disk.sent) == ((7, [A, B]), [(7, [B])])
     assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (1.0, 2.0)
     assert metrics["sync/transfer_s"] > 0.25
+    assert metrics["sync/mebibytes"] == 3.0 + 3.0 / 2  # one of two servers got it twice
     assert world.said[-1] == "version 7 goes to http://b by disk instead: server http://b did not take bucket 3/7"
 
 

@@ -9,10 +9,11 @@ import asyncio
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 
-from hocket.client.pool import GONE, MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
+from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
 from hocket.errors import ServerError
-from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
+from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
 
 WINDOW_S = 0.002
 MAX_REQUESTS = 48
@@ -20,8 +21,6 @@ MAX_REQUESTS = 48
 MAX_TURNS = MAX_PROMPTS  # in one request: at most what a server takes
 MAX_HOMES = 1 << 12
 """Groups whose server is remembered."""
-AGAIN = frozenset({"aborted", "asleep"})
-"""Error codes of requests that the server ended for others to go first."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -77,9 +76,10 @@ class Batcher:
         await asyncio.sleep(WINDOW_S * (1 + len(self._requests) / max(1, len(self._pool.up))))
         try:
             up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
-            waiting, self._waiting = self._waiting, []
-            wanted = [turn for turn in waiting if not turn.answer.done()]  # it may have been lost too often
-            for member, turns in self._divided(wanted, self._free() or up):
+            wanted = [turn for turn in self._waiting if not turn.answer.done()]  # it may have been lost too often
+            requests = self._divided(wanted, self._free() or up)
+            self._waiting = []
+            for member, turns in requests:
                 if member not in self._free():
                     self._waiting += turns  # until a request has ended
                     continue
@@ -121,9 +121,10 @@ class Batcher:
         try:
             await self._pool.watched(member, self._play(member, turns, todo))
         except ServerError as error:
-            if turns[0].deadline.over or error.code not in GONE | AGAIN:
+            says = meaning(error.code)
+            if turns[0].deadline.over or not (says.lost or says.again):
                 _fail(todo, error)
-            elif error.code in GONE:
+            elif says.lost:
                 self._pool.mark_lost(member, str(error))
                 for turn in todo:
                     turn.losses += 1
@@ -156,12 +157,13 @@ class Batcher:
             session=member.session,
             tools=self._tools,
         )
-        async for line in member.server.generate(request, timeout_s=turns[0].deadline.left_s):
-            turn = by_prompt[line.prompt][line.index]
-            del todo[turn]
-            member.in_flight -= turn.tokens
-            if not turn.answer.done():
-                turn.answer.set_result(line.completion)
+        async with aclosing(member.server.generate(request, timeout_s=turns[0].deadline.left_s)) as lines:
+            async for line in lines:
+                turn = by_prompt[line.prompt][line.index]
+                del todo[turn]
+                member.in_flight -= turn.tokens
+                if not turn.answer.done():
+                    turn.answer.set_result(line.completion)
         if todo:
             raise ServerError(f"{member.url}/generate ended {len(todo)} completions too early", code="protocol")
 

@@ -17,7 +17,7 @@ from typing import Any
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
 from hocket.errors import HocketError, ServerError, SyncError, door
-from hocket.protocol import AgentRecord, Health, SamplingParams, SessionRequest, SessionResponse
+from hocket.protocol import AgentRecord, Health, SamplingParams, SessionRequest, SessionResponse, meaning
 
 MAX_LOSSES = 3
 """Give up on a turn or an episode after it has coincided with this many lost servers; it may be the cause."""
@@ -30,10 +30,6 @@ FIND_S = 5.0
 """Between two look-ups of the list of servers."""
 LOOKING_SHARE = 0.1
 """Share of the time that looking at servers that are out may cost those that work."""
-GONE = frozenset(
-    {"unreachable", "timeout", "cut", "protocol", "other_session", "engine_dead", "reload_failed", "shutting_down"}
-)
-"""Error codes after which a server is out until it has been looked at again."""
 
 
 class Deadline:
@@ -241,9 +237,9 @@ class ServerPool:
                 health = await member.server.heartbeat(timeout_s=LOOK_S, take_over=take_over)
                 member.held = True
             member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
-            # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
-            if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
-                member.mark_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
+            failure = health.error if health.status == "failed" else None
+            if failure is not None and not meaning(failure.code).curable:
+                member.mark_out(f"it failed: {failure.message}")
             elif health.status in ("loading", "updating"):
                 member.mark_out(f"it is {health.status}")
             elif self.bring_up is None:
@@ -315,7 +311,7 @@ class ServerPool:
                 try:
                     opened = await member.server.open_session(request, timeout_s=self.silence_s)
                 except ServerError as error:
-                    if error.code not in GONE:
+                    if not meaning(error.code).lost:
                         raise
                     self.mark_lost(member, str(error))
                     continue
@@ -349,6 +345,6 @@ class RecordedSession:
             return record
         except ServerError as error:
             self.open = False
-            if error.code in GONE:
+            if meaning(error.code).lost:
                 self._pool.mark_lost(self._member, str(error))
             raise

@@ -5,7 +5,7 @@ back as NDJSON, each as soon as it is finished.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -110,8 +110,8 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             return False
         return True
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
-        """Yield completions as the server finishes them, in any order."""
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
+        """Yield completions as the server finishes them, in any order. Use `aclosing`: its deadline runs until then."""
         body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),

@@ -17,6 +17,7 @@ import jinja2
 
 from hocket.config import read_settings, to_yaml
 from hocket.errors import ConfigError
+from hocket.protocol import CURABLE
 
 SUBMIT = {  # command lines, in the folder of the files
     "slurm": ["sbatch job.sh"],
@@ -107,6 +108,7 @@ def render(
     )
     templates.filters |= {"sh": lambda value: shlex.quote(str(value)), "text": lambda value: json.dumps(str(value))}
     known = {"layout": layout, "config": config, "folder": folder, "name": name, "python": python, "root": root}
+    known["curable"] = CURABLE
     files = {folder / "config.yaml": HEAD + to_yaml(values)}
     for template in templates.list_templates(filter_func=lambda template: template.startswith(f"{engine}/")):
         files[folder / Path(template).stem] = templates.get_template(template).render(known, run_dir=run_dir)

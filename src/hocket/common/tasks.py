@@ -118,8 +118,10 @@ def retrieve(task: asyncio.Task[Any]) -> None:
 def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     """Add the wall seconds of the body to `metrics` under `name`."""
     start = time.perf_counter()
-    yield
-    metrics[name] = time.perf_counter() - start
+    try:
+        yield
+    finally:
+        metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
 
 
 def seed_of(*parts: object) -> int:

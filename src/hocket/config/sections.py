@@ -268,7 +268,9 @@ class ServerConfig(Section):
         le=1,
         description="Share of GPU memory. A trainer beside it needs the rest; with launch.share_gpu leave 2 GiB.",
     )
-    kv_cache_mib: int | None = Field(None, ge=16, description="KV cache in MiB. Default: share on a GPU, 256 on a CPU.")
+    kv_cache_mib: int | None = Field(
+        None, ge=16, description="KV cache in MiB. Default: what requests can fill of a GPU's share, 256 on a CPU."
+    )
     max_concurrent: int | None = Field(
         None, ge=1, description="Maximum sequences decoded at the same time. Default: vLLM's on a GPU, 256 on a CPU."
     )

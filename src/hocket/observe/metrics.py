@@ -104,7 +104,7 @@ METRICS = (
     Metric("critic/skipped", "share of the updates in which the critic's loss or gradient was not finite",
            high=0, advice="lower critic.learning_rate; look at the step's rollouts"),
     Metric("sync/servers", "servers that hold the newest version"),
-    Metric("sync/mebibytes", "MiB sent to each server"),
+    Metric("sync/mebibytes", "MiB sent to each server, on average"),
     Metric("sync/prepare_s", "seconds until the first byte could be sent; disk: to write and verify the files"),
     Metric("sync/transfer_s", "seconds until the last server had loaded the version, including a fall-back"),
     Metric("sync/fallbacks", "servers that sync.backend=nccl could not reach and that got the version by disk",

@@ -3,7 +3,7 @@
 import base64
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pydantic
@@ -55,6 +55,46 @@ class Strict(pydantic.BaseModel):
     """Base of every message: unknown fields are errors, true is not 1, "1" is not 1, NaN is no number."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Code(NamedTuple):
+    """What an error code says beside that a request was refused."""
+
+    lost: bool = False  # the server is out until it has been looked at again: others do its work
+    gone: bool = False  # and its engine's process has ended: it holds no memory of a GPU
+    final: bool = False  # the version that was sent would not get there in another way either
+    again: bool = False  # the request was ended for others to go first: the server will answer it later
+    curable: bool = False  # the engine stands still until a reload or a wake-up succeeds
+    unharmed: bool = False  # the engine goes on as before, though it could not do this
+
+
+_MEANINGS = (
+    (Code(lost=True, gone=True, final=True), "unreachable engine_dead shutting_down"),
+    (Code(lost=True, final=True), "timeout"),
+    (Code(again=True, curable=True), "asleep"),
+    (Code(lost=True, curable=True), "reload_failed not_resumed"),
+    (Code(lost=True), "cut protocol other_session sleep_failed"),
+    (Code(again=True), "aborted"),
+    (Code(final=True), "not_held"),
+    (Code(unharmed=True), "busy compare_failed slow_disk"),
+    (
+        Code(),
+        "bad_name bad_version base_replaced body_timeout body_too_large chat_template_error context_too_long disk_full "
+        "empty empty_prompt foreign_page generation_failed http_error incomplete_version internal invalid_request "
+        "malformed_json method_not_allowed no_base no_chat_template no_group no_session no_sleep_mode no_such_version "
+        "no_weights not_finite not_found not_installed not_recorded other_model other_trainer other_version "
+        "rank_too_high refused_by_engine refused_by_vllm token_out_of_vocabulary too_many_calls too_many_sessions "
+        "unauthorized upload_failed upload_too_large",
+    ),
+)
+CODES = {code: says for says, codes in _MEANINGS for code in codes.split()}
+"""Every code that a server answers with, or a client gives it where it does not answer."""
+CURABLE = [code for code, says in CODES.items() if says.curable]
+
+
+def meaning(code: str) -> Code:
+    """Return what a code says; one of another program says nothing."""
+    return CODES.get(code, Code())
 
 
 class ErrorBody(Strict):

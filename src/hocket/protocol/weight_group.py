@@ -26,6 +26,7 @@ Store = Any
 Named = Sequence[tuple[str, Tensor]]
 
 BUCKET_BYTES = 256 << 20  # of a bucket, about
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _ENVIRONMENT = threading.Lock()  # groups are made in several threads, and each restores what it has set
 _ALIGNMENT = 16
 _CHECKSUM_BYTES = 8
@@ -94,12 +95,14 @@ class WeightGroup:
             bound_nccl(self.timeout_s)
             # Waits must block, and raise past the deadline; else NCCL's watchdog ends the process.
             with _ENVIRONMENT:
-                before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
-                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+                before = os.environ.get(_BLOCKING_WAIT)
+                os.environ[_BLOCKING_WAIT] = "1"
                 try:
                     self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
                 finally:
-                    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+                    del os.environ[_BLOCKING_WAIT]
+                    if before is not None:
+                        os.environ[_BLOCKING_WAIT] = before
             try:
                 self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects no earlier
             except BaseException:

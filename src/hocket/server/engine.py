@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hocket.common.tasks import cancel
 from hocket.data import tokenizer as tokenizers
 from hocket.protocol import (
+    CURABLE,
     AdapterConfig,
     CollectiveSource,
     DiskSource,
@@ -25,12 +27,14 @@ from hocket.protocol import (
     SleepRequest,
     Status,
     WakeRequest,
+    meaning,
 )
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
 from hocket.server.holder import Holder
 from hocket.server.uploads import Uploads
+from hocket.server.vllm_api import LOOK_S
 from hocket.types import InFlight
 
 T = TypeVar("T")
@@ -47,8 +51,6 @@ ASLEEP = ErrorBody(
     message="the engine is asleep: a trainer is using the GPU",
     hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
 )
-CURABLE = frozenset({"asleep", "reload_failed", "not_resumed"})
-"""Codes of failures that a reload or a wake-up ends; with any other one the engine is lost."""
 
 
 class Engine:
@@ -82,14 +84,14 @@ class Engine:
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
         first = ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self._session)
-        # Where the weights came from, and the answer to that; None where the model holds no version whole.
-        self._held: tuple[str, ReloadResponse] | None = ("", first)
+        self._held: ReloadResponse | None = first  # None where the model holds no version whole
+        self._source = ""  # that it came from
         self._asleep: tuple[str, ...] = ()  # those of PARTS that are off the GPU
         self._group: str | None = None
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
         self._holder = Holder()
-        self._base_replaced = self._stopping = False
+        self._base_replaced = False
         self._reload_lock = asyncio.Lock()
 
     async def start(self) -> None:
@@ -106,16 +108,17 @@ class Engine:
             raise ApiError(503, **reason.model_dump())
 
     def _reason(self) -> ErrorBody | None:
-        if self.llm.errored and not self._stopping and (self._failure is None or self._failure.code != "engine_dead"):
+        is_lost = self._failure is not None and meaning(self._failure.code).gone
+        if self.llm.errored and not is_lost:
             self._fail("engine_dead", "the engine's process ended", RESTART)
         return self._failure or (ASLEEP if self._asleep else None)
 
     def health(self) -> Health:
         """Return the answer to /health."""
-        reason = self._reason()
+        self._reason()  # it may be found dead
         model, vllm = self.llm.model_config, self.llm.vllm_config
         return Health(
-            status="asleep" if reason is ASLEEP and self._status == "ready" else self._status,
+            status="asleep" if self._asleep and self._status == "ready" else self._status,
             version=self.version,
             model=self.model,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -128,7 +131,7 @@ class Engine:
             device=str(vllm.device_config.device_type),
             workers=self._workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks or 0) * int(vllm.cache_config.block_size),
-            error=None if reason is ASLEEP else reason,
+            error=self._failure,
         )
 
     def heartbeat(self, request: HeartbeatRequest) -> Health:
@@ -166,8 +169,10 @@ class Engine:
                 while not all(joined):
                     await asyncio.sleep(JOIN_POLL_S)
                     message, size = group.model_dump_json(), self._workers + 1
-                    joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
+                    joining = vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
+                    joined = await self._in_time(joining)
         except Exception as error:
+            self.require_ready(admits=CURABLE)
             message = f"the workers can't join the trainer at {group.host}:{group.port}: {cause_of(error)}"
             hint = "can this machine reach that address? sync.backend=disk needs no such connection"
             raise ApiError(409, "no_group", message, hint) from error
@@ -206,7 +211,7 @@ class Engine:
                 if key != self._group:
                     await self._join(source.group)
                 call, arguments = "hocket_load_group", (source.model_dump_json(),)
-                checksum = self._held[1].checksum if request.compare and self._held else ""
+                checksum = self._held.checksum if request.compare and self._held else ""
             if self._asleep:  # it is paused, and stays so until its KV cache wakes up
                 await self._wake(PARTS[:1])
             else:
@@ -219,7 +224,8 @@ class Engine:
             self._status, self._failure = "ready", None
             seconds = time.perf_counter() - start
             response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
-            self._held = (key, response)
+            self._held = response
+            self._source = key
             await self._wake(PARTS)
             return response
 
@@ -260,31 +266,26 @@ class Engine:
 
     async def _pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
         try:
-            await asyncio.wait_for(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache), self._timeout_s)
+            await self._in_time(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache))
         except TimeoutError as late:
             message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             try:
                 if self._failure is None:  # a half-loaded model must not run
                     await asyncio.wait_for(self.llm.resume_generation(), vllm_api.ABORT_TIMEOUT_S)
             except Exception as error:
-                self.require_ready(admits=CURABLE)
                 message += f", and the engine does not go on: {cause_of(error)}"
                 raise await self._fail_all(503, "not_resumed", message, RELOAD) from error
             hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
             raise ApiError(503, "busy", message, hint) from late
-        except vllm_api.engine_errors():
-            self.require_ready(admits=CURABLE)
-            raise
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Wait for the engine to fall asleep or wake up. After a failure its memory is in an unknown state."""
         try:
             await self._in_time(moving)
         except Exception as error:
-            code = "engine_dead" if self.llm.errored else "sleep_failed"
             message = f"the engine could not leave the GPU, or come back to it: {cause_of(error)}"
             hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
-            raise await self._fail_all(500, code, message, hint) from error
+            raise await self._fail_all(500, "sleep_failed", message, hint) from error
 
     async def _reading(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
@@ -295,11 +296,24 @@ class Engine:
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     async def _in_time(self, work: Awaitable[T]) -> T:
-        """Return the result of the work. Raises TimeoutError that names the setting."""
+        """Return the result of the work. Raises TimeoutError that names the setting, ApiError where the engine is lost.
+
+        vLLM never answers calls that its process had not finished when it ended.
+        """
+        task = asyncio.ensure_future(work)
         try:
-            return await asyncio.wait_for(work, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                while not task.done():
+                    self.require_ready(admits=CURABLE)
+                    await asyncio.wait([task], timeout=LOOK_S)
+                return task.result()
         except TimeoutError as error:
             raise TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}") from error
+        except Exception:
+            self.require_ready(admits=CURABLE)
+            raise
+        finally:
+            await cancel([task])
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
         """Receive one file of a version."""
@@ -311,13 +325,15 @@ class Engine:
 
         Raises ApiError where it is to be compared, but is not what the model holds.
         """
-        held_key, held = self._held or ("", None)
-        if held and (self._failure or held.version != request.version or checksum not in (None, held.checksum)):
+        held = None if self._failure else self._held
+        if held and (held.version != request.version or checksum not in (None, held.checksum)):
             held = None
-        if request.compare and held is None:
+        if not request.compare:
+            return held if key == self._source else None
+        if held is None:
             message = f"the engine does not hold this version {request.version}, so it can't be compared with it"
             raise ApiError(503, "other_version", message, "load it first")
-        return held if held_key == key and not request.compare else None
+        return None
 
     def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
         if adapter is None:
@@ -355,22 +371,24 @@ class Engine:
             # Workers that report an error have put back what they compared.
             if request.compare and isinstance(error, RuntimeError) and not different:
                 self._status = "ready"
-                await self._resume()
+                await self._in_time(self._resume())
                 raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
             self._held = None
             await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
-            if self.llm.errored:
-                message = f"the engine's process ended while it loaded version {request.version}"
-                raise ApiError(500, **self._fail("engine_dead", message, RESTART).model_dump()) from error
             failure = await self._fail_all(500, "reload_failed", message, RELOAD)
             raise ApiError(409, "not_held", message, RELOAD) if different else failure from error
 
     async def _resume(self) -> None:
-        if not self._asleep and not self._stopping:
+        self.require_ready(admits=CURABLE)  # it may be shutting down
+        if not self._asleep:
             await self.llm.resume_generation()
 
     async def _fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
-        """End all requests with a failure now, as no good version may come before their deadlines; return its error."""
+        """End all requests with a failure now, as no good version may come before their deadlines; return its error.
+
+        Raises ApiError where the engine is lost, which says more.
+        """
+        self.require_ready(admits=CURABLE)
         reason = self._fail(code, message, hint)
         await vllm_api.abort_all(self.llm)
         return ApiError(status, **reason.model_dump())
@@ -382,7 +400,6 @@ class Engine:
 
     async def stop(self) -> None:
         """End every request with the error that the server is shutting down."""
-        self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await vllm_api.abort_all(self.llm)
         self._copy.discard()

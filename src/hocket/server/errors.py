@@ -22,7 +22,7 @@ class ApiError(HocketError):
     def __init__(self, status: int, code: str, message: str, hint: str) -> None:
         super().__init__(message)
         self.status = status
-        self.body = ErrorBody(code=code, message=_printable(message), hint=_printable(hint))
+        self.body = ErrorBody(code=code, message=encodable(message[:2000]), hint=encodable(hint[:2000]))
 
     def response(self) -> JSONResponse:
         """Return the HTTP answer."""
@@ -73,6 +73,6 @@ def cause_of(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _printable(text: str, limit: int = 2000) -> str:
-    """Cut a message to a limit and replace characters that UTF-8 can't encode."""
-    return text[:limit].encode("utf-8", "replace").decode("utf-8")
+def encodable(text: str) -> str:
+    """Replace half surrogate pairs, which JSON allows in a string and UTF-8 can't encode, by a question mark."""
+    return text.encode(errors="replace").decode()

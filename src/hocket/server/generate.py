@@ -16,7 +16,7 @@ import jinja2
 from hocket.common.tasks import as_completed
 from hocket.protocol import MAX_COMPLETIONS, Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
-from hocket.server.errors import ApiError, cause_of, invalid, parse
+from hocket.server.errors import ApiError, invalid, parse
 
 MIN_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when asked for a lower one."""
@@ -105,13 +105,7 @@ class Sampler:
 
     async def complete(self, job: Job) -> tuple[Job, Completion]:
         """Sample one completion. Raises ApiError where it is refused or breaks off."""
-        try:
-            output = await vllm_api.complete(self._llm, job.token_ids, job.sampling, job.seed, job.request_id)
-        except vllm_api.client_error() as error:
-            raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
-        except vllm_api.engine_errors() as error:
-            self._require_ready()
-            raise ApiError(503, "generation_failed", cause_of(error), RESTART) from error
+        output = await vllm_api.complete(self._llm, job.token_ids, job.sampling, job.seed, job.request_id)
         if output.finish_reason == "abort":
             self._require_ready()
             raise ApiError(503, "aborted", "generation was aborted", "send it again")

@@ -20,8 +20,10 @@ from hocket.common.machine import bound_nccl, cpu_threads, holder, is_loopback
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError
+from hocket.protocol import CURABLE
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
+from hocket.server.vllm_api import LOOK_S
 
 if TYPE_CHECKING:
     from hocket.server.engine import Engine
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 GRACE_S = 3
 """Seconds for requests in flight, and then for the engine's processes, to end by themselves."""
 LAST_WORDS_S = 15.0
-LOOK_S = 1.0  # between looks at the engine
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
 OTHER_SETTINGS = (
     "another model.path; or, where memory is short, a lower model.max_length or server.max_concurrent, and for the KV "
@@ -193,8 +194,6 @@ async def _serve(
 
 async def _lost(engine: "Engine") -> ServerError:
     """Return the error of a lost engine, when /health and the requests in flight have had the time to tell it."""
-    from hocket.server.engine import CURABLE
-
     while True:
         try:
             engine.require_ready(admits=CURABLE)

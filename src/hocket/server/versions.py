@@ -44,7 +44,8 @@ def model_shapes(path: str) -> ModelShapes:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # None, the default, asks on the terminal
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     in_memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     unused = re.compile("|".join([*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]))
     prefix = f"{model.base_model_prefix}."

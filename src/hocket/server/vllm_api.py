@@ -27,7 +27,7 @@ from typing import Any
 from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK
 from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
-from hocket.server.errors import ApiError, cause_of
+from hocket.server.errors import ApiError, cause_of, encodable
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall, uninterrupted
 from hocket.server.vllm_arguments import is_cpu_build
 from hocket.server.vllm_weights import adapter_request
@@ -39,6 +39,7 @@ ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
 ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
 """The routes of vLLM that are served; others can abort anybody's requests, for one."""
 ABORT_TIMEOUT_S = 2.0
+LOOK_S = 1.0  # between looks at whether the engine lives
 SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
@@ -104,7 +105,7 @@ def _admitting_llm(num_slots: int) -> Any:
     recorded there.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.exceptions import EngineGenerateError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     slots = asyncio.Semaphore(num_slots)
 
@@ -138,7 +139,7 @@ def _admitting_llm(num_slots: int) -> Any:
                     async with contextlib.aclosing(ask()) as outputs:
                         async for output in outputs:
                             yield output
-                except EngineGenerateError as error:
+                except (EngineDeadError, EngineGenerateError) as error:
                     self.require_ready()
                     raise _failure(error) from error
                 finally:
@@ -157,10 +158,34 @@ def _failure(error: Exception) -> ApiError:
     return ApiError(500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more")
 
 
+def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Return vLLM's function that plans the KV cache, with no more blocks than requests can fill, unless a size is set.
+
+    Of a tiny model a large GPU holds millions, and vLLM walks through all of them with each weight version. There is
+    room for all requests that the engine is given, at full length: so the prefix cache has several times what it needs.
+    """
+
+    def bounded_plan(config: Any, specs: Any, memory: Any) -> list[Any]:
+        planned = plan(config, specs, memory)
+        cache = config.cache_config
+        length = config.model_config.max_model_len
+        each = sum(math.ceil(length / group.kv_cache_spec.block_size) for group in planned[0].kv_cache_groups)
+        most = 1 + SLOTS * config.scheduler_config.max_num_seqs * each  # vLLM keeps one block for itself
+        is_set = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+        if is_set or planned[0].num_blocks <= most:
+            return planned
+        cache.num_gpu_blocks_override = most
+        return plan(config, specs, memory)
+
+    return bounded_plan
+
+
 def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     """Run vLLM's own function in the engine's process, tied to the server; what ends it goes to a file."""
+    from vllm.v1.engine import core
     from vllm.v1.engine.core import EngineCoreProc
 
+    core.get_kv_cache_configs = bounded(core.get_kv_cache_configs)
     die_with_parent_process()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
@@ -301,17 +326,23 @@ def version_spans(output: Any) -> tuple[VersionSpan, ...]:
 
 
 async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, seed: int | None, request_id: str) -> Any:
-    """Sample one completion and return vLLM's CompletionOutput. A cancelled call aborts the request."""
+    """Sample one completion and return vLLM's CompletionOutput, or raise ApiError. A cancelled call aborts it."""
+    from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
 
     asked = llm.generate(tokens_input(token_ids), sampling_params(sampling, seed), request_id)
-    return [output async for output in asked][-1].outputs[0]
+    try:
+        return [output async for output in asked][-1].outputs[0]
+    except VLLMClientError as error:
+        raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
 
 
 async def abort(llm: Any, request_ids: Sequence[str]) -> None:
     """End requests, those that exist, with one message to the engine: of many it takes one by one in n² time."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     if request_ids:
-        with contextlib.suppress(*engine_errors()):  # they have ended with the engine
+        with contextlib.suppress(EngineDeadError):  # they have ended with it
             await asyncio.shield(llm.abort(request_ids))  # half of it done would leave them running for ever
 
 
@@ -354,31 +385,12 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
             return []
         return [
             ToolCall(
-                name=_encodable(call.function.name),
-                arguments=_encodable(call.function.arguments),
+                name=encodable(call.function.name),
+                arguments=encodable(call.function.arguments),
                 # An id that vLLM made up is random, and would end up among the tokens that the model sees.
-                id="" if call.id.startswith("chatcmpl-tool-") else _encodable(call.id),
+                id="" if call.id.startswith("chatcmpl-tool-") else encodable(call.id),
             )
             for call in calls
         ]
 
     return find
-
-
-def _encodable(text: str) -> str:
-    """Replace half surrogate pairs, which JSON allows in a string and UTF-8 can't encode, by a question mark."""
-    return text.encode(errors="replace").decode()
-
-
-def client_error() -> type[Exception]:
-    """Return the exception of vLLM for a wrong request."""
-    from vllm.exceptions import VLLMClientError
-
-    return VLLMClientError  # type: ignore[no-any-return]
-
-
-def engine_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of vLLM for a failed engine."""
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-    return (EngineDeadError, EngineGenerateError)

@@ -15,15 +15,13 @@ from hocket.client.server import ServerClient
 from hocket.common.tasks import timed
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import SleepRequest, WakeRequest
+from hocket.protocol import SleepRequest, WakeRequest, meaning
 from hocket.sync.disk import Versions
 from hocket.sync.publish import Delivery, Transport
 from hocket.types import Metrics
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
-
-_GONE = {"unreachable", "engine_dead", "shutting_down"}  # error codes of servers that hold no GPU memory any more
 
 
 def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
@@ -78,6 +76,6 @@ async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]
         try:
             await ask(member.server)
         except ServerError as error:
-            if error.code not in _GONE:
+            if not meaning(error.code).gone:
                 raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error
             pool.mark_lost(member, str(error))

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
 from hocket.client.pool import Member
@@ -126,11 +127,12 @@ class Proof:
         contexts = [prompt.token_ids for prompt in self.prompts]
         request = GenerateRequest(prompts=list(map(list, contexts)), sampling=sampling, session=member.session)
         samples = {}
-        async for line in member.server.generate(request, timeout_s=self.sync.timeout_s):
-            transcript = Transcript(contexts[line.prompt])
-            transcript.add_completion(line.completion)
-            advantages = (0.0,) * len(transcript.token_ids)
-            samples[line.prompt] = TrainSample(sequence=transcript.sequence(), advantages=advantages)
+        async with aclosing(member.server.generate(request, timeout_s=self.sync.timeout_s)) as lines:
+            async for line in lines:
+                transcript = Transcript(contexts[line.prompt])
+                transcript.add_completion(line.completion)
+                advantages = (0.0,) * len(transcript.token_ids)
+                samples[line.prompt] = TrainSample(sequence=transcript.sequence(), advantages=advantages)
         if len(samples) != len(contexts):
             message = f"{member.url}/generate ended after {len(samples)} of {len(contexts)} completions"
             raise ServerError(message, code="protocol")

@@ -17,7 +17,7 @@ from hocket.client.pool import Member, ServerPool
 from hocket.client.server import ServerClient
 from hocket.common.tasks import timed
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import Health, ReloadResponse
+from hocket.protocol import Health, ReloadResponse, meaning
 from hocket.sync.disk import Versions
 from hocket.types import Metrics, TrainerTurn
 
@@ -87,7 +87,7 @@ class Publisher:
             if isinstance(answer, ServerError) and answer.refused and not (answer.foreign and self.pool.find):
                 does = "does not hold" if compare else "refused"
                 raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
-            if compare and isinstance(answer, ServerError) and answer.code == "compare_failed":
+            if compare and isinstance(answer, ServerError) and meaning(answer.code).unharmed:
                 self.proof.warn(f"{member.url} can't say whether it holds version {version}: {answer}")
             elif isinstance(answer, HocketError):
                 self.pool.mark_lost(member, str(answer))

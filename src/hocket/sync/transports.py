@@ -11,12 +11,11 @@ from hocket.client.server import ServerClient
 from hocket.common.tasks import run_in_thread
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, SyncError
-from hocket.protocol import DiskSource, ReloadRequest
+from hocket.protocol import DiskSource, ReloadRequest, meaning
 from hocket.sync.disk import Versions, WrittenVersion
 from hocket.sync.publish import Answer, Answers, Delivery, Transport
 
 REST_S = 5.0  # before a version that could not be written is written again: someone may have freed space
-FINAL = ("unreachable", "timeout", "not_held")  # errors that no other way helps against
 
 
 @dataclasses.dataclass
@@ -99,7 +98,9 @@ class WithFallback:
             start = time.perf_counter()
             urls = ", ".join(server.url for server in failed)
             self.say(f"version {version} goes to {urls} by disk instead: {answers[failed[0]][1]}")
-            answers |= (await self.disk.deliver(version, failed, compare=compare)).answers
+            second = await self.disk.deliver(version, failed, compare=compare)
+            answers |= second.answers
+            metrics["sync/mebibytes"] += second.metrics["sync/mebibytes"] * len(failed) / len(servers)
             metrics["sync/transfer_s"] += time.perf_counter() - start
         return Delivery(answers, metrics)
 
@@ -107,4 +108,4 @@ class WithFallback:
 def _failed(answers: Answers) -> list[ServerClient]:
     """Return the servers that answer but did not load a version, or compare it: they may do so in another way."""
     failures = {server: answer for server, (_, answer) in answers.items() if isinstance(answer, HocketError)}
-    return [server for server in failures if getattr(failures[server], "code", "") not in FINAL]
+    return [server for server in failures if not meaning(getattr(failures[server], "code", "")).final]

@@ -213,7 +213,7 @@ def _load(config: ModelConfig, *, random_init: bool, **options: Any) -> Any:
     try:
         if random_init:
             architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
-            return transformers.AutoModelForCausalLM.from_config(architecture, **options)
+            return transformers.AutoModelForCausalLM.from_config(architecture, trust_remote_code=False, **options)
         return transformers.AutoModelForCausalLM.from_pretrained(config.path, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load the model at model.path={config.path}: {error}") from error
