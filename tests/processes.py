@@ -215,10 +215,14 @@ class Process:
         self.assert_gone()
 
 
-class Server(Process):
-    """A generation server on a port of its own, which keeps that port over restarts."""
+class Command(Process):
+    """A hocket command, started where the imports are done."""
 
     forked = True
+
+
+class Server(Command):
+    """A generation server on a port of its own, which keeps that port over restarts."""
 
     def __init__(self, folder: Path, port: int, *settings: str) -> None:
         self.folder, self.port, self.settings = folder, port, settings
@@ -253,12 +257,10 @@ class Server(Process):
         return Server(self.folder, self.port, *self.settings)
 
 
-class Run(Process):
+class Run(Command):
     """A trainer on the quickstart task, against given servers."""
 
-    forked = True
-
-    def __init__(self, folder: Path, name: str, servers: Sequence[Server], *settings: str) -> None:
+    def __init__(self, folder: Path, name: str, servers: Sequence[Server], *settings: str, **environment: str) -> None:
         self.dir = folder / "runs" / name
         super().__init__(
             [
