@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -49,15 +50,16 @@ def is_gone(pid: int | str) -> bool:
 
 
 class Forked:
-    """A hocket command in a process like any other, but for its imports, which a fork server has done (preload.py).
+    """A Python program in a process like any other, but for its imports, which a fork server has done (preload.py).
 
     It has what this file uses of a subprocess.Popen. It hides what libraries read from the command's own environment
     while they are imported, its sys.path, which is that of the tests, and the end of the interpreter: only atexit's
-    functions run. The tests in e2e/, the README's commands, what server/test_stopping.py starts, and one drill's first
+    functions run. What e2e/test_runs.py and server/test_stopping.py start, the README's commands, and one drill's first
     server and run start for real.
     """
 
     def __init__(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
+        """Starts a program with its arguments; `variables` are its whole environment."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["preload"])
         with pytest.MonkeyPatch.context() as patch:
@@ -86,21 +88,16 @@ class Forked:
 
 
 def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
-    from hocket.commands import cli
-    from hocket.common import environment
-    from hocket.common.processes import exit_with
-
     vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may start others
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(variables)
-    environment.prepare()
     os.chdir(ROOT)
-    sys.argv = ["run.py", *command]
+    sys.argv = command
     try:
-        exit_with(cli.main)
+        runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
 
@@ -127,8 +124,9 @@ class Process:
         self.log = log
         self.seen: set[psutil.Process] = set()
         with log.open("ab") as output:
-            if self.forked and program == ("run.py",):
-                self.popen: Forked | subprocess.Popen[bytes] = Forked(command, log, os.environ | environment)
+            if self.forked:
+                variables = os.environ | environment
+                self.popen: Forked | subprocess.Popen[bytes] = Forked([*program, *command], log, variables)
             else:
                 self.popen = subprocess.Popen(
                     [sys.executable, *program, *command],
@@ -217,10 +215,14 @@ class Process:
         self.assert_gone()
 
 
-class Server(Process):
-    """A generation server on a port of its own, which keeps that port over restarts."""
+class Command(Process):
+    """A hocket command, started where the imports are done."""
 
     forked = True
+
+
+class Server(Command):
+    """A generation server on a port of its own, which keeps that port over restarts."""
 
     def __init__(self, folder: Path, port: int, *settings: str) -> None:
         self.folder, self.port, self.settings = folder, port, settings
@@ -255,12 +257,10 @@ class Server(Process):
         return Server(self.folder, self.port, *self.settings)
 
 
-class Run(Process):
+class Run(Command):
     """A trainer on the quickstart task, against given servers."""
 
-    forked = True
-
-    def __init__(self, folder: Path, name: str, servers: Sequence[Server], *settings: str) -> None:
+    def __init__(self, folder: Path, name: str, servers: Sequence[Server], *settings: str, **environment: str) -> None:
         self.dir = folder / "runs" / name
         super().__init__(
             [

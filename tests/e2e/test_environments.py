@@ -1,7 +1,6 @@
 """Episodes of several turns on a real server: their log-probs, calls and answers, and three policies that learn."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Plan, collect
 from hocket.rollout.pipeline import sampling_params
 from hocket.types import Group, TokenSequence
-from processes import ROOT, START_S, Process, free_port
+from processes import ROOT, START_S, Command, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +39,7 @@ def port(runs: Path) -> Iterator[int]:
     free = free_port()
     runs.mkdir()
     settings = [f"server.port={free}", f"run.dir={runs}/server", "server.tool_parser=hermes"]  # for agents' tools
-    with Process(["serve", "config/guess.yaml", *settings], runs.parent / "server.log") as server:
+    with Command(["serve", "config/guess.yaml", *settings], runs.parent / "server.log") as server:
         server.wait_for(lambda: "ready on" in server.output(), "the server is ready")
         yield free
         server.end()
@@ -200,14 +199,8 @@ async def test_an_agent_s_tools_are_shown_to_the_model_and_its_calls_parsed(port
 @pytest.mark.parametrize(("name", "steps", "rise"), [("guess", 30, 0.08), ("calculator", 18, 0.1), ("agent", 14, 0.04)])
 def test_the_policy_learns(port: int, runs: Path, name: str, steps: int, rise: float) -> None:
     settings = [f"server.port={port}", f"run.dir={runs}/{name}", f"trainer.steps={steps}", "eval.num_prompts=0"]
-    done = subprocess.run(
-        [sys.executable, "run.py", "train", f"config/{name}.yaml", *settings],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=START_S + 300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with Command(["train", f"config/{name}.yaml", *settings], runs.parent / f"{name}.log") as process:
+        assert process.wait_end(START_S + 300) == 0, process.output()
     metrics = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()][1:]
     rewards = [step["reward/mean"] for step in metrics]
     assert len(rewards) == steps

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import hostile
-from processes import ROOT, START_S, Process, free_port, started
+from processes import ROOT, START_S, Run, Server, free_port, started
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +47,9 @@ DOES = {  # what the reward does with all completions of a prompt: the error of 
 STEPS, PROMPTS, SIZE = 3, 12, 4  # one epoch: each row is drawn once
 
 
-def test_a_run_goes_on_without_what_a_hostile_reward_spoils_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_what_a_hostile_reward_spoils_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn, rows = random.Random(0), []
     for does in [*DOES, *["right"] * (STEPS * PROMPTS - len(DOES))]:
         letters = "".join(drawn.sample(string.ascii_lowercase, 4))
@@ -56,19 +58,24 @@ def test_a_run_goes_on_without_what_a_hostile_reward_spoils_and_leaves_no_proces
     (tmp_path / "torture.py").write_text(
         PLUGIN.replace("{hostile}", Path(hostile.__file__).read_text(encoding="utf-8"))
     )
-    run_dir, log, mark = tmp_path / "runs" / "a", tmp_path / "log", uuid.uuid4().hex
-    settings = [f"run.dir={run_dir}", f"server.port={free_port()}", f"plugins=[{tmp_path}/torture.py]"]
+    mark = uuid.uuid4().hex
+    settings = [f"plugins=[{tmp_path}/torture.py]"]
     settings += ["rewards.functions={torture: 1.0}", "rewards.timeout_s=10", "rewards.max_error_rate=1"]
     settings += [f"data.source={tmp_path}/rows.jsonl", "eval.num_prompts=0", f"trainer.steps={STEPS}"]
     settings += [f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={SIZE}"]
-    with Process(["quickstart", "config/quickstart.yaml", *settings], log, HOCKET_TORTURE=mark) as process:
-        assert process.wait_end(START_S + 120) == 0, log.read_text()
-        process.assert_gone()
+    with Server(tmp_path, free_port()) as server:
+        server.wait_ready()
+        monkeypatch.setenv("HOCKET_TORTURE", mark)
+        with Run(tmp_path, "a", [server], *settings) as run:
+            assert run.wait_end(START_S + 120) == 0, run.output()
+            run.assert_gone()
+        server.end()
+    monkeypatch.delenv("HOCKET_TORTURE")
     assert started(mark) == set()
 
     errors = defaultdict[str, list[str | None]](list)
-    for step, metrics in enumerate(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()[-STEPS:]), 1):
-        lines = (run_dir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    for step, metrics in enumerate(map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines()[-STEPS:]), 1):
+        lines = (run.dir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
         rollouts = list(map(json.loads, lines))
         for rollout in rollouts:
             (does,) = {row["does"] for row in rows if row["prompt"] == rollout["prompt"]}
@@ -86,6 +93,6 @@ def test_a_run_goes_on_without_what_a_hostile_reward_spoils_and_leaves_no_proces
             assert str(error).startswith(str(DOES.get(does))), does
     before, after = (
         load_file(next(path.glob("*.safetensors")))
-        for path in (ROOT / "checkpoints/tiny-sort", run_dir / "weights/v000004")
+        for path in (ROOT / "checkpoints/tiny-sort", run.dir / "weights/v000004")
     )
     assert any(not torch.equal(before[name], after[name]) for name in before)

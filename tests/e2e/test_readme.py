@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from hocket.protocol import manifest
-from processes import ROOT, START_S, Process, free_port
+from processes import ROOT, START_S, Command, Process, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +30,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     manifest.write(version, 81, manifest.specs(manifest.tensors(version)))
     free = free_port()
     command = ["serve", "config/quickstart.yaml", f"server.port={free}", f"run.dir={folder}/runs/mine"]
-    with Process(command, folder / "log") as server:
+    with Command(command, folder / "log") as server:
         server.wait_for(lambda: "ready on" in server.output(), "the server is ready")
         yield free
         server.end()

@@ -1,4 +1,7 @@
-"""Whole runs with real processes: quickstart, a control, two terminals in the wrong order, Ctrl-C, a dead server."""
+"""Whole runs with real processes: quickstart, a control, two terminals in the wrong order, Ctrl-C, a dead server.
+
+Only the tests of how a run starts and ends start it as a user does; the others have a server in common.
+"""
 
 import json
 import re
@@ -6,13 +9,14 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from processes import ROOT, START_S, Process, free_port
+from processes import ROOT, START_S, Command, Process, Run, Server, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -20,6 +24,14 @@ pytestmark = pytest.mark.e2e
 def running(command: str, log: Path, *settings: str) -> Process:
     """`run.py COMMAND config/quickstart.yaml SETTINGS`, gone with all it started when the body of `with` ends."""
     return Process([command, "config/quickstart.yaml", *settings], log)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that runs use one after the other; they are in its folder."""
+    server = Server(tmp_path_factory.mktemp("server"), free_port())
+    yield server.wait_ready()
+    server.end()
 
 
 def ranks_of(processes: list[psutil.Process]) -> list[str]:
@@ -67,20 +79,20 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
     assert out.count("→") >= 4  # before → after, and three samples
 
 
-def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_to_the_last_bit(tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_to_the_last_bit(server: Server) -> None:
     settings = [
         "algorithm.oversampling=2",
         "trainer.steps=24",
         "trainer.learning_rate=3e-4",
         "eval.every_steps=0",
+        "eval.num_prompts=256",
         "checkpoint.every_steps=0",
     ]
-    with running("quickstart", log, f"run.dir={run_dir}", "pipeline.max_staleness=2", *settings) as process:
-        assert process.wait_end(START_S + 300) == 0, log.read_text()
-    steps = metrics_of(run_dir)[1:]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["after"] >= summary["before"] + 0.25, log.read_text()
+    with Run(server.folder, "ahead", [server], "pipeline.max_staleness=2", *settings) as run:
+        assert run.wait_end(START_S + 300) == 0, run.output()
+    steps = metrics_of(run.dir)[1:]
+    summary = json.loads((run.dir / "summary.json").read_text())
+    assert summary["after"] >= summary["before"] + 0.25, run.output()
     assert max(step["staleness/max"] for step in steps) <= 2
     assert all(step["staleness/over_bound"] == 0 for step in steps)
     assert statistics.fmean(step["staleness/mean"] for step in steps) > 0.5
@@ -89,10 +101,9 @@ def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_t
     assert max(played) <= 2
     assert all(step["train/sequences"] == 16 * 8 for step, times in zip(steps, played, strict=True) if times < 2)
 
-    again = tmp_path / "runs" / "again"
-    with running("train", log, f"run.dir={again}", f"pipeline.replay={run_dir}", *settings) as process:
-        assert process.wait_end(START_S) == 0, log.read_text()
-    for one, other in zip(steps, metrics_of(again)[1:], strict=True):
+    with Run(server.folder, "again", [], f"pipeline.replay={run.dir}", *settings) as again:
+        assert again.wait_end() == 0, again.output()
+    for one, other in zip(steps, metrics_of(again.dir)[1:], strict=True):
         for name in ("train/loss", "train/grad_norm", "train/logprob_gap", "train/entropy", "reward/mean"):
             assert one[name] == other[name], (one["step"], name)
 
@@ -117,9 +128,9 @@ def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_p
     words = next(line for line in out.splitlines() if "run.py export" in line).split("python3 ")[1].split()
     assert subprocess.run([sys.executable, *words], cwd=ROOT, timeout=START_S, check=False).returncode == 0
     merged = [f"model.path={run_dir}/model", f"run.dir={tmp_path}/runs/b", f"server.port={free_port()}"]
-    with running("eval", tmp_path / "eval.log", *merged) as process:
-        assert process.wait_end(START_S) == 0, (tmp_path / "eval.log").read_text()
-    line = next(row for row in (tmp_path / "eval.log").read_text().splitlines() if row.startswith("eval/accuracy"))
+    with Command(["eval", "config/quickstart.yaml", *merged], tmp_path / "eval.log") as process:
+        assert process.wait_end(START_S) == 0, process.output()
+    line = next(row for row in process.output().splitlines() if row.startswith("eval/accuracy"))
     assert abs(float(line.split()[1]) - summary["after"]) < 0.1
 
 
@@ -191,12 +202,11 @@ def test_the_judge_of_the_example_teaches_what_another_checker_measures(tmp_path
     assert {*json.loads(held_out[0])["parts"]} == {"exact_match"}
 
 
-def test_a_random_reward_teaches_nothing(tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+def test_a_random_reward_teaches_nothing(server: Server) -> None:
     control = ["rewards.functions={random: 1.0}", "eval.reward=exact_match", "trainer.steps=30", "eval.every_steps=0"]
-    with running("quickstart", log, f"run.dir={run_dir}", *control) as process:
-        assert process.wait_end(START_S + 300) == 0, log.read_text()
-    summary = json.loads((run_dir / "summary.json").read_text())
+    with Run(server.folder, "random", [server], *control, "eval.num_prompts=256") as run:
+        assert run.wait_end(START_S + 300) == 0, run.output()
+    summary = json.loads((run.dir / "summary.json").read_text())
     assert summary["after"] <= summary["before"] + 0.1
 
 
@@ -204,10 +214,10 @@ def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_p
     run_dir, port = tmp_path / "runs" / "a", free_port()
     never_right = "rollout.max_tokens=1"  # so that no step updates the weights
     settings = [f"run.dir={run_dir}", f"server.port={port}", "trainer.steps=2", "eval.num_prompts=8", never_right]
-    with running("train", tmp_path / "train.log", *settings) as trainer:
+    with Command(["train", "config/quickstart.yaml", *settings], tmp_path / "train.log") as trainer:
         waiting = f"waiting for http://127.0.0.1:{port} (nothing answers there yet)"
         trainer.wait_for(lambda: waiting in trainer.output(), waiting)
-        with running("serve", tmp_path / "serve.log", *settings) as server:
+        with Command(["serve", "config/quickstart.yaml", *settings], tmp_path / "serve.log") as server:
             assert trainer.wait_end(START_S) == 3, trainer.output()
             assert "\n0 of 2 steps updated the weights: all rewards of each group were equal" in trainer.output()
             server.members()

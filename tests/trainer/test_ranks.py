@@ -2,11 +2,7 @@
 
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +14,45 @@ from tests.trainer.builders import logprobs_of, make_groups, read_batch, untimed
 from tests.trainer.test_updates import assert_about_equal, by_hand
 from transformers import AutoModelForCausalLM
 
+from processes import Process, free_port
+
 pytestmark = pytest.mark.ranks
 
 
-ROOT = Path(__file__).parents[2]
-WORKER = [sys.executable, str(Path(worker.__file__))]
 DEADLINE_S = 600  # for all scenarios together; each wait of the ranks for each other has a deadline of its own
 
 
-def environment(**variables: str) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return inherited | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"} | variables
+class Rank(Process):
+    """One rank of worker.py."""
+
+    forked = True
+
+
+def start(size: int, output: Path, scenarios: Sequence[tuple[str, str]]) -> list[Rank]:
+    """Starts scenarios, each with its model, one after the other among the same ranks; no launcher ends the others."""
+    output.mkdir(parents=True, exist_ok=True)
+    port, words = str(free_port()), [str(output), *itertools.chain(*scenarios)]
+    ranks = []
+    for rank in map(str, range(size)):
+        together = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        variables = together | {"MASTER_PORT": port} if size > 1 else {}
+        log = output / f"log-{scenarios[0][0]}-{rank}"
+        ranks.append(Rank(words, log, program=[worker.__file__], **variables))
+    return ranks
+
+
+def ended(ranks: Sequence[Rank]) -> list[int]:
+    """Returns the exit statuses."""
+    try:
+        return [rank.wait_end(DEADLINE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.__exit__()
 
 
 def run_together(size: int, output: Path, scenarios: Sequence[tuple[str, str]]) -> None:
-    """Runs scenarios, each with its model, one after the other among the same ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command = [*(WORKER if size == 1 else [*torchrun, WORKER[1]]), str(output), *itertools.chain(*scenarios)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def start_two(scenario: str, model: str, output: Path) -> list[subprocess.Popen[str]]:
-    """Starts two ranks without a launcher, which would end them itself when one fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [*WORKER, str(output), scenario, model]
-    return [subprocess.Popen(command, env=environment(RANK=r, LOCAL_RANK=r, **shared), **pipes) for r in "01"]
-
-
-def outputs_of(processes: list[subprocess.Popen[str]]) -> list[str]:
-    try:
-        return [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    ranks = start(size, output, scenarios)
+    assert ended(ranks) == [0] * size, [rank.output() for rank in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -203,27 +198,21 @@ def test_two_ranks_train_the_adapter_of_one(runs: dict[int, Path]) -> None:
             assert untimed(step) == pytest.approx(untimed(other), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("scenario", "stuck", "message"),
-    [
-        ("rank_hangs", 1, "rank 0 lost the other ranks while doing the common update"),
-        ("rank_is_cut_off", 1, "rank 0 lost the other ranks while telling the other ranks what to do"),
-        ("main_is_cut_off", 0, "hocket: rank 1 ends, for rank 0, or the launcher, is gone: its store does not answer"),
-    ],
-)
-def test_a_rank_that_does_not_answer_ends_the_other_at_its_deadline(
-    tied_model: str, tmp_path: Path, scenario: str, stuck: int, message: str
-) -> None:
-    processes = start_two(scenario, tied_model, tmp_path)
-    try:
-        output, _ = processes[1 - stuck].communicate(timeout=DEADLINE_S)
-        assert processes[stuck].poll() is None
-    finally:
-        processes[stuck].kill()
-        outputs_of([processes[stuck]])
-    assert processes[1 - stuck].returncode == 1, output
-    assert message in output
-    assert ("no answer in 20 s" if stuck == 0 else "did not answer within trainer.collective_timeout_s=20") in output
+STUCK = {  # the rank that does not answer, and what the other one says
+    "rank_hangs": (1, "rank 0 lost the other ranks while doing the common update"),
+    "rank_is_cut_off": (1, "rank 0 lost the other ranks while telling the other ranks what to do"),
+    "main_is_cut_off": (0, "hocket: rank 1 ends, for rank 0, or the launcher, is gone: its store does not answer"),
+}
+
+
+@pytest.fixture(scope="module")
+def stuck(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Rank]]]:
+    """The ranks of each scenario in STUCK: they wait for their deadlines while the tests between run."""
+    folder = tmp_path_factory.mktemp("stuck")
+    started = {scenario: start(2, folder, [(scenario, tied_model)]) for scenario in STUCK}
+    yield started
+    for rank in itertools.chain(*started.values()):
+        rank.__exit__()
 
 
 @pytest.mark.parametrize(
@@ -236,13 +225,26 @@ def test_a_rank_that_does_not_answer_ends_the_other_at_its_deadline(
         ("rank_waits_for_ever", [1, 1], 0, "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory"),
     ],
 )
+@pytest.mark.usefixtures("stuck")
 def test_a_failure_ends_all_ranks_with_the_reason(
     tied_model: str, tmp_path: Path, scenario: str, codes: list[int], rank: int, message: str
 ) -> None:
-    processes = start_two(scenario, tied_model, tmp_path)
-    outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == codes, outputs
-    assert message in outputs[rank]
+    ranks = start(2, tmp_path, [(scenario, tied_model)])
+    assert ended(ranks) == codes, [each.output() for each in ranks]
+    assert message in ranks[rank].output()
+
+
+@pytest.mark.parametrize("scenario", STUCK)
+def test_a_rank_that_does_not_answer_ends_the_other_at_its_deadline(
+    stuck: dict[str, list[Rank]], scenario: str
+) -> None:
+    silent, message = STUCK[scenario]
+    other = stuck[scenario][1 - silent]
+    assert other.wait_end(DEADLINE_S) == 1, other.output()
+    assert stuck[scenario][silent].popen.poll() is None
+    assert message in other.output()
+    waited = "no answer in 20 s" if silent == 0 else "did not answer within trainer.collective_timeout_s=20"
+    assert waited in other.output()
 
 
 @pytest.mark.parametrize("model", ["tied", "untied", "experts"])
