@@ -129,6 +129,11 @@ class TrainSample:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
 
 
+def left_open(text: str) -> str:
+    """Return "<think>" if a text ends within a thought, else ""."""
+    return "<think>" if "<think>" in text.rpartition("</think>")[2] else ""
+
+
 def check_lengths(**fields: Sequence[Any]) -> None:
     """Raise ValueError unless all fields have the same length."""
     if len(set(map(len, fields.values()))) > 1:

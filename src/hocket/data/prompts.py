@@ -45,11 +45,6 @@ def opening_of(prompt: str) -> str:
     return found[0] if found else ""
 
 
-def left_open(text: str) -> str:
-    """Return "<think>" if a text ends within a thought, else ""."""
-    return "<think>" if "<think>" in text.rpartition("</think>")[2] else ""
-
-
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Sequence[Prompt], list[int]]:

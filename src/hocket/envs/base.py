@@ -17,9 +17,8 @@ from typing import Any
 
 from hocket.common.registry import Registry
 from hocket.config import EnvConfig
-from hocket.data.prompts import left_open
 from hocket.protocol import Toolbox, ToolCall
-from hocket.types import FinishReason, Message, Prompt
+from hocket.types import FinishReason, Message, Prompt, left_open
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "completions": lambda rollouts: [rollout.text for rollout in rollouts],  # of those that have not failed
     "rollouts": list,
 }
+LARGEST = 1e30  # of a sum of rewards: the loss, a float32, ends at 3e38
 _EPS = 1e-6
 
 
@@ -243,7 +244,7 @@ def compose(
     for i, (score, total) in enumerate(zip(scores, totals, strict=True)):
         if score.error is None:
             whole = Score(total=total, parts=score.parts, note=score.note)
-            scores[i] = whole if math.isfinite(total) else no_score(f"the weighted sum is {total}")
+            scores[i] = whole if abs(total) <= LARGEST else no_score(f"the weighted sum is {total}: bound it by clip")
     return scores
 
 

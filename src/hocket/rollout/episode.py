@@ -15,12 +15,12 @@ from typing import Any
 
 from hocket.client.batcher import Turn
 from hocket.common.tasks import seed_of
-from hocket.data.prompts import Renderer, TooLongError, left_open
+from hocket.data.prompts import Renderer, TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
+from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence, left_open
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
