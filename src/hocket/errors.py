@@ -58,8 +58,8 @@ class ServerError(HocketError):
 
     @property
     def refused(self) -> bool:
-        """Whether the server is well, and answered that the request is wrong (4xx)."""
-        return self.status is not None and self.status < 500
+        """Whether the server is well, and answered that the request is wrong (4xx), not only too slow (408)."""
+        return self.status is not None and self.status < 500 and self.status != 408
 
     @property
     def foreign(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 import fakes
 from hocket.client.server import ServerClient
-from hocket.errors import ServerError
+from hocket.errors import ServerError, SyncError
 from hocket.protocol import (
     AgentCall,
     AgentRecord,
@@ -253,6 +253,16 @@ async def test_after_a_refused_file_no_more_are_sent(tmp_path: Path) -> None:
         with pytest.raises(ServerError, match="507: prompt 0 is too long"):
             await server.upload(tmp_path, "v1", timeout_s=5)
     assert seen == ["/upload/v1/model.safetensors"]
+
+
+async def test_a_file_that_can_not_be_read_is_an_error_of_the_version_that_names_it(tmp_path: Path) -> None:
+    async def handler(request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        return httpx.Response(200, json={"name": "there/v1"})
+
+    async with client(handler) as server:  # type: ignore[arg-type]
+        with pytest.raises(SyncError, match=r"can't read .*v1/manifest\.json: .*No such file"):
+            await server.upload(tmp_path / "v1", "v1", timeout_s=5)
 
 
 async def test_a_session_is_closed_with_its_calls() -> None:

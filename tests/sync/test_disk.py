@@ -306,6 +306,20 @@ async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path
     assert server.names[-1] == "deltas/v000003"  # of version 2, whichever of its folders the server has
 
 
+async def test_a_resumed_run_that_publishes_nothing_more_has_its_last_version_and_keeps_the_number(
+    tmp_path: Path, servers: Any
+) -> None:
+    disk = Disk(tmp_path)
+    disk.versions.advance()
+    folder, state = disk.versions.save(), disk.versions.state()
+    for _ in range(2):  # times that a replay goes on, without a signal
+        resumed = Disk(tmp_path)
+        resumed.versions.restore(state)
+        state = resumed.versions.state()  # of its checkpoint
+        assert (resumed.versions.save(), resumed.trainer.exports) == (folder, 0)
+        assert resumed.names() == ["weights/v000001"]
+
+
 async def test_a_step_that_changed_nothing_is_a_version_too_and_a_lost_server_is_not_sent_more(
     tmp_path: Path, servers: Any
 ) -> None:

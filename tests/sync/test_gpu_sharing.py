@@ -1,5 +1,7 @@
 """Who is on the GPU when: publishing to disk and a real pool, as a run brings them together, with a fake server."""
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,11 +34,18 @@ class World:
         self.diary: list[str] = []
         self.version, self.root = 4, root
         self.failing: dict[str, ServerError] = {}
+        self.blocking: list[str] = []  # work of the trainer during which the event loop stood still
 
     def did(self, what: str) -> None:
         if error := self.failing.pop(what, None):
             raise error
         self.diary.append(what)
+
+    def worked(self, what: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self.blocking.append(what)
+        self.did(what)
 
     # the server
     async def health(self, *, timeout_s: float = 1.0) -> protocol.Health:
@@ -65,18 +74,18 @@ class World:
     def check_same_model(self, health: protocol.Health) -> None: ...
 
     def onload(self) -> None:
-        self.did("onload")
+        self.worked("onload")
 
     def offload(self) -> None:
-        self.did("offload")
+        self.worked("offload")
 
     def export(self, folder: Path) -> dict[str, protocol.TensorSpec]:
-        self.did("write")
+        self.worked("write")
         save_file(TENSORS, folder / "model.safetensors")
         return manifest.specs(TENSORS.items())
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        self.did("score")
+        self.worked("score")
         return [sample.sequence.logprobs for sample in samples]
 
 
@@ -134,6 +143,15 @@ async def test_server_and_trainer_are_never_on_the_gpu_together_and_the_server_k
         assert (metrics["time/turn"] >= 0, metrics["sync/servers"]) == (True, 1.0)
     # versions 5 to 8: the first two are always checked
     assert parts.world.diary == [*FIRST, *CHECK, *UPDATE, *CHECK, *UPDATE, *UPDATE, *CHECK]
+
+
+async def test_heartbeats_go_on_while_the_trainer_writes_a_version_and_moves(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.pool.wait_up()
+    await parts.step()
+    await parts.copy()
+    assert {"onload", "write", "offload", "score"} <= {*parts.world.diary}
+    assert parts.world.blocking == []
 
 
 async def test_a_server_that_dies_in_the_trainer_s_turn_is_lost_and_brought_up_again(tmp_path: Path) -> None:

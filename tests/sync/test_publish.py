@@ -27,6 +27,7 @@ A, B = URLS = ("http://a", "http://b")
 GONE = ServerError("can't reach it", code="unreachable")
 BROKEN = ServerError("it broke", code="reload_failed", status=500)
 REFUSED = ServerError("tensor a has another shape", code="bad_version", status=409)
+STALLED = ServerError("nothing came for 60 s", code="body_timeout", status=408)
 UNABLE = ServerError("no memory is left", code="compare_failed", status=500)
 SLOW = ServerError("the files were not read", code="slow_disk", status=503)
 NOT_HELD = ServerError("layers.1.mlp.down_proj differs", code="not_held", status=409)
@@ -367,7 +368,7 @@ async def test_what_landed_as_something_else_or_was_refused_stops_the_run(
         await world.sync.publish()
 
 
-@pytest.mark.parametrize("failure", [GONE, BROKEN])
+@pytest.mark.parametrize("failure", [GONE, BROKEN, STALLED])
 async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_of_then(failure: ServerError) -> None:
     world = await make_up()
     world.disk.answers[A] = failure

@@ -14,7 +14,7 @@ import httpx
 import pydantic
 
 from hocket.common.tasks import run_in_thread
-from hocket.errors import ServerError, door
+from hocket.errors import ServerError, SyncError, door
 from hocket.protocol import (
     AgentRecord,
     DiskSource,
@@ -156,7 +156,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         return await self._post("/wake_up", request, Health, timeout_s)
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
-        """Send the files of a published version under a name; return the name of its DiskSource."""
+        """Send a version's files under a name; return that of its DiskSource. Raises SyncError if one can't be read."""
         parts = sorted(path.name for path in folder.glob("*.safetensors"))
         parts += [ADAPTER_FILE] if (folder / ADAPTER_FILE).exists() else []
         async with self._deadline(timeout_s, "/upload"):
@@ -215,9 +215,12 @@ def _raise_for_error(response: httpx.Response) -> None:
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := await run_in_thread(file.read, CHUNK_BYTES):
-            yield chunk
+    try:
+        with path.open("rb") as file:
+            while chunk := await run_in_thread(file.read, CHUNK_BYTES):
+                yield chunk
+    except OSError as error:
+        raise SyncError(f"can't read {path}: {error}") from error
 
 
 def _text(error: ErrorBody) -> str:

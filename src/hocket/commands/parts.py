@@ -32,7 +32,7 @@ from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.sync.disk import Versions
-from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
+from hocket.sync.gpu_sharing import own_gpu, put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, Transport, bring_up
 from hocket.sync.transports import DiskTransport, WithFallback
@@ -167,8 +167,8 @@ class Parts:
         transport: Transport = disk
         turn: TrainerTurn = own_gpu
         if config.launch.share_gpu:
-            transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=config.model.lora is not None)
-            turn = transport.trainer_turn
+            disk.on_written = trainer.offload
+            turn = partial(shared_gpu, trainer, servers, config.sync, config.model.lora is not None)
         elif config.sync.backend == "nccl" and config.pipeline.replay is None:
             fast = CollectiveTransport(trainer, config.sync)
             stack.callback(fast.close)

@@ -41,8 +41,8 @@ class Versions:
     """Number the versions of a run, over resumes and used servers; write them below `run_dir`, and remove old ones."""
 
     def __init__(self, run_dir: Path, trainer: "Trainer", sync: SyncConfig) -> None:
-        self.current = 0  # 0 before the first version
-        self._before = 0  # the newest version that the run had published before it was resumed
+        self.current = 0  # the last one, also of before the run was resumed; 0 before the first
+        self._begun = False  # whether it is one of this process
         self._run_dir = run_dir.resolve()
         self._trainer = trainer
         self._sync = sync
@@ -52,16 +52,19 @@ class Versions:
 
     def begin(self, held: int) -> None:
         """Choose the number of the first version: above those that the run published and a server holds."""
-        self.current = self.current or max(held, self._before) + 1
+        if not self._begun:
+            self.current = max(held, self.current)
+            self.advance()
 
     def advance(self) -> None:
         """Go to the next version."""
-        self.current = max(self.current, self._before) + 1
+        self._begun = True
+        self.current += 1
 
     def save(self) -> Path:
         """Return the folder with the current version as a complete model; write it if it is not there."""
-        self.current = self.current or self._before
-        return self.full(self.current).folder
+        folder = self._folder("weights", self.current)
+        return folder if folder.exists() else self.full(self.current).folder
 
     def state(self) -> dict[str, int]:
         """Return the current version, ready for JSON."""
@@ -69,9 +72,9 @@ class Versions:
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Continue after a saved version; newer ones, of steps that are taken again, are removed from the disk."""
-        self._before = state["version"]
+        self.current = state["version"]
         for folder in [*self._run_dir.glob("weights/v*"), *self._run_dir.glob("deltas/v*")]:
-            if int(folder.name[1:]) > self._before:
+            if int(folder.name[1:]) > self.current:
                 shutil.rmtree(folder)
 
     def full(self, version: int) -> WrittenVersion:
@@ -119,10 +122,13 @@ class Versions:
         self._base = dataclasses.replace(written, changed=count / sum(map(torch.numel, self._last.values())))
         return self._base
 
+    def _folder(self, kind: str, version: int) -> Path:
+        return self._run_dir / kind / f"v{version:06d}"
+
     def _write(
         self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]], base: str | None = None
     ) -> WrittenVersion:
-        folder = self._run_dir / kind / f"v{version:06d}"
+        folder = self._folder(kind, version)
         if folder.exists():
             raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
         try:

@@ -5,19 +5,16 @@ server   │ asleep             │ weights, once loaded the KV cache   │ weig
 trainer  │ on the GPU         │ off, once it has written            │ off
 """
 
-import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
-from hocket.common.tasks import timed
+from hocket.common.tasks import run_in_thread, timed
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import SleepRequest, WakeRequest, meaning
-from hocket.sync.disk import Versions
-from hocket.sync.publish import Delivery, Transport
 from hocket.types import Metrics
 
 if TYPE_CHECKING:
@@ -29,39 +26,24 @@ def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
     return nullcontext({})
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedGpu:
-    """Wrap the disk transport: server and trainer are never on the GPU together."""
+@asynccontextmanager
+async def shared_gpu(
+    trainer: "Trainer", pool: ServerPool, sync: SyncConfig, keep: bool, publishes: bool
+) -> AsyncIterator[Metrics]:
+    """Give the trainer the GPU while the server sleeps; without new weights the server gets it back then.
 
-    disk: Transport
-    versions: Versions
-    trainer: "Trainer"
-    pool: ServerPool
-    sync: SyncConfig
-    keep: bool  # versions are adapters: the server keeps its other weights while it sleeps
-
-    @asynccontextmanager
-    async def trainer_turn(self, publishes: bool) -> AsyncIterator[Metrics]:
-        """Give the trainer the GPU while the server sleeps; without new weights the server gets it back then."""
-        metrics: Metrics = {}
-        with timed(metrics, "time/turn"):
-            await put_to_sleep(self.pool, self.sync, keep=self.keep or not publishes)
-            self.trainer.onload()
-        yield metrics
-        if not publishes:
-            self.trainer.offload()
-            request = WakeRequest()
-            await _ask(self.pool, lambda server: server.wake_up(request, timeout_s=self.sync.timeout_s))
-
-    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        """Load the version into the server, as `Transport.deliver`, which wakes up: leave the GPU to it before."""
-        metrics: Metrics = {}
-        with timed(metrics, "sync/prepare_s"):
-            self.versions.full(version)
-            self.trainer.offload()
-        delivery = await self.disk.deliver(version, servers, compare=compare)
-        metrics["sync/prepare_s"] += delivery.metrics["sync/prepare_s"]
-        return Delivery(delivery.answers, delivery.metrics | metrics)
+    With new weights the trainer leaves once they are written, and the server wakes up to load them. `keep`: they are
+    adapters, and the server keeps its other weights while it sleeps.
+    """
+    metrics: Metrics = {}
+    with timed(metrics, "time/turn"):
+        await put_to_sleep(pool, sync, keep=keep or not publishes)
+        await run_in_thread(trainer.onload)
+    yield metrics
+    if not publishes:
+        await run_in_thread(trainer.offload)
+        request = WakeRequest()
+        await _ask(pool, lambda server: server.wake_up(request, timeout_s=sync.timeout_s))
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:

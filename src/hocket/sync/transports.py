@@ -26,6 +26,7 @@ class DiskTransport:
     root: Path  # which the servers see, too; versions are named relative to it
     sync: SyncConfig
     say: Callable[[str], None] = lambda line: None
+    on_written: Callable[[], None] = lambda: None  # called when a version is on the disk, before any server loads it
     _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # versions of one trainer
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
@@ -58,7 +59,10 @@ class DiskTransport:
         return Delivery(answers, metrics | ({} if first.changed is None else {"sync/changed": first.changed}))
 
     def _write(self, version: int) -> WrittenVersion:
-        return (self.versions.delta(version) if self.sync.delta else None) or self.versions.full(version)
+        changes = self.versions.delta(version) if self.sync.delta else None
+        first = changes or self.versions.full(version)
+        self.on_written()
+        return first
 
     async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool) -> Answers:
         async def load(server: ServerClient) -> Answer:
