@@ -6,7 +6,6 @@ from hocket.common.processes import exit_with
 
 
 def run() -> None:
-    """Run the command of the command line and exit with its status."""
     environment.prepare()
     exit_with(main)
 

@@ -40,7 +40,6 @@ class KlController:
             self.coef *= 1 + error * num_rollouts / HORIZON
 
     def state(self) -> dict[str, float]:
-        """Return what `restore` needs."""
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:

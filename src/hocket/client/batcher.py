@@ -40,7 +40,6 @@ class Turn:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the turn takes at most."""
         return len(self.token_ids) + self.sampling.max_tokens
 
 

@@ -48,7 +48,6 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether the deadline has passed."""
         return self.left_s == 0
 
     @contextmanager
@@ -81,7 +80,6 @@ class Member:
 
     @property
     def url(self) -> str:
-        """Base URL of the server."""
         return self.server.url
 
     def mark_ready(self, session: str) -> None:
@@ -142,7 +140,6 @@ class ServerPool:
             await self._tell()
 
     async def release(self) -> None:
-        """Leave the servers to other trainers."""
         await self._tell(leaving=True)
 
     async def _tell(self, **news: bool) -> None:

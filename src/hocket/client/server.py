@@ -80,7 +80,6 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
         await self._rollouts.aclose()
 
@@ -131,7 +130,6 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         raise ServerError(f"{self.url}/generate was cut before its end; see the server's log", code="cut")
 
     async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
-        """Return the whole answer to one request at once."""
         return await self._post("/generate", request, GenerateResponse, timeout_s)
 
     async def open_session(self, request: SessionRequest, *, timeout_s: float) -> SessionResponse:
@@ -139,7 +137,6 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         return await self._post("/sessions", request, SessionResponse, timeout_s)
 
     async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
-        """Close a session and return its recorded calls."""
         async with self._deadline(timeout_s, "/sessions"):
             return _parse(AgentRecord, await self._http.delete(f"/sessions/{name}"))
 

@@ -230,7 +230,6 @@ def refuse_all_dead(servers: list[Child]) -> None:
 
 
 def variables(gpus: str) -> dict[str, str]:
-    """Return the variables that give a process its GPUs."""
     return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
 
 
@@ -247,7 +246,6 @@ def _where(gpus: str) -> str:
 
 
 def free_port(host: str, wanted: int) -> int:
-    """Return the wanted port, or another free one where it is taken."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -113,7 +113,6 @@ def libraries() -> Iterator[Finding]:
 
 
 def resources() -> Iterator[Finding]:
-    """Count cores; look at memory and disk."""
     if sys.platform != "linux":
         return
     yield Finding("cores", str(len(os.sched_getaffinity(0))))

@@ -132,7 +132,6 @@ class Parts:
         return lambda prompt, seat: Episode(prompt, seat, self.environment, ask, renderer, limits, budget).play()
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
-        """Return the pipeline of the batches that `new_batch` gathers."""
         config, trainer, ahead = self.config.rollout, self.config.trainer, int(self.config.pipeline.max_staleness)
         oversampling = self.config.algorithm.oversampling
         plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)

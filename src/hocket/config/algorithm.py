@@ -190,7 +190,6 @@ class CriticConfig(Section):
 
 
 def preset_table() -> str:
-    """Return the presets as a Markdown table."""
     columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl", "updates")
     defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
     rows = [f"| preset | {' | '.join(columns)} | besides | source |", "|---" * (len(columns) + 3) + "|"]

@@ -54,6 +54,5 @@ def name_here(key: str) -> str | None:
 
 
 def names_table() -> str:
-    """Return the names as a Markdown table."""
     rows = (f"| {here} | `{names.replace(' ', '`, `')}` |" for here, names in NAMES_ELSEWHERE.items())
     return "\n".join(["| here | in TRL, OpenRLHF or verl |", "|---|---|", *rows])

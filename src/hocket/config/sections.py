@@ -325,7 +325,6 @@ class ObserveConfig(Section):
 
 
 def listed(gpus: str | None) -> list[str]:
-    """Return the GPUs that a setting lists, "0,1" for one."""
     return [gpu.strip() for gpu in (gpus or "").split(",") if gpu.strip()]
 
 

@@ -102,7 +102,6 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of this run."""
         return Path(self.run.dir)
 
     @property
@@ -154,7 +153,6 @@ class Config(Section):
 
     @property
     def own_url(self) -> str:
-        """Base URL of the server that this config starts."""
         return self.url_at(self.server.port)
 
     @property

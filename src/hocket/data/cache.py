@@ -137,7 +137,6 @@ def _fields(prompt: Prompt) -> str:
 
 
 def _add(digest: "hashlib._Hash", prompts: Iterable[Prompt]) -> str:
-    """Add prompts to a fingerprint and return it."""
     for prompt in prompts:
         difficulty = "" if prompt.difficulty is None else f"{prompt.difficulty}\n"
         text = f"{prompt.id}\n{prompt.token_ids}\n{prompt.answer}\n{difficulty}"

@@ -123,7 +123,6 @@ def _behind(opening: str, response: str, what: str) -> str:
 
 
 def _turns(messages: Sequence[Any], column: str, data: DataConfig) -> list[Message]:
-    """Return the messages of a conversation, which ends with the assistant's."""
     turns = [{"content": "", **_clean(one)} if isinstance(one, dict) and "role" in one else one for one in messages]
     check_messages(turns, column)
     if {"role": "assistant", "content": ""} in turns:

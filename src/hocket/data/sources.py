@@ -116,7 +116,6 @@ def sort(split: str, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def generator(task: str, split: str, seed: int) -> random.Random:
-    """Return the random numbers of a split of a task."""
     if split not in ("train", "test"):
         raise DataError(f"task:{task} has the splits train and test, not {split!r}; set data.split")
     return random.Random(f"{task}:{split}:{seed}")

@@ -139,7 +139,6 @@ SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "staleness/over_bound"}  # al
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the reward/* and rollout/* metrics of one step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}

@@ -73,7 +73,6 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             self._board.flush()
 
     def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Append {"step": ..., **entry} for each entry to ledger.jsonl."""
         self._append(LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:

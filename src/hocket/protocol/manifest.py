@@ -58,7 +58,6 @@ def dtype_name(dtype: "torch.dtype") -> str:
 
 
 def spec(tensor: "torch.Tensor") -> TensorSpec:
-    """Return dtype, shape and checksum of one tensor."""
     return TensorSpec(dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), checksum=tensor_checksum(tensor))
 
 

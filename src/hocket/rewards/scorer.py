@@ -390,7 +390,6 @@ def _load(modules: Sequence[str]) -> float:
 
 
 def _module_of(reward: Reward) -> str:
-    """Return the module or file that a worker loads to find the reward."""
     module, name = reward.function.__module__, reward.function.__qualname__
     if module == "__main__" or "<locals>" in name:
         raise ConfigError(

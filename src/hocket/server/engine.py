@@ -316,7 +316,6 @@ class Engine:
             await cancel([task])
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
-        """Receive one file of a version."""
         shapes = await self._reading(versions.model_shapes, self.model)
         return await self._uploads.receive(name, file, chunks, versions.max_bytes(shapes))
 

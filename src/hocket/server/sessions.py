@@ -53,7 +53,6 @@ class OpenSession:
 
     @property
     def running(self) -> list[str]:
-        """Return the ids of the engine's requests that have not ended."""
         return [call.request_id for call in self._running]
 
     @property

@@ -62,7 +62,6 @@ def _add_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> None:
 
 
 def _adapter_slots(worker: Any) -> dict[str, Any]:
-    """Return the tensors that a worker computes its adapter with, by name."""
     return {
         f"{name}.{attribute}.{number}": slot
         for name, layer in _layers(worker)

@@ -133,7 +133,6 @@ class Demonstrations:
         self._state = {"num_samples": len(samples), "hash": seed_of(*rows)}
 
     def state(self) -> dict[str, int]:
-        """Return the identity of the demonstrations."""
         return self._state
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -67,7 +67,6 @@ class Versions:
         return folder if folder.exists() else self.full(self.current).folder
 
     def state(self) -> dict[str, int]:
-        """Return the current version, ready for JSON."""
         return {"version": self.current}
 
     def restore(self, state: Mapping[str, int]) -> None:

@@ -30,7 +30,6 @@ class DiskTransport:
     _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # versions of one trainer
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        """Load the version into the servers, as `Transport.deliver`."""
         start = time.perf_counter()
         versions = self.versions
         try:
@@ -94,7 +93,6 @@ class WithFallback:
     say: Callable[[str], None] = lambda line: None
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        """Load the version into the servers, as `Transport.deliver`."""
         first = await self.fast.deliver(version, servers, compare=compare)
         answers, failed = first.answers, _failed(first.answers)
         metrics = first.metrics | {"sync/fallbacks": float(len(failed))}

@@ -44,7 +44,6 @@ class TrainBatch:
     returns_bt: Tensor | None = None  # the critic's target
 
     def to(self, device: torch.device) -> "TrainBatch":
-        """Return the batch with its tensors on `device`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}
         return TrainBatch(**values | moved)

@@ -40,7 +40,6 @@ def load_deepspeed(ranks: Ranks) -> Any:
 
 
 def initialize(ranks: Ranks, **options: Any) -> Any:
-    """Return a DeepSpeed engine."""
     deepspeed = load_deepspeed(ranks)
     gc.freeze()  # for its memory statistics, DeepSpeed collects garbage up to 15 times
     try:
@@ -90,7 +89,6 @@ def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: 
 
 
 def zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
-    """Return the ZeRO stage on these ranks."""
     return default_zero_stage(config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
 
 
@@ -105,7 +103,6 @@ def parameter_dtype(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> 
 
 
 def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return DeepSpeed's own configuration."""
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
         "gradient_accumulation_steps": 1,
@@ -193,7 +190,6 @@ class DeepSpeedEngine:
         return 0 if self._offloads else 8 * trained // (1 if self.stage == 0 else self._ranks.size)
 
     def forward(self, *args: Any) -> Any:
-        """Call the module."""
         return self._engine(*args)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -309,7 +305,6 @@ class DeepSpeedEngine:
         return offload.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
 
     def close(self) -> None:
-        """Release DeepSpeed's state."""
         self._engine.destroy()
 
     def _master(self) -> MasterState:

@@ -108,7 +108,6 @@ class Models:
         return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}
 
     def policy_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Return logprobs_bt of the batch's targets."""
         return cast(Tensor, self.engine.forward(batch)[0])
 
     def _base_logprobs(self, batch: TrainBatch) -> Tensor:
@@ -150,7 +149,6 @@ class FrozenModel:
         return offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()), optimizer)
 
     def close(self) -> None:
-        """Release DeepSpeed's state."""
         if self._engine is not None:
             self._engine.destroy()
 
@@ -166,8 +164,6 @@ def named_models(config: Config) -> dict[str, ModelConfig]:
 
 
 def configured_loss(settings: LossConfig) -> BatchLoss:
-    """Return the policy loss as a function of a batch."""
-
     def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
         return policy_loss(
             logprobs_bt,

@@ -102,7 +102,6 @@ class Ranks:
         return list(total.tolist())
 
     def smallest(self, value: int) -> int:
-        """Return the smallest of the ranks' values."""
         least = torch.tensor(value)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._reports)
         return int(least)

@@ -93,7 +93,6 @@ class MasterState:
         return {MASTER: flat.detach(), **{moment: state[moment] for moment in _MOMENTS}}
 
     def _flats(self) -> list[Tensor]:
-        """Return the tensors that AdamW steps on."""
         if self._stage == 3:  # AdamW holds them during a step only
             return cast(list[Tensor], self._zero.fp32_partitioned_groups_flat)
         return [flat for group in self._adamw.param_groups for flat in group["params"]]
