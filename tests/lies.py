@@ -191,8 +191,6 @@ class Outcome:
 class LyingServer(Process):
     """A lying server in a process of its own, on which real runs train; its versions lie below folder/runs."""
 
-    forked = True
-
     def __init__(self, folder: Path, *settings: str) -> None:
         (folder / "runs").mkdir(parents=True)
         (folder / "lie").write_text("")
