@@ -7,7 +7,6 @@ It is read at every call, so that one server tells all lies, one after the other
 Works where the engine is a fork of the server, on a CPU. The server's code has no switch for this.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -214,6 +213,7 @@ class LyingServer(Process):
         """
         from hocket import config as configs
         from hocket.commands import runs as commands
+        from hocket.common.tasks import event_loop
         from hocket.errors import HocketError
         from hocket.observe.console import Console
 
@@ -225,7 +225,8 @@ class LyingServer(Process):
         config = configs.load(None, [*settings, f"run.dir={run_dir}", f"server.urls={self.url}"])
         with contextlib.ExitStack() as stack:
             console = stack.enter_context(Console(config.trainer.steps))
-            run = commands._run(config, None, console, stack, serve=False, on_step=None)
+            run_there = stack.enter_context(event_loop())
+            run = commands._run(config, None, console, stack, False, None, run_there)
             if name == STALE_EXPORT:
                 stack.enter_context(stale_exports(run.trainer))
             if not exact:
@@ -235,9 +236,9 @@ class LyingServer(Process):
                     return await deliver(version, servers)  # a version that is held is answered at once
 
                 run.publisher.transport.deliver = agree  # type: ignore[method-assign]
-            held = asyncio.run(_version(self.url))
+            held = run_there(_version(self.url))
             try:
-                asyncio.run(commands._train(run))
+                run_there(commands._train(run))
             except HocketError as error:
                 said = str(error)
             version = run.publisher.versions.current - held

@@ -17,8 +17,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError
 from hocket.rewards import RetryError, RewardCalls, RewardScorer
-from hocket.rewards.base import REWARDS, reward
-from hocket.rewards.scorer import queued
+from hocket.rewards.base import REWARDS, queued, reward
 from hocket.types import Rollout, Score
 from processes import wait_for
 
@@ -350,7 +349,7 @@ async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
             raise RetryError("overloaded")
         return 1.0
 
-    monkeypatch.setattr("hocket.rewards.scorer.time", clock)
+    monkeypatch.setattr("hocket.rewards.base.time", clock)
     monkeypatch.setattr("hocket.rewards.scorer.asyncio.sleep", wait)
     monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
     asks = lambda *_: passes(3.0) or [Score(total=1.0)]  # noqa: E731

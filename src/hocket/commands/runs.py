@@ -57,7 +57,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         from hocket.trainer.trainer import Trainer
 
         if not dry_run:
-            tasks.run(clear_gpu(config))
+            asyncio.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
     with Console(config.trainer.steps) as console, ExitStack() as stack:
@@ -152,9 +152,9 @@ def _run(
     run_there(calls.set_up())
     folder = stack.enter_context(RunFolder(config))
     tell: dict[str, Callable[..., None]] = {"on_wait": console.doing, "say": console.say}
-    if serve and config.pipeline.replay is None and not tasks.run(answers(config)):
+    if serve and config.pipeline.replay is None and not run_there(answers(config)):
         tell["on_wait"] = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
-    tasks.run(clear_gpu(config, **tell))
+    run_there(clear_gpu(config, **tell))
     trainer = parts.trainer(stack)
     from hocket.algorithm.kl import KlController
     from hocket.algorithm.samples import shape

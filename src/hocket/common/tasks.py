@@ -15,18 +15,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return a coroutine's result as asyncio.run does, also where an event loop runs already, as in a notebook."""
-    with event_loop() as run_there:
-        result: T = run_there(coroutine)
-    return result
-
-
 @contextmanager
 def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Give what runs coroutines, one after the other, in one event loop: tasks that they leave there go on meanwhile.
+    """Give what runs coroutines in an event loop, in which the tasks of one go on while the next one runs.
 
-    Where an event loop runs already, as in a notebook, it is that of a thread.
+    Where an event loop runs already, as in a notebook, that of a thread is taken.
     """
     with ExitStack() as stack:
         runner = asyncio.Runner()

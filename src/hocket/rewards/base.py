@@ -16,9 +16,12 @@ import importlib.util
 import inspect
 import math
 import numbers
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from hocket.config import RewardSpec  # its import would take most of a worker's start
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
 
 MAX_TEXT = 2000  # characters of an error, of a note, or of the name of a part
@@ -52,6 +56,7 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
 }
 LARGEST = 1e30  # of a sum of rewards: the loss, a float32, ends at 3e38
 _EPS = 1e-6
+SPENT: ContextVar[Counter[str]] = ContextVar("spent")  # by the attempts of one call of an async reward
 
 
 class RetryError(Exception):
@@ -134,8 +139,7 @@ def bind(name: str, options: Mapping[str, Any], reserved: Iterable[str] = ()) ->
         raise ConfigError(f"{called}{signature}: {key!r} is a key of every reward's section; rename the argument")
     if found.is_class:
         check_options(called, signature, options, section=section, keys=())
-        method = inspect.signature(found.function.__call__)  # type: ignore[operator]
-        signature = method.replace(parameters=list(method.parameters.values())[1:])
+        signature = inspect.signature(partial(found.function.__call__, None))  # type: ignore[operator]
     own: Mapping[str, Any] = {} if found.is_class else options
     named = signature.parameters.keys()
     of_group = bool(_OF_GROUP.keys() & named)
@@ -167,6 +171,27 @@ class Ready(ExitStack):
             made: Any = reward.made()
             self._functions[reward.name] = self.enter_context(made) if hasattr(made, "__enter__") else made
         return self._functions[reward.name](**arguments)
+
+
+@contextmanager
+def clocked(seconds: deque[float]) -> Iterator[None]:
+    """Note what the body takes, but for what it takes to enter what is `queued`."""
+    spent = SPENT.get(Counter())
+    begun = time.perf_counter() - spent["queued"]
+    try:
+        yield
+    finally:
+        seconds.append(time.perf_counter() - spent["queued"] - begun)
+
+
+@asynccontextmanager
+async def queued(*gates: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
+    """Enter gates, one after the other; a call that waits there for others takes no longer by it."""
+    begun = time.perf_counter()
+    async with AsyncExitStack() as stack:
+        entered = [await stack.enter_async_context(gate) for gate in gates]
+        SPENT.get(Counter()).update({"queued": time.perf_counter() - begun})
+        yield entered
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any], size: int | None = None) -> list[Score]:

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from hocket.errors import RewardError
-from hocket.rewards.base import RetryError
+from hocket.rewards.base import SPENT, RetryError, queued
 from hocket.rewards.http import AGAIN, MAX_SHOWN, RefusedError, Service
-from hocket.rewards.scorer import SPENT, queued
 
 MINUTE_S, POLL_S = 60.0, 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
@@ -33,7 +32,7 @@ ADD = "ON CONFLICT DO UPDATE SET value = value + excluded.value"
 HOLD = f"INSERT INTO answers SELECT 'dollars', ?1 WHERE ?1 <= ?2 {ADD} WHERE value + excluded.value <= ?2"
 OPEN = (
     "PRAGMA synchronous=OFF",  # an answer that is lost is asked for again
-    "BEGIN IMMEDIATE",  # a cache that is locked is told now
+    "BEGIN IMMEDIATE",  # fails where it is locked
     "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value)",
     "COMMIT",
 )
@@ -68,12 +67,12 @@ class Endpoint(Service):
             raise ValueError(f"a budget needs the {price}, and a cache: the file where all judges of the run count")
         if self.cache and (Path(self.cache).is_dir() or not Path(self.cache).parent.is_dir()):
             raise ValueError(f"the cache {self.cache} must be a file, in a folder that is there: name another one")
-        if self.key_env == "" and not self.base_url.startswith("https://api.openai.com/"):
-            raise ValueError(f"set key_env: the variable that holds the key of {self.base_url}, or null: none is sent")
-        self.base_url, self.key_env = (
-            self.base_url.rstrip("/"),
-            "OPENAI_API_KEY" if self.key_env == "" else self.key_env,
-        )
+        if self.key_env == "":
+            if not self.base_url.startswith("https://api.openai.com/"):
+                advice = f"the variable that holds the key of {self.base_url}, or null: none is sent"
+                raise ValueError(f"set key_env: {advice}")
+            self.key_env = "OPENAI_API_KEY"
+        self.base_url = self.base_url.rstrip("/")
         self._name("base_url", self.base_url)
         self._url += "/chat/completions"
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from hocket.common.tasks import run_in_thread
-from hocket.rewards.base import failure, no_score, reward
-from hocket.rewards.scorer import queued
+from hocket.rewards.base import failure, no_score, queued, reward
 from hocket.types import Rollout, Score
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -23,23 +23,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
 from hocket.common.registry import PLUGIN_PREFIX, load_plugins
 from hocket.common.tasks import retrieve
 from hocket.errors import ConfigError, RewardError
-from hocket.rewards.base import REWARDS, Ready, RetryError, Reward, as_scores, bind, call, compose, failure, no_score
+from hocket.rewards.base import (
+    REWARDS,
+    SPENT,
+    Ready,
+    RetryError,
+    Reward,
+    as_scores,
+    bind,
+    call,
+    clocked,
+    compose,
+    failure,
+    no_score,
+)
 from hocket.types import Group, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.config import RewardsConfig, RewardSpec  # its import would take most of a worker's start
-
-T = TypeVar("T")
 
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
@@ -47,7 +57,6 @@ BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at 
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
 MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
-SPENT: ContextVar[collections.Counter[str]] = ContextVar("spent")  # by the attempts of one call of an async reward
 _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
@@ -153,7 +162,7 @@ class RewardCalls:
         arguments, size = reward.arguments(*rollouts), len(rollouts) if reward.of_group else None
         try:
             if reward.runs == "inline":
-                with _clocked(self.seconds[name]):
+                with clocked(self.seconds[name]):
                     return as_scores(self._inline(reward, **arguments), size)
             if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
                 request = pickle.dumps((reward.name, dict(reward.options), arguments, size))
@@ -169,7 +178,7 @@ class RewardCalls:
     def _ask_worker(self, name: str, request: bytes, size: int) -> list[Score]:
         if (worker := self._worker()) is None:
             return [no_score(self._unusable or "")] * size
-        with _clocked(self.seconds[name]):
+        with clocked(self.seconds[name]):
             return worker.ask(request, self._timeout_s, size)
 
     def _worker(self) -> "Worker | None":
@@ -183,27 +192,6 @@ class RewardCalls:
             if self._unusable is not None:  # or the rewards were closed meanwhile
                 worker.kill()
         return worker if self._unusable is None else None
-
-
-@contextlib.contextmanager
-def _clocked(seconds: collections.deque[float]) -> Iterator[None]:
-    """Note what the body takes, but for what it takes to enter what is `queued`."""
-    spent = SPENT.get(collections.Counter())
-    begun = time.perf_counter() - spent["queued"]
-    try:
-        yield
-    finally:
-        seconds.append(time.perf_counter() - spent["queued"] - begun)
-
-
-@contextlib.asynccontextmanager
-async def queued(*gates: contextlib.AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
-    """Enter gates, one after the other; a call that waits there for others takes no longer by it."""
-    begun = time.perf_counter()
-    async with contextlib.AsyncExitStack() as stack:
-        entered = [await stack.enter_async_context(gate) for gate in gates]
-        SPENT.get(collections.Counter()).update({"queued": time.perf_counter() - begun})
-        yield entered
 
 
 class AsyncReward:
@@ -250,7 +238,7 @@ class AsyncReward:
     async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score]:
         function = await asyncio.shield(self.ready)
         try:
-            with _clocked(self._seconds):
+            with clocked(self._seconds):
                 return as_scores(await function(**arguments), size)
         except SystemExit as error:  # in a task it would end the event loop
             return [failure(error)] * (size or 1)
