@@ -115,7 +115,7 @@ def merge(folder: Path, output: Path, *, base: str | None = None) -> None:
     path = base or adapter.base_model_name_or_path
     tokenizer = tokenizers.load(path)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype="auto")
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load the adapter's base model {path}: {error}; where is it? model.path=") from error
     shapes = {}
