@@ -236,7 +236,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             kept = f" (the samples: {keep})" if keep is not None else ""
             raise TrainerError(
                 f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
-                f"not finite in the last one{kept}: {fault}"
+                f"the first fault of the last one{kept}: {fault}"
             )
         rate = learning_rate if self.models.learners[0] in learners else 0.0
         seconds = time.perf_counter() - start
