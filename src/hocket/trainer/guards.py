@@ -37,9 +37,9 @@ def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update]) -
     name, done = next((name, done) for name, done in updates.items() if done.is_faulty)
     bad = [f"the {name}'s {term}" for term, value in done.totals.items() if not math.isfinite(value)]
     bad += [f"the gradient of the {name}'s {parameter}" for parameter in done.bad_gradients]
+    bad.append(f"the norm of the {name}'s gradient")
     setting = "critic" if name == "critic" else "trainer"
-    first = bad[0] if bad else f"the norm of the {name}'s gradient"
-    return f"{first}. Lower {setting}.learning_rate, and start from weights before the fault"
+    return f"{bad[0]}. Lower {setting}.learning_rate, and start from weights before the fault"
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:
