@@ -150,6 +150,12 @@ async def test_groups_that_teach_nothing_are_replaced_by_the_next_prompts_of_the
     assert second.metrics["rollout/oversampling"] == 1
 
 
+@pytest.mark.parametrize(("prompts", "times", "most"), [(100, 1.15, 115), (3, 1.5, 4)])
+def test_oversampling_counts_prompts_as_it_is_written(prompts: int, times: float, most: int) -> None:
+    config = settings(f"rollout.prompts_per_step={prompts}").rollout
+    assert plan_step(1, config, seed=0, oversampling=times, max_staleness=0).at_most == most
+
+
 async def test_a_failure_is_raised_where_its_batch_is_asked_for_and_leaving_ends_the_others() -> None:
     first, broken = int(order()[0][1:]), int(order()[4][1:])
 

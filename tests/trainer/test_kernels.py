@@ -4,6 +4,7 @@ import copy
 import importlib
 import platform
 import sys
+import sysconfig
 import types
 from typing import Any
 from unittest.mock import Mock
@@ -55,12 +56,17 @@ def test_compiled_layers_have_the_numbers_of_eager_ones_and_are_not_compiled_for
     assert graphs[1:] == graphs[1:2] * 6  # the second one is for rows of any length
 
 
-def test_compiling_without_a_compiler_is_refused_with_what_to_install(
+def test_compiling_without_a_compiler_or_headers_is_refused_with_what_to_install(
     tied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("torch._inductor.config").cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match=r"kernels=compile needs a C\+\+ compiler on a CPU: apt install g\+\+"):
-        Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, kernels="compile")
+    for module, name, lacks in (
+        (sysconfig, "get_path", lambda name: "/nowhere"),
+        (importlib.import_module("torch._inductor.config").cpp, "cxx", ("no-such-compiler",)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lacks)
+            with pytest.raises(ConfigError, match=r"C\+\+ compiler and Python's headers on a CPU: apt install g\+\+"):
+                Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, kernels="compile")
     with pytest.raises(ConfigError, match="finds no layers in a Linear"):
         kernels.compile_layers(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="compile has no effect on layers of zero_stage=3"):

@@ -1,5 +1,7 @@
 """An adapter beside frozen weights: what moves, what is published, and that it is PEFT's."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hocket.config import LoraConfig, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
+from hocket.protocol import AdapterConfig
 from hocket.trainer import lora
 from hocket.trainer.engine import gathered
 from hocket.trainer.policy import skeleton
@@ -111,6 +114,20 @@ def test_the_merged_model_is_what_was_trained_and_complete(
     assert not (tmp_path / "again").exists()
     lora.merge(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "moved"))
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")), logits(merged))
+
+
+def test_a_base_with_code_of_its_own_is_not_run_whatever_a_terminal_would_answer(
+    tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = shutil.copytree(tied_model, tmp_path / "base")
+    own = {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "own.Own"}}  # transformers has none of this type
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | own))
+    (base / "own.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    adapter = AdapterConfig(base_model_name_or_path=str(base), r=1, lora_alpha=1, target_modules=["q_proj"])
+    lora.save(tmp_path / "adapter", adapter, {})
+    with pytest.raises(ConfigError, match="can't load the adapter's base model"):
+        lora.merge(tmp_path / "adapter", tmp_path / "model")
 
 
 def test_targets_and_rank_are_what_the_config_says(tied_model: str) -> None:

@@ -1,6 +1,7 @@
 """Held-out accuracy and pass@k, with the same random numbers every time."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -36,9 +37,8 @@ class Evaluation:
         plan = Plan(
             label=label, sampling=self.sampling, group_size=self.samples, wanted=size, at_most=size, deadline=deadline
         )
-        left = dict(enumerate(self.prompts))
-        take = lambda count: {i: left.pop(i) for i in list(left)[:count]}  # noqa: E731
-        batch = await collect(plan, take, self.play, self.scorer)
+        numbered = enumerate(self.prompts)
+        batch = await collect(plan, lambda count: dict(itertools.islice(numbered, count)), self.play, self.scorer)
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * self.samples)))  # one score at least
         return _measured(batch.groups, self.reward), batch.groups
 

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from decimal import Decimal
 from pathlib import Path
 
 from hocket.client.pool import Deadline
@@ -45,7 +46,7 @@ def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: floa
         sampling=sampling_params(config, seed=seed, step=step),
         group_size=config.group_size,
         wanted=config.prompts_per_step,
-        at_most=int(config.prompts_per_step * oversampling),
+        at_most=int(config.prompts_per_step * Decimal(str(oversampling))),  # 100 * 1.15 is 114.99... in binary
         deadline=Deadline(config.timeout_s * (1 + max_staleness)),  # this many batches share the servers
     )
 

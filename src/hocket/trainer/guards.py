@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hocket.common.files import write_atomically
@@ -18,24 +19,27 @@ from hocket.types import COLUMNS, TrainSample
 MAX_SKIPPED_STEPS = 5  # in a row, without any update; then the run stops
 MAX_KEPT = 8  # batches of skipped steps that stay in a folder: the newest
 NUMBERS = ("advantages", *COLUMNS)  # of a sample, one per token
+LARGEST = 1e5  # of them, where nothing is wrong with the rewards
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 
 
 def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update]) -> str:
-    """Return which number of a step was not finite first, and what to do about it; `updates` by learner."""
-    for index, sample in enumerate(samples):
-        bad = [name for name, values in _numbers(sample).items() if not all(map(math.isfinite, values))]
-        if bad:
-            return (
-                f"{' and '.join(bad)} of {sample.id or f'sample {index}'}. Look for extreme rewards, or log-probs that "
-                "the server should not have sent"
-            )
+    """Return which number of a step was extreme, or not finite first, and what to do about it; `updates` by learner."""
+    found = [
+        (float(np.abs(values).max(initial=0.0)), index, name)  # nan where one is nan
+        for index, sample in enumerate(samples)
+        for name, values in _numbers(sample).items()
+    ]
+    size, index, column = max(found, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
+    if not size <= LARGEST:
+        where = f"{column} of {samples[index].id or f'sample {index}'}"
+        return f"{where}. Look for extreme rewards, or log-probs that the server should not have sent: up to {size:g}"
     name, done = next((name, done) for name, done in updates.items() if done.is_faulty)
     bad = [f"the {name}'s {term}" for term, value in done.totals.items() if not math.isfinite(value)]
     bad += [f"the gradient of the {name}'s {parameter}" for parameter in done.bad_gradients]
+    bad.append(f"the norm of the {name}'s gradient")
     setting = "critic" if name == "critic" else "trainer"
-    first = bad[0] if bad else f"the norm of the {name}'s gradient"
-    return f"{first}. Lower {setting}.learning_rate, and start from weights before the fault"
+    return f"{bad[0]}. Lower {setting}.learning_rate, and start from weights before the fault"
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:

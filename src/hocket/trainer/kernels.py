@@ -3,6 +3,8 @@
 import functools
 import importlib
 import platform
+import subprocess
+import sysconfig
 from typing import Any
 
 import torch
@@ -22,10 +24,14 @@ def compile_layers(model: nn.Module) -> None:
         raise ConfigError(f"trainer.kernels=compile finds no layers in a {type(model).__name__}; set eager")
     if not torch.cuda.is_available():
         try:
-            importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()
-        except RuntimeError as error:
+            compiler = importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()
+            reading = ["-include", "Python.h", "-I", sysconfig.get_path("include"), "-x", "c++", "/dev/null"]
+            subprocess.run([compiler, "-fsyntax-only", *reading], check=True, capture_output=True)
+        except (RuntimeError, subprocess.CalledProcessError) as error:
             advice = "apt install g++ python3-dev, or set eager"
-            raise ConfigError(f"trainer.kernels=compile needs a C++ compiler on a CPU: {advice}") from error
+            raise ConfigError(
+                f"trainer.kernels=compile needs a C++ compiler and Python's headers on a CPU: {advice}"
+            ) from error
     for layer in layers:
         layer.compile(dynamic=True, recompile_limit=MAX_VARIANTS)
 

@@ -242,7 +242,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             kept = f" (the samples: {keep})" if keep is not None else ""
             raise TrainerError(
                 f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
-                f"not finite in the last one{kept}: {fault}"
+                f"the first fault of the last one{kept}: {fault}"
             )
         seconds = time.perf_counter() - start
         by_batch = "old_logprobs" in self.models.columns
