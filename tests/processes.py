@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import psutil
-import pytest
 
 ROOT = Path(__file__).parents[1]
 EPOCH = 2048
@@ -60,8 +60,7 @@ class Forked:
     def __init__(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["preload"])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the fork server looks for it
+        with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where it looks for preload
             multiprocessing.forkserver.ensure_running()
         # A daemon, or a test process that ends would wait for it.
         self._process = context.Process(target=_run, args=(list(command), str(log), variables), daemon=True)
