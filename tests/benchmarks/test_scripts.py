@@ -6,6 +6,7 @@ Real engines, trainers and runs. Shell scripts need docker, SLURM or root: their
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,14 @@ import httpx
 import pytest
 
 from batches import played, scorer_of_all
-from hocket import config
+from hocket import COMMANDS, config
 from hocket.types import Prompt
 from processes import Process, free_port
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/**/*.py")])
 SCRIPTS = [path for path in PYTHON if '__name__ == "__main__"' in path.read_text()]
+SHELL = sorted([*ROOT.glob("docker/*.sh"), *ROOT.glob("tests/deploy/*.sh")])
 ENGINE, WHOLE = [pytest.mark.engine], [pytest.mark.e2e]
 SENT = "MiB # seconds # prepare # transfer # compare #"
 TINY = "--layers 1 --hidden 64 --rounds 1"
@@ -62,6 +64,8 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         a step of hocket (4x) is forward #%, *
         64 x 32: # | # (#)"""),
 }  # fmt: skip
+OUTSIDE = {"apt-get", "curl", "docker", "dpkg", "git", "ip", "mount", "nsenter"}  # which a machine may lack
+KEYWORDS = {"!", "if", "then", "elif", "else", "fi", "while", "until", "do", "done", "for", "case", "in", "esac"}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(folder)}
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*SCRIPTS, *SHELL], ids=lambda path: path.name)
 def test_help_says_what_a_script_does_and_every_option(path: Path, quickstart: dict[str, str]) -> None:
     text, is_python = path.read_text(), path.suffix == ".py"
     assert is_python or "sed -n '2," in text  # which prints its head; without that it would start
@@ -143,3 +147,38 @@ def answers(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/docs", timeout=5).is_success
     except httpx.TransportError:
         return False
+
+
+def commands(text: str) -> set[str]:
+    """Return the words of a shell script that stand where a command begins, near enough."""
+    text = re.sub(r"<<-? *'?(\w+)'?(.*\n)(?:.*\n)*?\1\n", r"\2", text)  # here-documents
+    text = re.sub(r"(?m)(?:^|(?<=\s))#.*|\\\n", "", text)
+    text = re.sub(r"'[^']*'|\$\(\(.*?\)\)|\$\{[^{}]*\}|\[\[.*?\]\]", "Q", text)
+    while inner := re.search(r"[$<>]\(([^()]*)\)", text):
+        text = text[: inner.start()] + "Q" + text[inner.end() :] + f"\n{inner[1]}\n"
+    text = re.sub(r'(?s)"[^"]*"|\w+\+?=\([^)]*\)', "Q", text)
+    text = re.sub(r"(?m)(^|\bin\b|;;)\s*[^\s();]+( \| [^\s();]+)*\)(?=\s|$)|\d?[<>]+&?\s*\S+", r"\1;", text)
+    found = set()
+    for part in re.split(r"[;&|\n(){}]", text):
+        words = part.split()
+        while words and (words[0] in KEYWORDS or re.match(r"\w+(\[\S+\])?\+?=", words[0])):
+            words = [] if words[0] in ("for", "case") else words[1:]
+        found |= set(words[:1])
+    return {word for word in found if not re.match(r'[Q"$@]', word)}
+
+
+def test_words_where_a_command_begins_are_found() -> None:
+    text = 'a=$(b "c; $(d e)" | f) g && { h; } # i\ncase $x in j | k) [[ l == m ]] || n[1]=2 o ;; esac\np << Q\nr\nQ\n'
+    assert commands(text) == set("bdfghop")
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_every_command_of_a_shell_script_is_there(path: Path) -> None:
+    text = path.read_text()
+    builtins = subprocess.run(["bash", "-c", "compgen -b"], capture_output=True, text=True, check=True).stdout.split()
+    sourced = [(ROOT / name).read_text() for name in re.findall(r"(?m)^\. (\S+)", text)]
+    known = {*builtins, *re.findall(r"(?m)^(\w+)\(\)", "\n".join([text, *sourced])), *OUTSIDE}
+    assert [word for word in commands(text) - known if shutil.which(word) is None] == []
+    assert set(re.findall(r"run\.py (\w+)", text)) <= COMMANDS.keys()
+    for name in re.findall(r"\b(?:benchmarks|config|docker|examples|src|tests)/[\w/.-]+\w", text):
+        assert (ROOT / name).exists(), name
