@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import json
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
+
+from shared import beside
 
 Answer = Callable[[Any], Iterable[bytes]]  # the lines for a request's JSON; None: it has no body
 
@@ -14,14 +15,8 @@ Answer = Callable[[Any], Iterable[bytes]]  # the lines for a request's JSON; Non
 @contextlib.contextmanager
 def answering(answer: Answer) -> Iterator[int]:
     """Answers requests in a second process during the body, on the port that it yields."""
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, answer), daemon=True)
-    server.start()
-    try:
-        yield ours.recv()
-    finally:
-        server.terminate()
-        server.join()
+    with beside(_serve, answer) as server:
+        yield server.recv()
 
 
 def _serve(pipe: Connection, lines_of: Answer) -> None:
@@ -38,6 +33,6 @@ def _serve(pipe: Connection, lines_of: Answer) -> None:
     async def run() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         pipe.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
+        await asyncio.to_thread(pipe.poll, None)  # until the other side has closed it
 
     asyncio.run(run())

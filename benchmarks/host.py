@@ -1,10 +1,9 @@
 """Host work of one step: seconds of one core per million completion tokens, stage by stage, at one and at four ranks.
 
-    python benchmarks/host.py [--ranks 1,4] [--tokens 1000] [--repeats 3]
-
-64 prompts x 16 completions of about so many tokens, without engine and model: completions that are ready go through
-what the server ("server: ...") and rank 0 (the rest) do with them besides computing. Processor time, the smallest of
-the repeats. `rows` runs in a thread beside the event loop. rank0.py tells what a rollout and a rank cost.
+64 prompts x 16 completions, without engine and model: completions that are ready go through what the server
+("server: ...") and rank 0 (the rest) do with them besides computing. Prints a line for each number of ranks: the sum,
+then each stage. Processor time, the smallest of the repeats. `rows` runs in a thread beside the event loop. rank0.py
+tells what a rollout and a rank cost.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import functools
 import pickle
 import random
 import struct
-import sys
 import tempfile
 import time
 from array import array
@@ -22,9 +20,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 from answering import answering
+from shared import parser
+
+if __name__ == "__main__":  # --help does not wait for what follows
+    OPTIONS = parser(
+        __doc__,
+        ranks=([1, 4], "numbers of trainer processes, one after the other"),
+        tokens=(1000, "tokens of a completion: from half to one and a half times as many"),
+        repeats=(3, "measurements of each, of which the smallest counts"),
+    ).parse_args()
+
 from torch import Tensor
 
 from hocket.algorithm.samples import shape, train_samples
@@ -151,12 +157,7 @@ def step(port: int, sampled: Sequence[Sampled], num_ranks: int, folder: Path) ->
     return {name: seconds / tokens * 1e6 for name, seconds in stage.seconds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=lambda text: [int(number) for number in text.split(",")], default=[1, 4])
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     sampled = sample(options.tokens)
     lines = [*encode(sampled), StreamEnd(version=1, model="m").model_dump_json().encode() + b"\n"]
     with answering(functools.partial(answer, lines)) as port, tempfile.TemporaryDirectory() as folder:
@@ -168,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

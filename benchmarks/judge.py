@@ -1,33 +1,23 @@
-"""Measure a judge behind an endpoint that errs, stalls and lies: calls, the most in a minute, wall time and its floor.
+"""A judge behind an endpoint that errs, stalls and lies: calls, the most in a minute, wall time and its floor.
 
-    python benchmarks/judge.py [NUMBER] [PER_MINUTE]
-
-The floor is the time until the last request may be sent: one minute for each PER_MINUTE that came before it.
+The judge is a stand-in on loopback. Prints a line for each of two runs, the second of which finds every score in the
+cache of the first. The floor is the time until the last request may be sent: one minute for each --per-minute requests
+that came before it.
 """
 
 import asyncio
-import sys
 import tempfile
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "rewards"))
+from shared import parser
 
-from test_judge import FakeJudge, functions
-
-from batches import scorer_of_all
+from batches import played, scorer_of_all
 from hocket.config import RewardsConfig
-from hocket.types import Prompt, Rollout, TokenSequence
-from service import Service
+from hocket.types import Prompt
+from service import FakeJudge, Service, functions
 
 AT_ONCE = 16
-
-
-def rollout(number: int) -> Rollout:
-    sequence = TokenSequence(token_ids=(1,), mask=(False,), logprobs=(0.0,), text=str(number))
-    return Rollout(id=str(number), prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
+PROMPT = Prompt(id="p", token_ids=(1,))
 
 
 async def main(number: int, per_minute: int) -> None:
@@ -38,10 +28,10 @@ async def main(number: int, per_minute: int) -> None:
             for run in ("first", "second"):
                 service.arrivals.clear()
                 limits = {"requests_per_minute": per_minute, "max_concurrent": AT_ONCE, "timeout_s": 5}
-                specs = functions(service, **limits, cache=f"{folder}/judge.db")
+                specs = {"judge": functions(service)["judge"] | limits | {"cache": f"{folder}/judge.db"}}
                 with scorer_of_all(RewardsConfig.model_validate({"functions": specs})) as scorer:
                     begun = time.perf_counter()
-                    scores = await asyncio.gather(*(scorer.score(rollout(i)) for i in range(number)))
+                    scores = await asyncio.gather(*(scorer.score(played(PROMPT, "r", f"{i}")) for i in range(number)))
                     seconds = time.perf_counter() - begun
                 lost, calls = sum(score.total != i % 11 / 10 for i, score in enumerate(scores)), len(service.arrivals)
                 most = f"most in a minute {service.most_within(60)}, at once {service.most}"
@@ -50,5 +40,7 @@ async def main(number: int, per_minute: int) -> None:
 
 
 if __name__ == "__main__":
-    given = dict(enumerate(map(int, sys.argv[1:])))
-    asyncio.run(main(given.get(0, 2000), given.get(1, 600)))
+    OPTIONS = parser(
+        __doc__, number=(2000, "completions to score"), per_minute=(600, "requests that are allowed within any minute")
+    ).parse_args()
+    asyncio.run(main(OPTIONS.number, OPTIONS.per_minute))

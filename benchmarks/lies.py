@@ -1,12 +1,12 @@
 """Which lies of a generation server are found, after how many versions, and by what.
 
-    python benchmarks/lies.py lies [float32|bfloat16] [full|lora] [2e-4|1e-6]    default: all of them
-    python benchmarks/lies.py clean [float32|bfloat16]    200 steps of training without a lie, all versions checked
-    python benchmarks/lies.py cost                        seconds of a check at 0.3 M and 100 M parameters
+    lies     A row per lie: "1 parameters" means that the comparison of parameters stopped the run at the first version
+             that was a lie. The second entry is of runs in which that comparison lied, too. Then the largest gap of
+             log-probs. `sync.check_every` is 5 in place of 20, to save time.
+    clean    what --steps steps of training without a lie raise, all versions checked
+    cost     seconds of a check at 0.3 M and 100 M parameters, and its share of a step
 
-Starts the lying server of tests/lies.py with the quickstart's model, and trains on it in this process, run after run. A
-row per lie; "1 parameters" means that the comparison of parameters stopped the run at the first version that was a lie.
-The second entry is of runs in which that comparison lied, too. `sync.check_every` is 5 in place of 20, to save time.
+Starts the lying server of tests/lies.py with the quickstart's model, and trains on it in this process, run after run.
 """
 
 import itertools
@@ -17,12 +17,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # which finds src
+from shared import ROOT, make_model, parser
 
-import lies
+sys.path.insert(0, str(ROOT))
+
+from tests import lies
+from tests.lies import Outcome
+
 from hocket.common import environment
 from hocket.observe.metrics import SUSPICIOUS, alarms
-from lies import Outcome
 
 DTYPES, KINDS, RATES = ("float32", "bfloat16"), ("full", "lora"), ("2e-4", "1e-6")
 SETTINGS = (
@@ -57,21 +60,20 @@ def cell(outcome: Outcome, begins: int) -> str:
     return f"{outcome.version - begins + 1} {outcome.by}" if outcome.said else "-"
 
 
-def play_lies(chosen: Sequence[str]) -> None:
+def play_lies(dtypes: Sequence[str], kinds: Sequence[str], rates: Sequence[str], told: Sequence[str]) -> None:
     """Prints the table of lies."""
-    dtypes, kinds, rates = ([x for x in xs if x in chosen] or xs for xs in (DTYPES, KINDS, RATES))
     for dtype, kind in itertools.product(dtypes, kinds):
         model = (f"model.dtype={dtype}", *(["model.lora.rank=4"] if kind == "lora" else []))
         with (
             tempfile.TemporaryDirectory() as folder,
             lies.LyingServer(Path(folder) / "server", *SMALL, *SETTINGS, *model) as server,
         ):
-            for rate, (lie, begins) in itertools.product(rates, LIES.items()):
-                name = lie.split(" ")[0]
+            for rate, lie in itertools.product(rates, told):
+                name, begins = lie.split(" ")[0], LIES[lie]
                 if kind == "lora" and name in lies.WHOLE_MODEL:
                     continue
-                settings = (*SMALL, *SETTINGS, *model, f"trainer.learning_rate={rate}")
-                settings += ("trainer.steps=9", "sync.check_every=5")
+                settings = [*SMALL, *SETTINGS, *model, f"trainer.learning_rate={rate}"]
+                settings += ["trainer.steps=9", "sync.check_every=5"]
                 found = [server.train(lie, *settings)]
                 if name in lies.OF_WEIGHTS and name != "missing_matrix":
                     found.append(server.train(lie, *settings, exact=False))
@@ -80,11 +82,12 @@ def play_lies(chosen: Sequence[str]) -> None:
                 print(f"| {lie} | {dtype} {kind} {rate} | {cells} | {max(gaps, default=0.0):.1e} |", flush=True)
 
 
-def play_clean(dtypes: Sequence[str]) -> None:
-    """Prints what 200 steps of an honest server raise."""
-    for dtype in dtypes or DTYPES:
-        settings = (*SMALL, *SETTINGS, f"model.dtype={dtype}", "rollout.temperature=1.0", "trainer.learning_rate=5e-5")
-        settings += ("trainer.steps=200", "sync.check_every=1", "rollout.prompts_per_step=4", "rollout.group_size=4")
+def play_clean(dtypes: Sequence[str], num_steps: int) -> None:
+    """Prints what steps of an honest server raise."""
+    for dtype in dtypes:
+        settings = [*SMALL, *SETTINGS, f"model.dtype={dtype}", "rollout.temperature=1.0", "trainer.learning_rate=5e-5"]
+        settings += [f"trainer.steps={num_steps}", "sync.check_every=1"]
+        settings += ["rollout.prompts_per_step=4", "rollout.group_size=4"]
         with (
             tempfile.TemporaryDirectory() as folder,
             lies.LyingServer(Path(folder) / "server", *settings) as server,
@@ -107,13 +110,11 @@ def _without_null(step: dict[str, float | None]) -> dict[str, float]:
 
 def play_cost() -> None:
     """Prints the seconds of a check, and its share of a step with the default schedule, 2 checks in 20 versions."""
-    from sync import make_model  # benchmarks/sync.py
-
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder) / "100M")
         for path, dtype in (("checkpoints/tiny-sort", "float32"), (f"{folder}/100M", "bfloat16")):
-            settings = (*SETTINGS, f"model.path={path}", f"model.dtype={dtype}", "rewards.functions={random: 1}")
-            settings += ("trainer.steps=4", "sync.check_every=1")
+            settings = [*SETTINGS, f"model.path={path}", f"model.dtype={dtype}", "rewards.functions={random: 1}"]
+            settings += ["trainer.steps=4", "sync.check_every=1"]
             name = Path(path).name
             with lies.LyingServer(Path(folder) / f"server-{name}", *settings) as server:
                 steps = server.train("truth", *settings).metrics[1:]
@@ -125,15 +126,21 @@ def play_cost() -> None:
 
 
 if __name__ == "__main__":
+    PARSER = parser(__doc__, steps=(200, "steps of a clean run"))
+    PARSER.add_argument(
+        "command", nargs="?", choices=("lies", "clean", "cost"), default="lies", metavar="command", help="as above"
+    )
+    for option, values in (("dtype", DTYPES), ("kind", KINDS), ("rate", RATES), ("lie", tuple(LIES))):
+        PARSER.add_argument(
+            f"--{option}", nargs="+", choices=values, default=values, metavar=option.upper(), help="some of them"
+        )
+    OPTIONS = PARSER.parse_args()
     environment.prepare()
     begin = time.monotonic()
-    command, *chosen = sys.argv[1:] or ["lies"]
-    if command == "lies":
-        play_lies(chosen)
-    elif command == "clean":
-        play_clean(chosen)
-    elif command == "cost":
-        play_cost()
+    if OPTIONS.command == "lies":
+        play_lies(OPTIONS.dtype, OPTIONS.kind, OPTIONS.rate, OPTIONS.lie)
+    elif OPTIONS.command == "clean":
+        play_clean(OPTIONS.dtype, OPTIONS.steps)
     else:
-        sys.exit(__doc__)
+        play_cost()
     print(f"{time.monotonic() - begin:.0f} s")

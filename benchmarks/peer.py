@@ -1,15 +1,14 @@
 """hocket beside TRL: the same model, prompts, lengths, reward and mathematics, in turns on one machine.
 
-    python benchmarks/peer.py [--layers 8 --hidden 512] [--tokens 128] [--mean 32] [--staleness 0,1] [--rounds 2] ...
-
 The model is a Qwen2 with random weights. Every token ends the completion with the same probability, 1 / `--mean`;
 without --mean completions are cut off at `--tokens`. The reward is random, the loss GRPO's with the tokens of the
 batch as denominator, clip 0.2, no KL, AdamW at 1e-6, gradients clipped to 1, float32, no activation checkpointing.
 
-TRL is installed into an environment of its own, which borrows torch and the other packages from this one. It
-generates with transformers, as it does by default. hocket is started by the command `quickstart`. Micro-batches have
-`--trl-batch` completions, in hocket as many tokens. Medians of the steps after the first one; memory is what all
-processes together have in RAM at most, with shared pages counted once.
+TRL is installed into a folder of its own below ~/.cache/hocket. It generates with transformers, as it does by default.
+hocket is started by the command `quickstart`. Micro-batches have `--trl-batch` completions, in hocket as many tokens.
+Prints a line for TRL and for each max_staleness of hocket: seconds of a step and of its parts, medians of the steps
+after the first one; tokens per second; GiB of memory, which is what all processes together have in RAM at most, with
+shared pages counted once.
 """
 
 import argparse
@@ -27,12 +26,33 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shared import parser
+
+if __name__ == "__main__":  # --help does not wait for what follows
+    OPTIONS = parser(
+        __doc__,
+        "section.key=value: further settings of hocket",
+        layers=(8, "layers of the model"),
+        hidden=(512, "width of the model, a multiple of 64"),
+        prompts=(8, "prompts of a step, of 8 completions each"),
+        tokens=(128, "tokens of the longest completion"),
+        mean=(0.0, "tokens of a completion on average, if none were cut off; 0: all are"),
+        updates=(1, "passes over a batch, each with one update"),
+        staleness=([0, 1], "values of hocket's pipeline.max_staleness"),
+        steps=(6, "steps of each run; the first one does not count"),
+        rounds=(1, "runs of TRL, and of hocket with each max_staleness"),
+        trl_batch=(16, "completions of a micro-batch"),
+        without_trl=(False, "hocket alone; nothing is installed"),
+        as_trl=("", "for its own child process: what is chosen here, as JSON"),
+    ).parse_args()
+
 import psutil
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
+from processes import Process
+
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
 VOCABULARY, GROUP, PROMPT_TOKENS = 10_240, 8, 64
 COLD_STEPS = 1
@@ -83,33 +103,19 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters", flush=True)
 
 
-def watched(command: list[str], log: Path, env: dict[str, str]) -> float:
+def watched(command: list[str], log: Path, **process: Any) -> float:
     """Run a command to its end, and return the most GiB of RAM that its processes had together."""
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
-        )
     largest = 0
-    try:
-        while child.poll() is None:
+    with Process(command, log, **process) as child:
+        while child.popen.poll() is None:
             sizes = []
-            for process in [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]:
-                try:
-                    sizes.append(process.memory_full_info().pss)
-                except psutil.Error:
-                    continue
+            for member in child.members():
+                with contextlib.suppress(psutil.Error):
+                    sizes.append(member.memory_full_info().pss)
             largest = max(largest, sum(sizes))
             time.sleep(0.5)
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(60)
-        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    if child.returncode:
-        sys.exit(f"{' '.join(command)}\nended with {child.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+        if status := child.popen.poll():
+            sys.exit(f"{' '.join(command)}\nended with {status}:\n{child.output()[-3000:]}")
     return largest / 2**30
 
 
@@ -133,9 +139,9 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
         "trainer.gradient_checkpointing=false",
         "eval.num_prompts=0",
         "checkpoint.every_steps=0",
-        *options.set,
+        *options.settings,
     ]
-    memory = watched([sys.executable, str(ROOT / "run.py"), "quickstart", *settings], folder / "log", {})
+    memory = watched(["quickstart", *settings], folder / "log")
     steps = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if step.get("time/step")]
     generate = "time/generate" if staleness == 0 else "time/batch"
@@ -148,18 +154,16 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
 
 
 def trl(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures, float]:
-    """Train with TRL, in the environment of its own."""
+    """Train with TRL, which is installed into a folder of its own."""
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hocket" / TRL[0]
-    python = home / "bin" / "python"
     if not (home / "complete").exists():
         print(f"installing {' '.join(TRL)} into {home}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-        (site,) = home.glob("lib/python*/site-packages")
-        (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *TRL], check=True)
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(home), *TRL]
+        subprocess.run(command, check=True)
         (home / "complete").touch()
     told = {**vars(options), "model": str(model), "output": str(folder)}
-    memory = watched([str(python), __file__, "--as-trl", json.dumps(told)], folder / "log", {"WANDB_DISABLED": "true"})
+    own = {"program": [__file__], "PYTHONPATH": str(home), "WANDB_DISABLED": "true"}
+    memory = watched(["--as-trl", json.dumps(told)], folder / "log", **own)
     return json.loads((folder / "figures.json").read_text()), memory
 
 
@@ -172,7 +176,7 @@ def play_trl(told: dict[str, Any]) -> None:
     figures: Figures = {"step": [], "generate": [], "train": [], "tokens": []}
     generated, tokens, last = [0.0], [0], [0.0]
 
-    class Timed(GRPOTrainer):  # type: ignore[misc]  # in the other environment
+    class Timed(GRPOTrainer):  # type: ignore[misc]  # TRL is not there
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             result = super()._generate(*args, **kwargs)
@@ -183,7 +187,7 @@ def play_trl(told: dict[str, Any]) -> None:
         tokens[0] += sum(map(len, completion_ids))
         return [random.random() for _ in completion_ids]
 
-    class Clock(TrainerCallback):
+    class Clock(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             last[0] = time.perf_counter()
 
@@ -237,21 +241,7 @@ def show(name: str, figures: Figures, memory: float) -> float:
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--prompts", type=int, default=8, help="per step, of 8 completions each")
-    parser.add_argument("--tokens", type=int, default=128, help="longest completion")
-    parser.add_argument("--mean", type=float, default=0, help="mean length if none were cut off; 0: all are")
-    parser.add_argument("--updates", type=int, default=1, help="passes over a batch, each with one update")
-    parser.add_argument("--staleness", default="0,1", help="values of hocket's pipeline.max_staleness")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--trl-batch", type=int, default=16)
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for hocket")
-    parser.add_argument("--as-trl", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     if options.as_trl:
         play_trl(json.loads(options.as_trl))
         return
@@ -260,13 +250,16 @@ def main() -> None:
         folder = Path(name)
         make_model(folder / "model", options)
         for number in range(options.rounds):
-            (folder / f"trl-{number}").mkdir()
-            theirs = show("TRL", *trl(folder / "model", folder / f"trl-{number}", options))
-            for staleness in map(int, options.staleness.split(",")):
-                (own := folder / f"hocket-{number}-{staleness}").mkdir()
+            if not options.without_trl:
+                (folder / f"trl-{number}").mkdir()
+                theirs = show("TRL", *trl(folder / "model", folder / f"trl-{number}", options))
+            for staleness in options.staleness:
+                own = folder / f"hocket-{number}-{staleness}"
+                own.mkdir()
                 step = show(f"hocket, k={staleness}", *hocket(folder / "model", own, staleness, options))
-                print(f"{'':16} {theirs / step:.2f} times TRL's steps per second", flush=True)
+                if not options.without_trl:
+                    print(f"{'':16} {theirs / step:.2f} times TRL's steps per second", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

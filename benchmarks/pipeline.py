@@ -1,36 +1,32 @@
 """Training in step against training while rollouts run ahead: steps per second, waits, and accuracy at equal samples.
 
-    python benchmarks/pipeline.py [config.yaml] [--staleness 0,1,2,4] [--rounds 1] [section.key=value ...]
-
 One real server serves all runs, one real trainer after the other trains the small policy that ships in checkpoints/. On
 a machine without a GPU each gets a core of its own, so that in step one of them is always idle: twice as many steps per
 second is then the most that overlap can give, where generating takes as long as training. The defaults are chosen so;
-"balance" says how well that held (generating / everything else, in step). Warm steps are counted: not the first ones,
-in which the pipeline fills, and no time of evaluations.
+"balance" says how well that held (generating / everything else, in step). Warm steps are counted: not the first four,
+in which the pipeline fills, and no time of evaluations. Prints a column for each max_staleness, of medians over rounds:
+shares of the time where there is no unit, and the ratio of its steps per second to those of the first.
 """
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from shared import QUICKSTART, parser, serving
 
-import torch
+from hocket.common.environment import has_cuda
+from hocket.config import read_settings
+from processes import Process, free_port
 
-from hocket import config as configs
-
-ROOT = Path(__file__).resolve().parents[1]
 COLD_STEPS = 4
+CORES = sorted(os.sched_getaffinity(0))
 DEFAULTS = (
     "trainer.steps=40",
     "rollout.prompts_per_step=64",
@@ -44,42 +40,18 @@ DEFAULTS = (
 )
 
 
-def command(name: str, arguments: Sequence[str], *, core: int, log: Path, **env: str) -> "subprocess.Popen[bytes]":
-    """Starts a hocket command, on one core of its own where there is no GPU; its output goes to `log`."""
-    cores = sorted(os.sched_getaffinity(0))
-    pinned = {cores[core]} if not torch.cuda.is_available() and len(cores) > 1 else set(cores)
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "hocket", name, *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **env},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, pinned),
-        )
-
-
-@contextlib.contextmanager
-def serving(arguments: Sequence[str], folder: Path) -> Iterator[None]:
-    server = command("serve", arguments, core=0, log=folder / "server.log", VLLM_CPU_OMP_THREADS_BIND="nobind")
-    try:
-        yield
-    finally:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+def pin(core: int) -> None:
+    """Gives what is started from now on one core of its own, where there is no GPU."""
+    if not has_cuda() and len(CORES) > 1:
+        os.sched_setaffinity(0, {CORES[core]})
 
 
 def train(max_staleness: int, run_dir: Path, arguments: Sequence[str]) -> dict[str, float]:
     """Runs one training and returns its figures."""
     settings = [*arguments, f"pipeline.max_staleness={max_staleness}", f"run.dir={run_dir}"]
-    log = run_dir.with_suffix(".log")
-    status = command("train", settings, core=1, log=log).wait(3600)
-    if status != 0:
-        sys.exit(f"the trainer ended with status {status}: {log.read_text()[-2000:]}")
+    with Process(["train", *settings], run_dir.with_suffix(".log"), OMP_NUM_THREADS="1") as trainer:
+        if status := trainer.popen.wait(3600):
+            sys.exit(f"the trainer ended with status {status}: {trainer.output()[-2000:]}")
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
     warm = [record for record in records if record["step"] > COLD_STEPS]
@@ -102,21 +74,16 @@ def train(max_staleness: int, run_dir: Path, arguments: Sequence[str]) -> dict[s
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", default=str(ROOT / "config" / "quickstart.yaml"))
-    parser.add_argument("--staleness", type=lambda text: [int(k) for k in text.split(",")], default=[0, 1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=1)
-    options, overrides = parser.parse_known_args()
-    if "=" in options.config:
-        overrides.insert(0, options.config)
-        options.config = parser.get_default("config")
+def main(options: argparse.Namespace) -> None:
+    _, given = read_settings(options.settings, default=QUICKSTART)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        port = configs.load(options.config, overrides).server.port
-        arguments = [options.config, *DEFAULTS, *overrides, f"sync.root={folder}", f"server.port={port}"]
+        arguments = [*DEFAULTS, f"server.port={free_port()}", *given, f"sync.root={folder}"]
         figures: dict[int, list[dict[str, float]]] = {k: [] for k in options.staleness}
-        with serving([*arguments, f"run.dir={folder}/server"], folder):
+        threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        pin(0)
+        with serving([*arguments, f"run.dir={folder}/server"], folder / "server.log", **threads):
+            pin(1)
             for number in range(options.rounds):
                 for k in options.staleness:
                     start = time.monotonic()
@@ -139,4 +106,10 @@ def report(figures: dict[int, list[dict[str, Any]]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    OPTIONS = parser(
+        __doc__,
+        "config.yaml and section.key=value; the quickstart's by default",
+        staleness=([0, 1, 2, 4], "values of pipeline.max_staleness, the first of which the others are held against"),
+        rounds=(1, "runs with each of them"),
+    ).parse_args()
+    main(OPTIONS)

@@ -1,10 +1,10 @@
 """Processor seconds that rank 0, one process, needs per rollout, token and rank: the limits of one event loop.
 
-    python benchmarks/rank0.py [--rollouts 1024] [--tokens 64,4096] [--ranks 8,32,128]
-
 What is counted is the trainer's side alone (answering.py): HTTP, parsing, rollouts, groups (in the event loop, while
 servers generate), then rows of the rollouts file, dividing, pickling seven of eight ranks' shares and building its own
-(between the last score and the update). No engine, no model. simulate.py takes the last line's figures as defaults.
+(between the last score and the update). No engine, no model. Prints a line of milliseconds per rollout for each length,
+and as JSON the seconds that simulate.py takes as defaults: of the event loop per rollout and per sampled token, and
+after the last score per token, prompt included.
 """
 
 import argparse
@@ -13,17 +13,22 @@ import functools
 import json
 import pickle
 import random
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 from answering import answering
+from shared import parser
 
+if __name__ == "__main__":  # --help does not wait for what follows
+    OPTIONS = parser(
+        __doc__,
+        rollouts=(1024, "rollouts of a batch, in groups of 16"),
+        tokens=([64, 4096], "sampled tokens of a rollout: a short one's and a long one's"),
+    ).parse_args()
+
+from batches import scoring
 from hocket.client.batcher import Batcher
 from hocket.client.pool import Deadline, ServerPool
 from hocket.observe.run_folder import lines_of
@@ -85,7 +90,7 @@ async def gather(port: int, rollouts: int, tokens: int) -> tuple[float, Batch]:
     async with ServerPool([f"http://127.0.0.1:{port}"]) as pool:
         play = functools.partial(single_turn, ask=Batcher(pool).ask)
         start = time.process_time()
-        batch = await collect(plan, lambda n: {i: left.pop(i) for i in list(left)[:n]}, play, score)
+        batch = await collect(plan, lambda n: {i: left.pop(i) for i in list(left)[:n]}, play, scoring(score))
         return time.process_time() - start, batch
 
 
@@ -113,12 +118,7 @@ def prepare(batch: Batch, tokens: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    numbers = lambda text: [int(number) for number in text.split(",")]  # noqa: E731
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=1024)
-    parser.add_argument("--tokens", type=numbers, default=[64, 4096], help="a short and a long completion")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     with answering(answer) as port:
         found = []
         for tokens in options.tokens:
@@ -139,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

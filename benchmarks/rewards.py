@@ -1,33 +1,24 @@
-"""Measure scores per second of exact_match and math, and what the scorer adds to the bare function.
+"""Scores per second of exact_match and math, and what the scorer adds to the bare function.
 
-    python benchmarks/rewards.py [NUMBER]
-
-All are asked for at once, as a step with large groups does.
+All are asked for at once, as a step with large groups does. Prints a line for each reward: scores per second of the
+bare function on one core, and through the scorer; microseconds of wall time that a score takes longer so.
 """
 
 import asyncio
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+from shared import parser
 
+from batches import played, scorer_of_all
 from hocket.config import RewardsConfig
-from hocket.rewards import RewardCalls, RewardScorer, builtin
+from hocket.rewards import RewardScorer, builtin
 from hocket.rewards.scorer import NUM_WORKERS
-from hocket.types import Prompt, Rollout, TokenSequence
+from hocket.types import Prompt, Rollout
 
 
 def rollouts(number: int, said: str) -> list[Rollout]:
-    sequence = {"token_ids": (1,), "mask": (False,), "logprobs": (0.0,)}
-    return [
-        Rollout(
-            id=f"step 1/{i}/0",
-            prompt=Prompt(id=f"rows:{i}", token_ids=(1,), answer=str(i)),
-            sequences=(TokenSequence(text=said.format(i + i % 2), **sequence),),
-        )
-        for i in range(number)
-    ]
+    prompts = [Prompt(id=f"rows:{i}", token_ids=(1,), answer=str(i)) for i in range(number)]
+    return [played(prompt, f"step 1/{i}/0", said.format(i + i % 2)) for i, prompt in enumerate(prompts)]
 
 
 def main(number: int) -> None:
@@ -38,8 +29,7 @@ def main(number: int) -> None:
         begun = time.perf_counter()
         bare = sum(function(one.text, one.prompt.answer) for one in given)
         bare_s = time.perf_counter() - begun
-        with RewardCalls(RewardsConfig.model_validate({"functions": {name: 1.0}}), [name]) as calls:
-            scorer = RewardScorer(calls, [name])
+        with scorer_of_all(RewardsConfig.model_validate({"functions": {name: 1.0}})) as scorer:
 
             async def score(given: list[Rollout], scorer: RewardScorer = scorer) -> tuple[float, float]:
                 await asyncio.gather(*map(scorer.score, given[: 4 * NUM_WORKERS]))  # workers have started
@@ -55,4 +45,4 @@ def main(number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000)
+    main(parser(__doc__, number=(10_000, "scores of each reward")).parse_args().number)

@@ -9,9 +9,10 @@
 Without a calibration the speeds are public figures of H100s and a 7B model. Calibrate on runs of two or more batch
 sizes with pipeline.max_staleness=0: one size can't tell fixed seconds from seconds per rollout, and times that overlap
 tell neither. simulated_run.py has the model, simulated_inputs.py its inputs, docs/scaling.md the errors of predictions.
+check and predict need simpy, of requirements-dev.txt. They print steps per hour, seconds of a step, shares of it that
+each side works and waits, and staleness: a column per run.
 """
 
-import argparse
 import dataclasses
 import difflib
 import heapq
@@ -28,8 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy
 import yaml
-from simulated_inputs import Hardware, Lengths, Setup, Speeds, log_normal, public_speeds
-from simulated_run import COLD_STEPS, Simulation
+from shared import numbers, parser
+from simulated_inputs import COLD_STEPS, Hardware, Lengths, Setup, Speeds, log_normal, public_speeds
 
 MARK = "SIMULATION, not a measurement"
 MAX_GROUPS = 512  # of lengths, in a calibration
@@ -183,7 +184,7 @@ def calibrate(runs: Mapping[str, Sequence[Step]], speeds: Speeds) -> dict[str, A
     transfer_s = statistics.median(step.get("sync/transfer_s") for step in trained)
     prepare_s = statistics.median(step.get("time/sync") for step in trained) - transfer_s
     per_server_s = sent_bytes / public.nic_bytes_s  # not measured
-    found = {
+    found: dict[str, Any] = {
         **dict(zip(("batch_s", "decode_fixed_s", "decode_token_s", "admit_s"), decode, strict=True)),
         **dict(zip(("train_fixed_s", "micro_batch_s", "position_s"), update, strict=True)),
         **dict(zip(("step_s", "step_token_s"), host, strict=True)),
@@ -221,7 +222,7 @@ def best_split(gpus: int, setup: Setup, simulate: Callable[[Setup], Result]) -> 
     """
     unit = 8 if gpus >= 32 and gpus % 8 == 0 else setup.gpus_per_server
     tried: dict[int, tuple[Setup, Result]] = {}
-    best, shares = setup, (0.2, 0.35, 0.5, 0.65, 0.8)
+    best, shares = setup, [0.2, 0.35, 0.5, 0.65, 0.8]
     for width in (0.08, 0.04, 0.02, 0.0):
         for share in shares:
             servers = min(gpus - unit, max(unit, round(gpus * share / unit) * unit)) // setup.gpus_per_server
@@ -233,7 +234,7 @@ def best_split(gpus: int, setup: Setup, simulate: Callable[[Setup], Result]) -> 
             sys.exit(f"{gpus} GPUs are too few for a server of {setup.gpus_per_server} and a rank: give one more")
         best = max(tried.values(), key=lambda one: one[1]["steps_per_h"])[0]
         centre = best.servers * best.gpus_per_server / gpus
-        shares = (centre - width, centre + width)
+        shares = [centre - width, centre + width]
     return tried[best.servers]
 
 
@@ -251,7 +252,7 @@ def progress(text: str) -> None:
 
 def changed(sections: Sequence[Any], overrides: Mapping[str, str]) -> list[Any]:
     """Return the dataclasses with the overrides applied; an unknown key ends the program with the nearest known one."""
-    kinds = {field.name: type(field.default) for one in sections for field in dataclasses.fields(one)}
+    kinds: dict[str, Any] = {field.name: type(field.default) for one in sections for field in dataclasses.fields(one)}
     for key, value in overrides.items():
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, 1)
@@ -286,6 +287,8 @@ class Inputs:
 
     def simulate(self, setup: Setup, lengths: Lengths | None = None, **speeds: float) -> Result:
         """Return the result of a run with this setup."""
+        from simulated_run import Simulation  # needs simpy
+
         used, lengths = dataclasses.replace(self.speeds, **speeds), lengths or self.lengths
         if self.hardware is not None:
             used = public_speeds(self.hardware, setup, lengths, used, self.chosen)
@@ -355,13 +358,15 @@ def inputs_table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("calibrate", "check", "predict", "inputs"))
-    parser.add_argument("arguments", nargs="*", metavar="RUN, calibration.json or key=value", default=[])
-    parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")], default=[], help="8,64,512")
-    parser.add_argument("--rollouts-per-gpu", type=float, help="with --gpus: a batch that grows; default: fixed")
-    parser.add_argument("--ranks", type=int, help="trainer processes of the runs, where torchrun has started several")
-    parser.add_argument(
+    made = parser(__doc__, json=(False, "all figures as JSON"))
+    made.add_argument(
+        "command", metavar="command", choices=("calibrate", "check", "predict", "inputs"), help="as above"
+    )
+    made.add_argument("arguments", nargs="*", default=[], help="RUN, calibration.json or key=value, as above")
+    made.add_argument("--gpus", type=numbers, default=[], metavar="N,N", help="predict: numbers of GPUs, 8,64,512")
+    made.add_argument("--rollouts-per-gpu", type=float, help="with --gpus: a batch that grows; default: fixed")
+    made.add_argument("--ranks", type=int, help="trainer processes of the runs, where torchrun has started several")
+    made.add_argument(
         "--cores",
         nargs=3,
         type=float,
@@ -369,8 +374,7 @@ def main() -> None:
         default=(0.0, 1.0, 1.0),
         help="calibrate, no GPUs: cores of the machine, and how many a busy server and a training trainer use (top)",
     )
-    parser.add_argument("--json", action="store_true", help="all figures as JSON")
-    options = parser.parse_intermixed_args()
+    options = made.parse_intermixed_args()
     if options.command == "inputs":
         print(f"Inputs of a simulation; `key=value` changes one.\n\n{inputs_table()}")
         return
@@ -379,7 +383,7 @@ def main() -> None:
     calibration = None if options.command == "calibrate" or not paths else str(paths.pop(0))
     runs = {path.name: read_run(path, options.ranks) for path in paths}
     if options.command != "predict" and not runs:
-        parser.error(f"{options.command} needs run folders")
+        made.error(f"{options.command} needs run folders")
     if options.command == "calibrate":
         cores = dict(zip(("cores", "server_cores", "trainer_cores"), options.cores, strict=True))
         print(json.dumps(calibrate(runs, Speeds(**cores))))

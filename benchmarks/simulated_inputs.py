@@ -11,6 +11,8 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 ASSUMED, HERE, RUN = "assumption", "measured here, benchmarks/rank0.py", "calibration, or Hardware"
+COLD_STEPS = 4
+"""First steps that are not counted: caches and the pipeline fill."""
 Lengths = Sequence[Sequence[int]]  # tokens of each completion, group by group
 
 
@@ -46,7 +48,7 @@ class Speeds:
     prompt_tokens: float = given(500.0, "tokens of a prompt", "calibration")
     trained_share: float = given(1.0, "share of the rollouts whose group has a signal", "calibration")
     reward_s: float = given(0.01, "latency of a score", "calibration (upper bound), or choice")
-    reward_workers: int = given(4, "scores at a time; 0: any number (async)", "rewards/scorer.py, MAX_WORKERS")
+    reward_workers: int = given(4, "scores at a time; 0: any number (async)", "rewards/scorer.py, NUM_WORKERS")
     rollout_s: float = given(7.5e-5, "rank 0's event loop, per rollout", HERE)
     rollout_token_s: float = given(8e-8, "rank 0's event loop, per sampled token", HERE)
     step_s: float = given(0.0, "rank 0 between rollouts and update, per step", "calibration")
@@ -102,7 +104,7 @@ def public_speeds(hardware: Hardware, setup: Setup, lengths: Lengths, speeds: Sp
     memory = hardware.memory_bytes_s * hardware.memory_share * gpus
     matrices, trained = hardware.flops * hardware.decode_share * gpus, hardware.flops * hardware.mfu
     one_node = gpus * setup.servers + setup.ranks <= hardware.gpus_per_node
-    derived = {
+    derived: dict[str, Any] = {
         "decode_fixed_s": hardware.iteration_s + weight_bytes / memory,
         "decode_token_s": 2 * hardware.parameters / matrices + hardware.kv_bytes * context / memory,
         "admit_s": 2 * hardware.parameters * speeds.prompt_tokens / setup.group_size / matrices,  # once per group

@@ -17,15 +17,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from simulated_inputs import Lengths, Setup, Speeds
+from simulated_inputs import COLD_STEPS, Lengths, Setup, Speeds
 
 try:
     import simpy
 except ModuleNotFoundError:
     raise SystemExit("a simulation needs simpy: pip install -r requirements-dev.txt") from None
 
-COLD_STEPS = 4
-"""First steps that are not counted: caches and the pipeline fill."""
 Process = Generator[simpy.Event, Any, None]
 
 

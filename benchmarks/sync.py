@@ -1,32 +1,36 @@
 """Weight hand-over against the floor of the same machine: bytes and seconds by phase, of every transport.
 
-    python benchmarks/sync.py [section.key=value ...]
-
 Starts a real server on a random Qwen2 of 100 M parameters and a real trainer in this process. Each round measures, one
 after the other so that a slow minute of the machine hits all of them: a bare broadcast of the same bytes between two
 processes, a bare write (with fsync) and read of a file of the same bytes, vLLM's own reload from the page cache, and
-every transport with the comparison of what was loaded. Prints medians, and ratios to the floors of the same round.
-ROUNDS, LAYERS and FOLDER (where everything is written) in the environment are read, too.
+every transport with the comparison of what was loaded. Prints medians in MiB and seconds, and ratios to the floors of
+the same round; a line for each floor, and for each transport of full weights, then of adapters.
 """
 
 import argparse
 import asyncio
-import contextlib
-import multiprocessing
 import os
 import random
-import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from shared import ROOT, beside, make_model, parser, serving
+
+if __name__ == "__main__":  # --help does not wait for what follows
+    OPTIONS = parser(
+        __doc__,
+        "section.key=value for server and trainer",
+        rounds=(5, "rounds that count, after one that warms up"),
+        layers=(12, "layers of the model"),
+        hidden=(768, "width of the model, a multiple of 64; 100 M parameters with 12 layers"),
+        folder=(tempfile.gettempdir(), "where the model and the versions of its weights are written and removed"),
+    ).parse_args()
 
 from hocket import config as configs
 from hocket.client.server import ServerClient
@@ -34,65 +38,28 @@ from hocket.errors import HocketError
 from hocket.protocol import weight_group
 from hocket.sync.publish import Delivery, Transport
 from hocket.types import TokenSequence, TrainSample
+from processes import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
-ROUNDS = int(os.environ.get("ROUNDS", "5"))
-LAYERS = int(os.environ.get("LAYERS", "12"))
-START_S = 600.0
-
-
-def make_model(folder: Path) -> None:
-    """Saves a random Qwen2 (100.1 M parameters with 12 layers, tied, bfloat16) with the tokenizer of tiny-sort."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    architecture = Qwen2Config(
-        vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(architecture).bfloat16().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (ROOT / "checkpoints" / "tiny-sort" / name).exists():
-            shutil.copy(ROOT / "checkpoints" / "tiny-sort" / name, folder)
+SERVE = """
+import sys
+from hocket.commands import cli
+from hocket.server import vllm_api
+vllm_api.ROUTES |= {"/pause", "/resume", "/collective_rpc"}  # not let through otherwise; the floor needs them
+sys.exit(cli.main(sys.argv[1:]))
+"""
+DEVELOPMENT: dict[str, Any] = {
+    "program": ["-c", SERVE],
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    "VLLM_SERVER_DEV_MODE": "1",
+}
 
 
-@contextlib.contextmanager
-def server(settings: Sequence[str], url: str) -> Iterator[None]:
-    """Runs a server, with vLLM's development routes for the floor, for the time of the body."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hocket", "serve", *settings],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "VLLM_SERVER_DEV_MODE": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-
-        async def ready() -> None:
-            async with ServerClient(url) as client, asyncio.timeout(START_S):
-                while not await client.answers():
-                    if process.poll() is not None:
-                        raise SystemExit("the server did not start")
-                    await asyncio.sleep(0.5)
-
-        asyncio.run(ready())
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def receive(port: int, sizes: Sequence[int], rounds: int) -> None:
-    """The other end of the bare broadcast."""
+def receive(pipe: Connection, port: int, sizes: Sequence[int]) -> None:
+    """Is the other end of the bare broadcast: receives so many bytes each time that it is told to."""
     import torch
 
     group = join(weight_group.find_store("127.0.0.1", port, 60), rank=1)
-    for _ in range(rounds):
+    while pipe.recv():
         for size in sizes:
             group.broadcast(torch.empty(size, dtype=torch.uint8))
 
@@ -114,19 +81,17 @@ def join(store: Any, rank: int) -> weight_group.WeightGroup:
 class Floors:
     """What this machine takes for the same bytes at least, in seconds."""
 
-    def __init__(self, url: str, folder: Path, model: Path, sizes: Sequence[int]) -> None:
+    def __init__(self, url: str, folder: Path, model: Path, sizes: Sequence[int], stack: ExitStack) -> None:
         import torch
 
         self._url, self._folder, self._model = url, folder, model
         self._buckets = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
-        store = weight_group.make_store("127.0.0.1", 60)
-        arguments = (store.port, sizes, ROUNDS + 1)
-        self._peer = multiprocessing.get_context("spawn").Process(target=receive, args=arguments, daemon=True)
-        self._peer.start()
-        self._store = store
-        self._group = join(store, rank=0)
+        self._store = weight_group.make_store("127.0.0.1", 60)
+        self._peer = stack.enter_context(beside(receive, self._store.port, sizes))
+        self._group = join(self._store, rank=0)
 
     def broadcast(self) -> float:
+        self._peer.send(True)
         start = time.perf_counter()
         for bucket in self._buckets:
             self._group.broadcast(bucket)
@@ -142,13 +107,13 @@ class Floors:
         start = time.perf_counter()
         with path.open("wb") as file:
             for bucket in self._buckets:
-                file.write(memoryview(bucket.numpy()))
+                file.write(bucket.numpy().data)
             file.flush()
             os.fsync(file.fileno())
         written = time.perf_counter()
         with path.open("rb") as file:
             for bucket in self._buckets:
-                file.readinto(memoryview(bucket.numpy()))  # type: ignore[attr-defined]
+                file.readinto(bucket.numpy().data)
         seconds = (written - start, time.perf_counter() - written)
         path.unlink()
         return seconds
@@ -172,9 +137,10 @@ class Bench:
     Args:
         settings: what both processes share.
         transports: name → settings of its own.
+        num_rounds: of each measurement, after one that warms up.
     """
 
-    def __init__(self, settings: Sequence[str], transports: dict[str, Sequence[str]]) -> None:
+    def __init__(self, settings: Sequence[str], transports: Mapping[str, Sequence[str]], num_rounds: int) -> None:
         from hocket.sync.collective import CollectiveTransport
         from hocket.sync.disk import Versions
         from hocket.sync.transports import DiskTransport
@@ -191,13 +157,13 @@ class Bench:
                 versions = Versions(chosen.run_dir, self.trainer, chosen.sync)
                 self.transports[name] = DiskTransport(versions, chosen.sync_root, chosen.sync)
         self._url = config.own_url
-        self.version = 0
+        self.version, self.num_rounds = 0, num_rounds
 
     async def rounds(self, names: Sequence[str], floors: "Floors | None" = None) -> dict[str, list[dict[str, float]]]:
-        """Steps the trainer, then measures the transports, ROUNDS times after one that warms up."""
+        """Steps the trainer, then measures the transports, round by round."""
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         async with ServerClient(self._url) as client:
-            for number in range(ROUNDS + 1):
+            for number in range(self.num_rounds + 1):
                 self.trainer.step([sample(number)])
                 floor = {} if floors is None else floors.measure()
                 for name in names:
@@ -248,16 +214,10 @@ def report(name: str, rows: Sequence[dict[str, float]], ratios: dict[str, Callab
     print(f"{name:11s} {text}", flush=True)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def run(folder: Path, overrides: Sequence[str]) -> None:
+def main(folder: Path, options: argparse.Namespace) -> None:
     """Measures full weights, then adapters, which need a server of their own."""
     model = folder / "model"
-    make_model(model)
+    make_model(model, options.hidden, num_hidden_layers=options.layers)
     common = [
         f"model.path={model}",
         "model.dtype=bfloat16",
@@ -265,19 +225,19 @@ def run(folder: Path, overrides: Sequence[str]) -> None:
         f"run.dir={folder}/run",
         "rollout.max_tokens=64",
         "trainer.learning_rate=1e-6",
-        *overrides,
+        *options.settings,
     ]
     weight_group.BUCKET_BYTES = 32 << 20
     full = [*common, f"server.port={free_port()}"]
-    with server(full, configs.load(None, full).own_url):
+    with serving(full, folder / "full.log", **DEVELOPMENT), ExitStack() as stack:
         transports = {"disk": (), "collective": ("sync.backend=nccl",), "delta": ("sync.delta=true",)}
-        bench = Bench(full, transports)
+        bench = Bench(full, transports, options.rounds)
         sizes = [weight_group.num_bytes(bucket) for bucket in bench.trainer.layout(weight_group.BUCKET_BYTES)]
-        floors = Floors(configs.load(None, full).own_url, folder, model, sizes)
+        floors = Floors(configs.load(None, full).own_url, folder, model, sizes, stack)
         rows = asyncio.run(bench.rounds(["collective", "disk"], floors))
         rows |= asyncio.run(bench.rounds(["delta"]))  # alone: each one changes the version before
         bench.close()
-    print(f"{sum(sizes) / 2**20:.1f} MiB of weights, {len(sizes)} buckets, {ROUNDS} rounds, medians in seconds")
+    print(f"{sum(sizes) / 2**20:.1f} MiB of weights, {len(sizes)} buckets, {options.rounds} rounds, medians in seconds")
     for what in ("broadcast", "write", "read", "load"):
         print(f"floor: {what:9s} {statistics.median(row[what] for row in rows['disk']):.3f}")
     report(
@@ -293,19 +253,15 @@ def run(folder: Path, overrides: Sequence[str]) -> None:
             "/ (write + read)": lambda row: row["seconds"] / (row["write"] + row["read"]),
         },
     )
-    report("delta", rows["delta"], {"of the full bytes": lambda row: row["MiB"] * 2**20 / sum(sizes)})
     adapter = [*common, f"server.port={free_port()}", "model.lora.rank=16"]
-    with server(adapter, configs.load(None, adapter).own_url):
-        bench = Bench(adapter, {"adapter": (), "adapter nccl": ("sync.backend=nccl",)})
-        rows = asyncio.run(bench.rounds([*bench.transports]))
+    with serving(adapter, folder / "adapter.log"):
+        bench = Bench(adapter, {"adapter": (), "adapter nccl": ("sync.backend=nccl",)}, options.rounds)
+        rows = {"delta": rows["delta"]} | asyncio.run(bench.rounds([*bench.transports]))
         bench.close()
-    for name, measured in rows.items():
-        report(name, measured, {"of the full bytes": lambda row: row["MiB"] * 2**20 / sum(sizes)})
+    for name, found in rows.items():
+        report(name, found, {"of the full bytes": lambda row: row["MiB"] * 2**20 / sum(sizes)})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hocket-sync-", dir=os.environ.get("FOLDER")) as temporary:
-        run(Path(temporary), options.overrides)
+    with tempfile.TemporaryDirectory(prefix="hocket-sync-", dir=OPTIONS.folder) as temporary:
+        main(Path(temporary), OPTIONS)

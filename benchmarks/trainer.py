@@ -1,7 +1,5 @@
 """One optimiser step of hocket beside a bare PyTorch loop and beside the padded way; memory of the log-probs.
 
-    python benchmarks/trainer.py [--preset 1.5b] [--tokens 16384] [--dtype bfloat16] ...
-
 All ways take the same step on the same samples: a random Qwen2, the default policy loss, AdamW, gradients clipped.
 
 - hocket: `Trainer.step`, from samples to new weights (DeepSpeed, ZeRO as configured).
@@ -15,7 +13,9 @@ random order. A quarter of each is prompt. A step has four micro-batches, as one
 128 completions of 256 tokens: what a step costs besides them is shared by so many. On a CPU the ways alternate, in one
 process of one thread, and its processor time is counted, so that what else the machine does matters little; on a GPU
 each has a process of its own, and the wall clock. Memory is measured in fresh processes: what the resident set grows by
-on a CPU, what torch has allocated on a GPU.
+on a CPU, what torch has allocated on a GPU. Prints a line for each spread and way: tokens/s, the median of the seconds,
+the least and the most, TFLOP/s; what hocket's step goes to; MiB at the peak of each way, and of the log-probs alone for
+sizes of vocabulary and sequence, computed in chunks and with all logits at once.
 """
 
 import argparse
@@ -26,7 +26,6 @@ import math
 import os
 import random
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from shared import make_model, parser
+
+if __name__ == "__main__":  # --help does not wait for what follows
+    PARSER = parser(
+        __doc__,
+        hidden=(512, "width of the model, a multiple of 64"),
+        layers=(9, "layers of the model"),
+        vocabulary=(8192, "tokens that the model knows, at least 1000"),
+        tokens=(2048, "tokens of a micro-batch"),
+        micro_batches=(4, "micro-batches of a step, about"),
+        longest=(512, "tokens of the longest sequence"),
+        rounds=(5, "rounds that count, after one that warms up"),
+        gradient_checkpointing=(False, "recompute activations"),
+        vocabularies=([12_500, 25_000, 50_000], "tokens, for the log-probs alone"),
+        lengths=([1024, 2048, 4096], "tokens of a sequence, for the log-probs alone"),
+        measure=("", "for its own child process: what it is to measure, as JSON"),
+    )
+    PARSER.add_argument("--preset", choices=["1.5b"], help="sizes of Qwen2.5-1.5B")
+    PARSER.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
+    PARSER.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of hocket's config")
+    WAYS, PARTS = ["hocket", "bare", "padded", "trimmed"], ["times", "memory", "logprobs"]
+    PARSER.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="hocket, and some of the others")
+    PARSER.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the report")
+    OPTIONS = PARSER.parse_args()
 
 import torch
 from torch import nn
@@ -52,19 +74,16 @@ from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 
-ROOT = Path(__file__).resolve().parents[1]
-WAYS = ("hocket", "bare", "padded", "trimmed")
 SPREADS = (1, 4, 16)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Sequence[TrainSample]], object]
 
 
-def make_model(folder: Path, options: argparse.Namespace) -> None:
+def make_config(folder: Path, options: argparse.Namespace) -> None:
     """Writes config and tokenizer of a Qwen2; its weights are random."""
     heads = options.hidden // 64
     sizes = {
         "vocab_size": options.vocabulary,
-        "hidden_size": options.hidden,
         "intermediate_size": options.hidden * 11 // 4 // 64 * 64,
         "num_hidden_layers": options.layers,
         "num_attention_heads": heads,
@@ -79,9 +98,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
             "num_attention_heads": 12,
             "num_key_value_heads": 2,
         }
-    Qwen2Config(**sizes, tie_word_embeddings=True, max_position_embeddings=32_768).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(ROOT / "checkpoints" / "tiny-sort" / name, folder)
+    make_model(folder, options.hidden, weights=False, max_position_embeddings=32_768, **sizes)
 
 
 def make_samples(spread: int, options: argparse.Namespace) -> list[TrainSample]:
@@ -135,7 +152,7 @@ class Loop:
         for output in outputs:
             with torch.autocast(DEVICE.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss = output().loss
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
         self.optimizer.step()
 
@@ -151,7 +168,8 @@ def bare(config: configs.Config) -> Step:
     loop = Loop(policy, config)
 
     def share(batch: TrainBatch) -> LossOutput:
-        return loop.loss(*policy(batch), batch)
+        logprobs, entropy = policy(batch)
+        return loop.loss(logprobs, entropy, batch)
 
     def step(samples: Sequence[TrainSample]) -> None:
         [batches] = pack(samples, micro_batch_tokens=config.trainer.micro_batch_tokens, num_ranks=1)
@@ -167,7 +185,7 @@ def padded(config: configs.Config, *, trim: bool = False) -> Step:
     model = AutoModelForCausalLM.from_config(architecture, attn_implementation="sdpa", dtype=torch.float32)
     if config.trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    loop = Loop(model.train(), config)
+    loop, max_tokens = Loop(model.train(), config), int(config.trainer.micro_batch_tokens)
 
     def share(rows: Sequence[TrainSample], width: int, num_tokens: int) -> LossOutput:
 
@@ -199,7 +217,7 @@ def padded(config: configs.Config, *, trim: bool = False) -> Step:
         micro_batches: list[list[TrainSample]] = [[]]
         for sample in samples:
             more = [*micro_batches[-1], sample]
-            if width(more) * len(more) > config.trainer.micro_batch_tokens:
+            if width(more) * len(more) > max_tokens:
                 micro_batches.append([])
             micro_batches[-1].append(sample)
         loop.apply([functools.partial(share, rows, width(rows), num_tokens) for rows in micro_batches if rows])
@@ -287,7 +305,7 @@ def logprob_step(num_tokens: int, vocabulary: int, in_chunks: bool) -> None:
         logprobs = full.gather(-1, targets[..., None]).squeeze(-1)
         with torch.no_grad():
             _ = -(full.exp() * full).sum(dim=-1)
-    logprobs.sum().backward()
+    logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def in_child(options: Sequence[str], **measure: Any) -> Any:
@@ -306,10 +324,10 @@ def answer(options: argparse.Namespace) -> Any:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # or the trainer would choose
     if measure["kind"] == "logprobs":
-        logprob_step(64, 64, 32)  # what libraries load once is not part of it
+        logprob_step(64, 64, True)  # what libraries load once is not part of it
         return peak(lambda: logprob_step(*measure["sizes"]))
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), options)
+        make_config(Path(folder), options)
         config = settings(Path(folder), options)
         if measure["kind"] == "phases":
             return phases(config, make_samples(4, options))
@@ -325,14 +343,14 @@ def answer(options: argparse.Namespace) -> Any:
         return peak(work)
 
 
-def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
-    """Prints step times, their ratios round by round, which other load disturbs least, and peak memory."""
+def report_times(arguments: Sequence[str], options: argparse.Namespace) -> None:
+    """Prints step times, and their ratios round by round, which other load disturbs least."""
     groups = [[way] for way in options.ways] if DEVICE.type == "cuda" else [options.ways]
     times: dict[str, dict[str, list[float]]] = {}
     for ways in groups:
         times |= in_child(arguments, kind="times", ways=ways)
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), options)
+        make_config(Path(folder), options)
         model = skeleton(settings(Path(folder), options).model)
     flops, size = model_flops(model), sum(p.numel() for p in model.parameters()) / 1e6
     print(
@@ -357,46 +375,33 @@ def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
     spent = in_child(arguments, kind="phases")
     parts = ", ".join(f"{name} {seconds / sum(spent.values()):.0%}" for name, seconds in spent.items())
     print(f"  a step of hocket (4x) is {parts}")
+
+
+def report_memory(arguments: Sequence[str], options: argparse.Namespace) -> None:
+    """Prints the peak memory of each way."""
     for way in options.ways:
         print(f"  {way:>7}: peak memory {in_child(arguments, kind='memory', way=way):7.0f} MiB (4x)", flush=True)
 
 
-def report_logprobs(arguments: Sequence[str]) -> None:
+def report_logprobs(arguments: Sequence[str], options: argparse.Namespace) -> None:
     """Prints peak memory against sequence length and vocabulary, in chunks and whole."""
     print(f"log-probs, entropies and backward, hidden size 512, float32: peak MiB in chunks of {CHUNK_TOKENS} | whole")
-    for vocabulary in (12_500, 25_000, 50_000):
-        for tokens in (1024, 2048, 4096):
+    for vocabulary in options.vocabularies:
+        for tokens in options.lengths:
             parts, whole = (
                 in_child(arguments, kind="logprobs", sizes=[tokens, vocabulary, size]) for size in (True, False)
             )
             print(f"  {vocabulary:6} x {tokens:5}: {parts:6.0f} | {whole:6.0f}  ({parts / whole:.2f})", flush=True)
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["1.5b"], help="sizes of Qwen2.5-1.5B")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=9)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--tokens", type=int, default=2048, help="per micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=4, help="about so many per step")
-    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest sequence")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of hocket's config")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="hocket is one of them")
-    parser.add_argument("--only", choices=["steps", "logprobs"])
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str], options: argparse.Namespace) -> None:
     if options.measure:
         print(json.dumps(answer(options)))
         return
-    if options.only != "logprobs":
-        report_steps(arguments, options)
-    if options.only != "steps":
-        report_logprobs(arguments)
+    for part, report in {"times": report_times, "memory": report_memory, "logprobs": report_logprobs}.items():
+        if part in options.only:
+            report(arguments, options)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], OPTIONS)

@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
-# Start a container of compose.yaml: serve and train keep a log in runs/logs, $HOCKET_RANKS of them train, others run as
-# they are. This shell stays process 1: were it hocket, its end would end tee, too, before tee has written the last lines.
-case $1 in
+# Start a container of compose.yaml: docker/logged.sh COMMAND [ARGUMENT...], the command of hocket. serve and train keep a
+# log in runs/logs, HOCKET_RANKS processes of them train, others run as they are.
+#
+# This shell stays process 1: were it hocket, its end would end tee, too, before tee has written the last lines.
+case ${1:-} in
+    -h | --help)
+        sed -n '2,3s/^# //p' "$0"
+        ! command -v hocket > /dev/null || exec hocket --help
+        exit
+        ;;
     serve) program=(hocket) log=server-$HOSTNAME.log ;;
     train) program=(${HOCKET_RANKS:+torchrun --standalone "--nproc-per-node=$HOCKET_RANKS" -m} hocket) log=trainer.log ;;
     *) exec hocket "$@" ;;

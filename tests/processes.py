@@ -12,13 +12,13 @@ import socket
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import psutil
-import pytest
 
 ROOT = Path(__file__).parents[1]
 EPOCH = 2048
@@ -62,8 +62,7 @@ class Forked:
         """Starts a program with its arguments; `variables` are its whole environment."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["preload"])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the fork server looks for it
+        with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where it looks for preload
             multiprocessing.forkserver.ensure_running()
         # A daemon, or a test process that ends would wait for it.
         self._process = context.Process(target=_run, args=(list(command), str(log), variables), daemon=True)

@@ -1,14 +1,12 @@
 """Stand in for a language model that judges: NOT a real one. It speaks OpenAI's chat completions on loopback.
 
-    .venv/bin/python examples/judge/fake_judge.py [PORT]
-
 It reads what a real judge would read, the text of the request, and follows the rubric as far as the rules below go. To
 use a real judge, change base_url, model and key_env in config.yaml; nothing else knows of this file.
 """
 
+import argparse
 import json
 import re
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -44,4 +42,6 @@ async def judge(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    uvicorn.run(app, port=int(sys.argv[1]) if len(sys.argv) > 1 else 8100, log_level="warning")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("port", nargs="?", type=int, default=8100, help="where it listens, 8100 by default")
+    uvicorn.run(app, port=parser.parse_args().port, log_level="warning")

@@ -11,9 +11,10 @@
 # The hosts are network namespaces with a bridge between them: real TCP over a real link, a name, /etc/hosts and
 # /dev/shm each. n1 has rank 0, n2 has rank 1 and the server, so that both the gradients (gloo) and everything between
 # trainer and server (HTTP, and gloo for the weights) cross the link. Logs and runs are left in OUT (runs/hosts).
+# PYTHON (.venv/bin/python) runs hocket.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/../.."
-case ${1:-} in -h | --help) sed -n '2,13p' "$0"; exit ;; esac
 parts=("${@:-}"); [ "${parts[*]}" ] || parts=(whole cut lost replaced)
 [ "$(id -u)" = 0 ] || { echo "hosts.sh: needs root, to make network namespaces" >&2; exit 2; }
 

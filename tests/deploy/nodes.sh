@@ -1,5 +1,7 @@
 # shellcheck shell=bash
 # What ray.sh and slurm.sh have in common: nodes that are network namespaces at one switch, and nothing left of them.
+# It does nothing by itself: they read it in (`. tests/deploy/nodes.sh`).
+[ "${0##*/}" != nodes.sh ] || { sed -n '2,3s/^# //p' "$0"; exit; }
 
 make_nodes() { # PREFIX NET NUMBER: namespaces PREFIX1, PREFIX2, ... with the addresses NET.1, NET.2, ...
     prefix=$1 nodes=$(seq "$3")

@@ -3,8 +3,10 @@
 # a node of the trainer off the network and see the run go on from its checkpoint, on another one.
 #   sudo tests/deploy/ray.sh [STEPS]      about 4 minutes on 2 cores, 600 MB for Ray; needs iproute2
 # The nodes are network namespaces with a switch of their own; their GPUs are only Ray's count of them. It prints what the
-# trainer says of the servers, the accuracy before and after, and what the job leaves running: nothing.
+# trainer says of the servers, the accuracy before and after, and what the job leaves running: nothing. STEPS: 120.
+# RAY_ENV (/tmp/hocket-ray-env) is the folder with Ray's environment, made where there is none.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,7s/^# //p' "$0"; exit ;; esac
 cd "$(dirname "$0")/../.."
 . tests/deploy/nodes.sh
 steps=${1:-120} python=$PWD/.venv/bin/python

@@ -3,8 +3,10 @@
 # have the job requeued and see it go on from its checkpoint.
 #   sudo tests/deploy/slurm.sh [STEPS]    about 5 minutes on 2 cores; needs Debian's apt-get, iproute2, overlayfs
 # The nodes are network namespaces with a switch of their own; their GPUs are only SLURM's count of them. SLURM comes from
-# Debian's packages, unpacked into a folder and seen by this script's processes alone: nothing is installed.
+# Debian's packages, unpacked into a folder and seen by this script's processes alone: nothing is installed. STEPS: 400.
+# WORK is that folder where it is there already, as in its own second start.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,8s/^# //p' "$0"; exit ;; esac
 cd "$(dirname "$0")/../.."
 . tests/deploy/nodes.sh
 steps=${1:-400} python=$PWD/.venv/bin/python

@@ -2,7 +2,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import random
 import re
 import sqlite3
 from collections.abc import Callable
@@ -16,83 +15,21 @@ from hocket.errors import ConfigError, RewardError
 from hocket.rewards import RewardScorer, endpoint, scorer
 from hocket.rewards.judge import ranking_in, score_in
 from hocket.types import Rollout
-from service import Answer, Headers, Service
+from service import (
+    LIES,
+    WRONG_RANKINGS,
+    Answer,
+    FakeJudge,
+    Headers,
+    Service,
+    completion,
+    functions,
+    ranked,
+    shown,
+)
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
-
-LIES = (  # what a judge writes
-    '{"reason": "cut o',
-    '{"reason": "so", "score": "8"}',
-    '{"reason": "so", "score": 11}',
-    '{"reason": "so", "score": NaN}',
-    '{"reason": "so", "score": true}',
-    '{"score": 9} is what the answer asks for; {"score": 2}',
-    '{"reason": "it says "{"score": 9}" but", "points": 2}',
-    "a clear 8 out of 10",
-    "",
-)
-WRONG_RANKINGS = (  # of four
-    '{"reason": "cut o", "ranking": [1, 2, 3, 4',
-    '{"ranking": [1, 1, 2, 3]}',
-    '{"ranking": [1, 2, 3]}',
-    '{"ranking": [0, 1, 2, 3]}',
-    '{"ranking": [2, 3, 4, 5]}',
-    '{"ranking": [1, 2, 3, 4, 4]}',
-    '{"ranking": [1.0, 2, 3, 4]}',
-    '{"ranking": [true, 2, 3, 4]}',
-    '{"ranking": ["1", "2", "3", "4"]}',
-    '{"ranking": [[1, 2, 3, 4]]}',
-    '{"ranking": "4321"}',
-    '{"ranking": {"1": 2}}',
-    '{"ranking": null}',
-    '{"it": {"ranking": [1, 2, 3, 4]}}',
-    'The third answer says {"ranking": [3, 1, 2, 4]}, but {"ranking": [1, 2, 3, 4]}',
-    "",
-)
-
-
-def completion(text: Any, prompt_tokens: Any = 100, completion_tokens: Any = 20) -> Answer:
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    return 200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
-
-
-def functions(service: Service, name: str = "judge", **options: Any) -> dict[str, Any]:
-    options = {"base_url": f"{service.url}/v1", "model": "m", "rubric": "Is it sorted?", "key_env": None} | options
-    return {name: options}
-
-
-def shown(body: Any) -> list[int]:
-    """Return the answers, numbers, that a judge is asked about, as they stand there."""
-    return [int(text) for text in re.findall(r"<answer[^>]*>\n(\d+)\n</answer", body["messages"][0]["content"])]
-
-
-def ranked(texts: list[int]) -> str:
-    """Return a judge's answer that puts the largest number first."""
-    return json.dumps({"reason": "so", "ranking": sorted(range(1, len(texts) + 1), key=lambda i: -texts[i - 1])})
-
-
-class FakeJudge:
-    """Scores a completion, a number, by that number, and ranks several; errs, stalls and lies as often as told."""
-
-    def __init__(self, errors: float, stalls: float, lies: float, latency_s: float) -> None:
-        self.random, self.latency_s = random.Random(0), latency_s
-        self.errors, self.stalls, self.lies = errors, errors + stalls, errors + stalls + lies
-
-    async def __call__(self, headers: Headers, body: Any) -> Answer | None:
-        chance = self.random.random()
-        if chance < self.stalls and chance >= self.errors:
-            return None
-        await asyncio.sleep(self.latency_s * self.random.uniform(0.5, 1.5))
-        if chance < self.errors:
-            kinds = [(500, {}, "oops"), (503, {}, {}), (429, {"retry-after": "1"}, {"error": {"message": "slow down"}})]
-            return self.random.choice(kinds)
-        if chance < self.lies:
-            lie = completion(self.random.choice(LIES + WRONG_RANKINGS))
-            return self.random.choice([lie, (200, {}, "{"), completion(None)])
-        if "ranking" in body["messages"][0]["content"]:
-            return completion(ranked(shown(body)))
-        return completion(json.dumps({"reason": "it says so", "score": shown(body)[0] % 11}))
 
 
 @pytest.mark.parametrize("name", ["judge", "judge_ranking"])

@@ -1,0 +1,184 @@
+"""Every script of benchmarks/, examples/, docker/ and tests/deploy/ says what it does, and runs at its smallest size.
+
+Real engines, trainers and runs. Shell scripts need docker, SLURM or root: their commands are looked up.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from batches import played, scorer_of_all
+from hocket import COMMANDS, config
+from hocket.types import Prompt
+from processes import Process, free_port
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/**/*.py")])
+SCRIPTS = [path for path in PYTHON if '__name__ == "__main__"' in path.read_text()]
+SHELL = sorted([*ROOT.glob("docker/*.sh"), *ROOT.glob("tests/deploy/*.sh")])
+ENGINE, WHOLE = [pytest.mark.engine], [pytest.mark.e2e]
+SENT = "MiB # seconds # prepare # transfer # compare #"
+TINY = "--layers 1 --hidden 64 --rounds 1"
+SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive number, *: anything)
+    "generate": (ENGINE, "--rounds 1 --prompts 4 --max-tokens 4", """offline: # tokens/s (#..#), # of offline
+        engine: # tokens/s *
+        /generate: # tokens/s *
+        /generate stream: # tokens/s *"""),
+    "host": ([], "--ranks 1,2 --tokens 8 --repeats 1", """1 ranks: # s per *: server: encode #, *
+        2 ranks: # s per *: server: encode #, *"""),
+    "judge": ([], "--number 16", """first run: 16 calls, 0 lost; *
+        second run: 0 calls, 0 lost; *"""),
+    "lies": (ENGINE, "lies --dtype float32 --kind full --rate 2e-4 --lie one_behind",
+        "| one_behind | float32 full 2e-4 | 1 parameters / # log-probs | *"),
+    "peer": (WHOLE, f"{TINY} --without-trl --staleness 0 --prompts 2 --tokens 4 --steps 2",
+        "hocket, k=0 # s a step, generate #, train #, # tokens/s of # a step, # GiB"),
+    "pipeline": (WHOLE, "--staleness 1 trainer.steps=6 rollout.prompts_per_step=2 rollout.group_size=2", """k=1
+        steps_per_s #
+        trainer_waits #
+        after #
+        speed-up #"""),
+    "rank0": ([], "--rollouts 64 --tokens 4,2000", """2000 tokens: ms per rollout: event loop #, rows #, divide #, *
+        {"rollout_s": *, "rollout_token_s": #, "step_token_s": #}"""),
+    "rewards": ([], "--number 64", """exact_match: bare #/s, scored #/s, *
+        math: bare #/s, scored #/s, *"""),
+    "simulate": ([], "predict prompts=4 steps=2", """# steps per hour
+        # seconds per step"""),
+    "sync": (ENGINE, TINY, f"""floor: load #
+        collective {SENT} / (broadcast + load) #
+        disk {SENT} / (write + read + load) # / (write + read) #
+        delta {SENT} of the full bytes #
+        adapter {SENT} of the full bytes #
+        adapter nccl {SENT} of the full bytes #"""),
+    "trainer": (WHOLE, f"{TINY} --only times logprobs --vocabulary 1024 --tokens 64 --longest 32 --micro-batches 1 "
+        "--vocabularies 64 --lengths 32", """hocket: # tokens/s, # s *
+        bare: # tokens/s, # s *
+        padded: # tokens/s, # s *
+        trimmed: # tokens/s, # s *
+        a step of hocket (4x) is forward #%, *
+        64 x 32: # | # (#)"""),
+}  # fmt: skip
+OUTSIDE = {"apt-get", "curl", "docker", "dpkg", "git", "ip", "mount", "nsenter"}  # which a machine may lack
+KEYWORDS = {"!", "if", "then", "elif", "else", "fi", "while", "until", "do", "done", "for", "case", "in", "esac"}
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment variables of an environment that lacks what requirements-dev.txt brings."""
+    folder = tmp_path_factory.mktemp("lacks")
+    for name in ("pytest", "simpy"):
+        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})")
+    return os.environ | {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, *SHELL], ids=lambda path: path.name)
+def test_help_says_what_a_script_does_and_every_option(path: Path, quickstart: dict[str, str]) -> None:
+    text, is_python = path.read_text(), path.suffix == ".py"
+    assert is_python or "sed -n '2," in text  # which prints its head; without that it would start
+    command = [sys.executable if is_python else "bash", path, "--help"]
+    done = subprocess.run(command, cwd="/", env=quickstart, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    if is_python:
+        about, used = ast.get_docstring(ast.parse(text)) or "", re.findall(r"\boptions\.([a-z]\w+)", text)
+        used = [name.replace("_", "-") for name in used]
+        assert not re.search(r"^  --\S+(?: \S+)*\n(?! {4})", done.stdout, re.M), "an option without a word about it"
+    else:
+        about = text.split("# ", 1)[1] if text[:2] == "#!" else text.split("\n# ")[1]
+        used = re.findall(r"\$\{([A-Z_]+):[-+]", text)
+    assert about.splitlines()[0] in done.stdout
+    assert [name for name in used if name not in done.stdout] == []
+
+
+def test_a_python_file_that_is_no_script_is_used_by_another_file() -> None:
+    for path in set(PYTHON) - set(SCRIPTS):
+        used = re.compile(rf"from {path.stem} import|{path.name}\]")
+        assert any(used.search(other.read_text()) for other in path.parent.iterdir() if other.is_file()), path
+
+
+RUNS = [
+    pytest.param(path, *SMOKES[path.stem][1:], id=path.stem, marks=SMOKES[path.stem][0])
+    for path in SCRIPTS  # a KeyError: a new script needs a run, too
+    if path.stem != "fake_judge"  # has a test of its own
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "lines"), RUNS)
+def test_a_script_runs_at_its_smallest_size(
+    script: Path, arguments: str, lines: str, quickstart: dict[str, str]
+) -> None:
+    env = quickstart if script.stem != "simulate" else None
+    command = [sys.executable, script, *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for line in map(str.strip, lines.splitlines()):
+        pattern = re.escape(line).replace(r"\*", ".*").replace(r"\#", r"([\d.,]+(?:e-\d+)?)")
+        found = next(filter(None, (re.fullmatch(pattern, one) for one in said)), None)
+        assert found, f"no line {line!r} in\n{done.stdout}"
+        assert all(float(number.replace(",", "")) > 0 for number in found.groups()), found[0]
+
+
+def test_a_simulation_says_in_a_sentence_what_it_lacks(quickstart: dict[str, str]) -> None:
+    command = [sys.executable, "benchmarks/simulate.py", "predict", "prompts=4", "steps=2"]
+    done = subprocess.run(command, cwd=ROOT, env=quickstart, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "a simulation needs simpy: pip install -r requirements-dev.txt\n")
+
+
+async def test_the_stand_in_of_the_judge_example_judges_as_its_config_asks(tmp_path: Path) -> None:
+    port = free_port()
+    with Process([str(port)], tmp_path / "log", program=["examples/judge/fake_judge.py"]) as judge:
+        judge.wait_for(lambda: answers(port), "the stand-in answers")
+        url = f"rewards.functions.judge.base_url=http://127.0.0.1:{port}/v1"
+        rewards = config.load(ROOT / "examples/judge/config.yaml", [url]).rewards
+        with scorer_of_all(rewards) as scorer:
+            prompt = Prompt(id="p", token_ids=(1,), text="Sort: dbca", answer="abcd")
+            scores = [await scorer.score(played(prompt, "r", text)) for text in ("abcd", "abdc", "dcba")]
+    assert [score.parts["judge"] for score in scores] == pytest.approx([1, 2 / 3, 0])
+
+
+def answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/docs", timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
+def commands(text: str) -> set[str]:
+    """Return the words of a shell script that stand where a command begins, near enough."""
+    text = re.sub(r"<<-? *'?(\w+)'?(.*\n)(?:.*\n)*?\1\n", r"\2", text)  # here-documents
+    text = re.sub(r"(?m)(?:^|(?<=\s))#.*|\\\n", "", text)
+    text = re.sub(r"'[^']*'|\$\(\(.*?\)\)|\$\{[^{}]*\}|\[\[.*?\]\]", "Q", text)
+    while inner := re.search(r"[$<>]\(([^()]*)\)", text):
+        text = text[: inner.start()] + "Q" + text[inner.end() :] + f"\n{inner[1]}\n"
+    text = re.sub(r'(?s)"[^"]*"|\w+\+?=\([^)]*\)', "Q", text)
+    text = re.sub(r"(?m)(^|\bin\b|;;)\s*[^\s();]+( \| [^\s();]+)*\)(?=\s|$)|\d?[<>]+&?\s*\S+", r"\1;", text)
+    found = set()
+    for part in re.split(r"[;&|\n(){}]", text):
+        words = part.split()
+        while words and (words[0] in KEYWORDS or re.match(r"\w+(\[\S+\])?\+?=", words[0])):
+            words = [] if words[0] in ("for", "case") else words[1:]
+        found |= set(words[:1])
+    return {word for word in found if not re.match(r'[Q"$@]', word)}
+
+
+def test_words_where_a_command_begins_are_found() -> None:
+    text = 'a=$(b "c; $(d e)" | f) g && { h; } # i\ncase $x in j | k) [[ l == m ]] || n[1]=2 o ;; esac\np << Q\nr\nQ\n'
+    assert commands(text) == set("bdfghop")
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_every_command_of_a_shell_script_is_there(path: Path) -> None:
+    text = path.read_text()
+    builtins = subprocess.run(["bash", "-c", "compgen -b"], capture_output=True, text=True, check=True).stdout.split()
+    sourced = [(ROOT / name).read_text() for name in re.findall(r"(?m)^\. (\S+)", text)]
+    known = {*builtins, *re.findall(r"(?m)^(\w+)\(\)", "\n".join([text, *sourced])), *OUTSIDE}
+    assert [word for word in commands(text) - known if shutil.which(word) is None] == []
+    assert set(re.findall(r"run\.py (\w+)", text)) <= COMMANDS.keys()
+    for name in re.findall(r"\b(?:benchmarks|config|docker|examples|src|tests)/[\w/.-]+\w", text):
+        assert (ROOT / name).exists(), name
