@@ -22,7 +22,7 @@ from simulated_inputs import Lengths, Setup, Speeds
 try:
     import simpy
 except ModuleNotFoundError:
-    raise SystemExit("a simulation needs simpy: pip install -r requirements-dev.txt") from None
+    raise SystemExit("a simulation needs simpy: pip install simpy") from None
 
 COLD_STEPS = 4
 """First steps that are not counted: caches and the pipeline fill."""
