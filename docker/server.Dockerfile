@@ -1,15 +1,15 @@
 # Process 1, the generation server: vLLM, without DeepSpeed. docker/compose.yaml builds it; by hand, in the repository:
 #   docker build -f docker/server.Dockerfile --build-arg DEVICE=cuda -t hocket-server:cuda .
-# DEVICE=cpu or cuda (NVIDIA); BASE: the same Python from your registry, or by digest; TORCH_INDEX: a mirror of PyTorch's
-# index of CPU wheels. For torch from a folder of wheels: --build-context wheels=FOLDER. Python's minor version, Debian's
-# release, torch and both engines are fixed here; their patches and small libraries are the newest of the day. To run the
-# same bytes again keep the image: push it, and name it by its digest.
+# DEVICE=cpu or cuda (NVIDIA); BASE: the same Python from your registry, or by digest; PIP_INDEX_URL: a mirror of PyPI. For
+# torch from a folder of wheels: --build-context wheels=FOLDER. The locks fix every Python package to the byte, as they do
+# for run.py; the patches of Python and Debian are the newest of the day. To run the same bytes again keep the image: push
+# it, and name it by its digest.
 ARG BASE=python:3.11-slim-bookworm
 FROM scratch AS wheels
 
 FROM ${BASE}
 ARG DEVICE=cpu
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG PIP_INDEX_URL
 # vLLM on a CPU loads libnuma; on a GPU Triton compiles its driver with a C compiler when the engine starts.
 RUN apt-get update \
     && if [ "$DEVICE" = cuda ]; then set -- gcc libc6-dev; else set -- libnuma1; fi \
@@ -17,13 +17,10 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --no-create-home hocket && install -d -m 1777 /hocket/runs
 
-# As src/hocket/common/environment.py does, which says why: on a CPU torch comes first and the engine without its dependencies.
-COPY requirements*.txt /opt/hocket/
-RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels set -e; cd /opt/hocket; \
-    if [ "$DEVICE" = cuda ]; then file=requirements.txt; else file=requirements-cpu.txt; \
-        pip install --no-deps --find-links /wheels --extra-index-url "$TORCH_INDEX" "$(grep '^torch==' $file)+cpu"; fi; \
-    sed '/^# The trainer alone/,/^$/d' $file > server.txt; pip install -r server.txt; \
-    if [ "$DEVICE" = cpu ]; then pip install --no-deps -r requirements-cpu-engine.txt; fi
+COPY requirements /opt/hocket/requirements
+RUN --mount=type=cache,target=/root/.cache --mount=type=bind,from=wheels,target=/wheels cd /opt/hocket/requirements \
+    && sed '/^# The trainer alone/,/^$/d; /^# Development alone/,$d' "$DEVICE.lock" > server.lock \
+    && PIP_FIND_LINKS=/wheels UV_LINK_MODE=copy python lock.py install server.lock && pip uninstall --yes uv
 RUN --mount=type=bind,target=/source,rw pip install --no-cache-dir --no-deps --no-build-isolation /source
 
 # The examples, so that an image works by itself; compose mounts your clone over them, and edits need no build.

@@ -6,17 +6,16 @@ FROM scratch AS wheels
 
 FROM ${BASE}
 ARG DEVICE=cpu
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG PIP_INDEX_URL
 # On a GPU Triton compiles its driver with a C compiler. Nothing else is compiled: no CUDA toolkit, and no g++ on a CPU.
 RUN if [ "$DEVICE" = cuda ]; then apt-get update \
         && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi \
     && useradd --uid 1000 --no-create-home hocket && install -d -m 1777 /hocket/runs
 
-COPY requirements*.txt /opt/hocket/
-RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels set -e; cd /opt/hocket; \
-    if [ "$DEVICE" = cuda ]; then file=requirements.txt; else file=requirements-cpu.txt; \
-        pip install --no-deps --find-links /wheels --extra-index-url "$TORCH_INDEX" "$(grep '^torch==' $file)+cpu"; fi; \
-    sed '/^# The server alone/,$d' $file > trainer.txt; pip install -r trainer.txt
+COPY requirements /opt/hocket/requirements
+RUN --mount=type=cache,target=/root/.cache --mount=type=bind,from=wheels,target=/wheels cd /opt/hocket/requirements \
+    && sed '/^# The server alone/,$d' "$DEVICE.lock" > trainer.lock \
+    && PIP_FIND_LINKS=/wheels UV_LINK_MODE=copy python lock.py install trainer.lock && pip uninstall --yes uv
 RUN --mount=type=bind,target=/source,rw pip install --no-cache-dir --no-deps --no-build-isolation /source
 
 WORKDIR /hocket

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("simpy", reason="a development package: requirements-dev.txt")
+pytest.importorskip("simpy", reason="a development package: requirements/dev.txt")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import simulate

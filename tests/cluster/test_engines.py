@@ -103,7 +103,7 @@ def test_what_no_engine_can_run_is_refused_with_what_to_change(settings: list[st
 def test_shellcheck_finds_nothing_in_the_batch_scripts_and_in_tests_deploy() -> None:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     shellcheck = shutil.which("shellcheck", path=programs)
-    assert shellcheck, "run `python3 run.py test` once: it installs requirements-dev.txt"
+    assert shellcheck, "run `python3 run.py test` once: it installs requirements/dev.txt"
     scripts = [*GOLDEN.glob("slurm*/job.sh"), *ROOT.glob("tests/deploy/*.sh"), *ROOT.glob("docker/*.sh")]
     assert len(scripts) > 6
     meant = "--exclude=SC2016"  # "$" in single quotes is for an inner shell

