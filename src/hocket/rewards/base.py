@@ -54,7 +54,7 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "completions": lambda rollouts: [rollout.text for rollout in rollouts],  # of those that have not failed
     "rollouts": list,
 }
-LARGEST = 1e30  # of a sum of rewards: the loss, a float32, ends at 3e38
+LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
 _EPS = 1e-6
 SPENT: ContextVar[Counter[str]] = ContextVar("spent")  # by the attempts of one call of an async reward
 
@@ -269,7 +269,9 @@ def compose(
     for i, (score, total) in enumerate(zip(scores, totals, strict=True)):
         if score.error is None:
             whole = Score(total=total, parts=score.parts, note=score.note)
-            scores[i] = whole if abs(total) <= LARGEST else no_score(f"the weighted sum is {total}: bound it by clip")
+            fits = all(abs(value) <= LARGEST for value in (total, *score.parts.values()))
+            problem = f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}"
+            scores[i] = whole if fits else no_score(problem)
     return scores
 
 
