@@ -39,10 +39,11 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         "| one_behind | float32 full 2e-4 | 1 parameters / # log-probs | *"),
     "peer": (WHOLE, f"{TINY} --without-trl --staleness 0 --prompts 2 --tokens 4 --steps 2",
         "hocket, k=0 # s a step, generate #, train #, # tokens/s of # a step, # GiB"),
-    "pipeline": (WHOLE, "--staleness 1 trainer.steps=6 rollout.prompts_per_step=2 rollout.group_size=2", """k=1
+    "pipeline": (WHOLE, "--staleness 1 trainer.steps=6 rollout.prompts_per_step=2 rollout.group_size=2 "
+        "eval.num_prompts=8", """k=1
         steps_per_s #
-        trainer_waits #
-        after #
+        trainer_waits *
+        after *
         speed-up #"""),
     "rank0": ([], "--rollouts 64 --tokens 4,2000", """2000 tokens: ms per rollout: event loop #, rows #, divide #, *
         {"rollout_s": *, "rollout_token_s": #, "step_token_s": #}"""),
@@ -57,12 +58,12 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         adapter {SENT} of the full bytes #
         adapter nccl {SENT} of the full bytes #"""),
     "trainer": (WHOLE, f"{TINY} --only times logprobs --vocabulary 1024 --tokens 64 --longest 32 --micro-batches 1 "
-        "--vocabularies 64 --lengths 32", """hocket: # tokens/s, # s *
+        "--vocabularies 5000 --lengths 512", """hocket: # tokens/s, # s *
         bare: # tokens/s, # s *
         padded: # tokens/s, # s *
         trimmed: # tokens/s, # s *
         a step of hocket (4x) is forward #%, *
-        64 x 32: # | # (#)"""),
+        5000 x 512: # | # (#)"""),
 }  # fmt: skip
 OUTSIDE = {"apt-get", "curl", "docker", "dpkg", "git", "ip", "mount", "nsenter"}  # which a machine may lack
 KEYWORDS = {"!", "if", "then", "elif", "else", "fi", "while", "until", "do", "done", "for", "case", "in", "esac"}
@@ -114,7 +115,7 @@ def test_a_script_runs_at_its_smallest_size(
 ) -> None:
     env = quickstart if script.stem != "simulate" else None
     command = [sys.executable, script, *arguments.split()]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     said = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for line in map(str.strip, lines.splitlines()):
