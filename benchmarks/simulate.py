@@ -296,7 +296,7 @@ class Inputs:
         result = simulation.run(lambda text: progress(f"simulating {name}: {text}"))
         gpus = setup.servers * setup.gpus_per_server + setup.ranks
         failures_per_h = 3600 * gpus / (used.mtbf_s * setup.gpus_per_server) if used.mtbf_s else 0.0
-        return result | {"start_s": setup.servers * simulation.bring_up_s, "failures_per_h": failures_per_h}
+        return result | {"start_s": simulation.bring_up_s(setup.servers), "failures_per_h": failures_per_h}
 
 
 def predict(inputs: Inputs, numbers: Sequence[int], rollouts_per_gpu: float | None) -> dict[str, Any]:

@@ -314,19 +314,21 @@ class Simulation:
                 server.paused, server.version = False, self.version
 
     def bring_up(self) -> Process:
-        """Give servers that are back the current weights, one after the other: they share one lock."""
-        for server in self.servers:
-            if server.back:
-                server.back = False
-                yield self.env.timeout(self.bring_up_s)
-                with server.changing():
-                    server.up, server.version = True, self.version
+        """Give servers that are back the current weights, all at once."""
+        back = [server for server in self.servers if server.back]
+        for server in back:
+            server.back = False
+        if back:
+            yield self.env.timeout(self.bring_up_s(len(back)))
+        for server in back:
+            with server.changing():
+                server.up, server.version = True, self.version
         self.dispatch()
 
-    @property
-    def bring_up_s(self) -> float:
+    def bring_up_s(self, servers: int) -> float:
+        """Return how long it takes to bring up this many servers at once; they check side by side."""
         speeds = self.speeds
-        return speeds.prepare_s + speeds.transfer_s + speeds.per_server_s + speeds.check_s
+        return speeds.prepare_s + speeds.transfer_s + speeds.per_server_s * servers + speeds.check_s
 
     def outage(self, server: Server, after_s: float, away_s: float) -> Process:
         """Lose a server; its work goes to the others once that is noticed, and it is brought up at a later step."""

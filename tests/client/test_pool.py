@@ -5,7 +5,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -259,11 +259,12 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
     brought, said = list[tuple[str, str]](), list[str]()
     well = True
 
-    async def bring_up(member: Member, health: Health) -> None:
-        member.mark_ready(health.session)  # as the transport reports, before it is checked
-        if not well:
-            raise SyncError("it can't take the weights")
-        brought.append((member.url, health.session))
+    async def bring_up(there: Mapping[Member, Health]) -> None:
+        for member, health in there.items():
+            member.mark_ready(health.session)  # as the transport reports, before it is checked
+            if not well:
+                raise SyncError("it can't take the weights")
+            brought.append((member.url, health.session))
 
     async def played() -> int:
         """Plays four prompts and returns how many of all were played by the first server."""
@@ -321,10 +322,10 @@ async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer],
         server.status, server.failure = "failed", ErrorBody(code=code, message=f"it is {code}", hint="")
     passing = lambda what, seconds: setattr(clock, "now", clock.now + 6.0)  # noqa: E731
     async with make_pool(servers[:3], on_wait=passing) as pool:
-        with pytest.raises(ServerError, match=r"gave up after 12 s of waiting for a server.*run\.py serve") as raised:
+        with pytest.raises(ServerError, match=r"gave up after 12 s of waiting for http.*run\.py serve") as raised:
             await pool.wait_up()
     reasons = ("nothing answers there yet", "it is loading", "it failed: it is engine_dead")
-    said = "; ".join(f"{server.url}: {reason}" for server, reason in zip(servers, reasons, strict=False))
+    said = " or ".join(f"{server.url} ({reason})" for server, reason in zip(servers, reasons, strict=False))
     assert said in str(raised.value)
     assert raised.value.code == "timeout"
     async with make_pool(servers) as pool:  # a failed load may be mended
@@ -349,10 +350,11 @@ async def test_a_server_that_a_reload_mends_is_brought_up_and_plays_what_it_had_
 ) -> None:
     alone, found = servers[0], list[str]()
 
-    async def bring_up(member: Member, health: Health) -> None:
-        found.append(health.status)
+    async def bring_up(there: Mapping[Member, Health]) -> None:
         alone.status, alone.refuse, alone.failure = "ready", None, None
-        member.mark_ready(health.session)
+        for member, health in there.items():
+            found.append(health.status)
+            member.mark_ready(health.session)
 
     async with make_pool([alone]) as pool:
         pool.bring_up = bring_up
@@ -439,8 +441,9 @@ async def test_turns_that_can_not_be_divided_are_told_why(
 
 @pytest.mark.parametrize("failure", [SyncError("it and the trainer disagree"), error("unauthorized", 401)])
 async def test_weights_that_land_nowhere_end_the_run(servers: list[FakeServer], failure: Exception) -> None:
-    async def bring_up(member: Member, health: Health) -> None:
-        member.mark_ready(health.session)
+    async def bring_up(there: Mapping[Member, Health]) -> None:
+        for member, health in there.items():
+            member.mark_ready(health.session)
         raise failure
 
     async with make_pool(servers[:1]) as pool:
@@ -471,21 +474,19 @@ async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(
 async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
     servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-    well: list[str] = []
-
-    async def bring_up(member: Member, health: Health) -> None:
-        if member.url in well:
-            member.mark_ready(health.session)
-            return
+    async def bring_up(there: Mapping[Member, Health]) -> None:
         clock.now += 0.2
-        raise ServerError("it does not load", code="reload_failed", status=500)
+        for member, health in there.items():
+            if member.url == servers[0].url:
+                member.mark_ready(health.session)
+            else:
+                pool.mark_lost(member, "it does not load")
 
-    for rests_s in (0.2, 2.0):
-        async with make_pool(servers) as pool:
+    for there, rests_s in ((servers[1:], 0.2), (servers, 2.0)):
+        async with make_pool(there) as pool:
             pool.bring_up = bring_up
             await pool.look_at_all()
-            assert pool.members[1].next_look - clock.now == pytest.approx(rests_s)
-        well.append(servers[0].url)  # from now on one of them works
+            assert pool.members[-1].next_look - clock.now == pytest.approx(rests_s)
 
 
 async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_for_ever(
@@ -505,9 +506,10 @@ async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are
     first, second = servers
     listing, said, brought = Listing(servers, monkeypatch), list[str](), list[str]()
 
-    async def bring_up(member: Member, health: Health) -> None:
-        brought.append(member.url)
-        member.mark_ready(health.session)
+    async def bring_up(there: Mapping[Member, Health]) -> None:
+        for member, health in there.items():
+            brought.append(member.url)
+            member.mark_ready(health.session)
 
     listing.servers = [first]
     async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
@@ -717,11 +719,12 @@ async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_l
 ) -> None:
     listing, said, looks = Listing(servers, monkeypatch), list[str](), list[str]()
 
-    async def bring_up(member: Member, health: Health) -> None:
-        looks.append(member.url)
-        if member.url == servers[1].url:
-            raise other
-        member.mark_ready(health.session)
+    async def bring_up(there: Mapping[Member, Health]) -> None:
+        for member, health in there.items():
+            looks.append(member.url)
+            if member.url == servers[1].url:
+                raise other
+            member.mark_ready(health.session)
 
     async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
         pool.bring_up = bring_up
@@ -776,9 +779,10 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
     monkeypatch.setattr("hocket.client.pool.BEAT_S", 0.01)
     loaded = asyncio.Event()
 
-    async def bring_up(member: Member, health: Health) -> None:
+    async def bring_up(there: Mapping[Member, Health]) -> None:
         await loaded.wait()
-        member.mark_ready(health.session)
+        for member, health in there.items():
+            member.mark_ready(health.session)
 
     async with make_pool(servers, trainer="mine") as pool:
         pool.bring_up = bring_up

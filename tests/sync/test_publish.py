@@ -19,11 +19,11 @@ from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import own_gpu
 from hocket.sync.proof import Proof, Scored, missing_share
-from hocket.sync.publish import Delivery, Publisher, bring_up
+from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
 from hocket.types import Prompt, TrainSample
 
-A, B = URLS = ("http://a", "http://b")
+A, B, C = URLS = ("http://a", "http://b", "http://c")
 GONE = ServerError("can't reach it", code="unreachable")
 BROKEN = ServerError("it broke", code="reload_failed", status=500)
 REFUSED = ServerError("tensor a has another shape", code="bad_version", status=409)
@@ -41,6 +41,7 @@ class FakeServer:
         self.url, self.version, self.session = url, version, "s1"
         self.error: ServerError | None = None
         self.asked: list[GenerateRequest] = []
+        self.together = asyncio.Barrier(1)  # of the servers that answer the proof at once
 
     async def health(self, *, timeout_s: float = 10.0) -> Health:
         if self.error is not None:
@@ -51,6 +52,7 @@ class FakeServer:
         self.asked.append(request)
         if self.error is not None:
             raise self.error
+        await self.together.wait()
         for i in reversed(range(len(request.prompts))):
             yield StreamLine(prompt=i, index=0, completion=fakes.completion(7, 8, logprobs=(-0.5, -0.25)))
 
@@ -142,7 +144,7 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         proof=proof,
         trainer_turn=own_gpu,
     )
-    pool.bring_up = functools.partial(bring_up, sync, trainer.check_same_model, said.append)
+    pool.bring_up = functools.partial(sync.bring_up, trainer.check_same_model)
     world = World(sync, pool, fakes, trainer, disk, fast, said)
     return world
 
@@ -154,15 +156,28 @@ async def make_up(*settings: str, **options: Any) -> World:
     return world
 
 
-async def test_the_first_version_is_one_above_the_servers_and_the_next_ones_go_to_all_at_once() -> None:
+async def test_the_first_version_is_one_above_the_servers_and_each_goes_to_all_at_once() -> None:
     world = make(version=4)
+    world.servers[0].together = world.servers[1].together = asyncio.Barrier(2)
     assert world.sync.versions.current == 0
-    await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
+    async with asyncio.timeout(10):
+        await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
     assert world.sync.versions.current == 5
     assert [member.session for member in world.pool.members] == ["s1", "s1"]
     assert f"server {A} holds version 5: float32, 3.0 MiB in 0.75 s, parameters compared" in world.said[0]
     assert (await world.sync.publish()).items() >= (METRICS | {"sync/servers": 2.0}).items()
-    assert world.disk.sent == world.disk.compared == [(5, [A]), (5, [B]), (6, [A, B])]
+    assert world.disk.sent == world.disk.compared == [(5, [A, B]), (6, [A, B])]
+
+
+@pytest.mark.parametrize("failure", [REFUSED, NOT_HELD])
+async def test_of_servers_that_are_brought_up_together_the_one_that_fails_is_left_out(failure: ServerError) -> None:
+    world = make(servers=3)
+    (world.disk.found if failure is NOT_HELD else world.disk.answers)[B] = failure
+    await world.pool.wait_up()
+    assert world.up == [A, C]
+    assert [urls for _, urls in world.disk.sent] == [[A, B, C], [A], [B, C], [B], [C]]
+    assert world.disk.compared[-1] == (5, [C])
+    assert sum("http://b is left out: http://b" in line for line in world.said) == 1
 
 
 @pytest.mark.parametrize(("servers", "held", "expected"), [(1, 0, 8), (1, 9, 10), (0, 0, 8)])
@@ -296,7 +311,8 @@ async def test_a_completion_that_nobody_asked_for_ends_a_check_with_its_stream_c
     world.servers[0].generate = generate  # type: ignore[method-assign]
     with pytest.raises(IndexError):
         await world.sync.check(world.pool.up)
-    assert tasks == [asyncio.current_task()] * 2  # it was not left to the garbage collector
+    assert len(tasks) == 2
+    assert tasks[0] is tasks[1]  # it was not left to the garbage collector
 
 
 def rows(tokens: Sequence[int], server: Sequence[float], trainer: Sequence[float]) -> list[list[Scored]]:
@@ -405,7 +421,7 @@ async def test_a_server_that_the_first_version_does_not_reach_is_waited_for_and_
 ):
     world = make(servers=1, start_s=0.3)
     world.disk.answers[A] = GONE
-    with pytest.raises(ServerError, match=r"gave up after .* \(http://a: can't reach it\)"):
+    with pytest.raises(ServerError, match=r"gave up after .* waiting for http://a \(can't reach it\)"):
         await world.pool.wait_up()
     world = make(servers=1)
     world.trainer.other_model = True

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -93,8 +93,8 @@ class Member:
 
 Find = Callable[[], Awaitable[Sequence[str]]]
 """Looks up the base URLs of the servers that there are now; raises ServerError where it finds none."""
-BringUp = Callable[[Member, Health], Awaitable[None]]
-"""Gives one server that answers the current weights; raises HocketError if that fails."""
+BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
+"""Gives servers that answer the current weights, all at once; raises HocketError if that fails for one of them."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -199,34 +199,39 @@ class ServerPool:
             for deadline in deadlines if not self.up else ():
                 stack.enter_context(deadline.stopped())
             while (self.members or self.find) and not self.up:
-                waited, not_found = time.monotonic() - start, self._not_found
+                waited = time.monotonic() - start
+                names = " or ".join(f"{member.url} ({member.out})" for member in self.members)
+                what = f"waiting for {names or f'a server ({self._not_found})'}"
                 if waited > self.start_timeout_s:
-                    reasons = [f"{member.url}: {member.out}" for member in self.members]
-                    reasons += [not_found] if not_found else []
                     raise ServerError(
-                        f"gave up after {waited:.0f} s of waiting for a server ({'; '.join(reasons)}). Start one with "
-                        f"`{door()} serve CONFIG`, correct server.urls or server.discover, or raise "
-                        f"server.start_timeout_s",
+                        f"gave up after {waited:.0f} s of {what}. Start one with `{door()} serve CONFIG`, correct "
+                        f"server.urls or server.discover, or raise server.start_timeout_s",
                         code="timeout",
                     )
-                names = " or ".join(f"{member.url} ({member.out})" for member in self.members)
-                self.on_wait(f"waiting for {names or f'a server ({not_found})'}", waited)
+                self.on_wait(what, waited)
                 await asyncio.sleep(POLL_S)
                 await self.look_at_all()
         return self.up
 
     async def look_at_all(self) -> None:
-        """Look at every server that is out and due, and bring it up if it is well. Raise as `wait_up`."""
+        """Look at every server that is out and due, and bring up those that are well, together. Raise as `wait_up`."""
         now = time.monotonic()
-        looks = [self._look(member) for member in self.members if member.session is None and now >= member.next_look]
-        for failure in await asyncio.gather(*looks, return_exceptions=True):
+        due = {member: member.out for member in self.members if member.session is None and now >= member.next_look}
+        there: dict[Member, Health] = {}
+        for failure in await asyncio.gather(*(self._look(member, there) for member in due), return_exceptions=True):
             if failure is not None:
                 raise failure
+        if there:
+            await self._bring_up(there)
+        for member, known in due.items():
+            if member.session is not None:
+                member.left_out = None
+                if known is not None and len(self.members) > 1:
+                    self.say(f"server {member.url} is there")
 
-    async def _look(self, member: Member) -> None:
-        start, known = time.monotonic(), member.out
-        member.next_look = math.inf  # others that ask for servers meanwhile need not look, too
-        try:
+    async def _look(self, member: Member, there: dict[Member, Health]) -> None:
+        """Add a server that is to be brought up to those that are `there`; of another one note why it is out."""
+        with self._looking(member):
             if self.trainer is None:
                 health = await member.server.health(timeout_s=LOOK_S)
             else:
@@ -242,25 +247,47 @@ class ServerPool:
             elif self.bring_up is None:
                 member.mark_ready(health.session)
             else:
-                await self.bring_up(member, health)
-            if member.session is not None:
-                member.left_out = None
-                if known is not None and len(self.members) > 1:
-                    self.say(f"server {member.url} is there")
+                there[member] = health
+
+    async def _bring_up(self, there: Mapping[Member, Health]) -> None:
+        """Bring servers up together; where that fails, each half by itself: one of them may be the reason."""
+        assert self.bring_up is not None
+        members, middle = [*there], len(there) // 2
+        with self._looking(*members):
+            try:
+                await self.bring_up(there)
+            except (ServerError, SyncError) as error:
+                if not middle:
+                    raise
+                for member in members:
+                    member.mark_out(str(error))
+                for half in (members[:middle], members[middle:]):
+                    await self._bring_up({member: there[member] for member in half})
+
+    @contextmanager
+    def _looking(self, *members: Member) -> Iterator[None]:
+        """Have nobody else look at these servers; then note what failed, and when they are due. Raise as `wait_up`."""
+        start = time.monotonic()
+        for member in members:
+            member.next_look = math.inf
+        try:
+            yield
         except (ServerError, SyncError) as error:
             silent = isinstance(error, ServerError) and error.code == "unreachable"
-            member.mark_out("nothing answers there yet" if silent else str(error))
-            refused, foreign = isinstance(error, SyncError), isinstance(error, ServerError) and error.foreign
-            if refused or foreign:
-                if not (refused and self.up) and not (foreign and self.find):
-                    raise
-                if member.left_out != member.out:  # once, however often it is looked at
-                    member.left_out = member.out
-                    self.say(f"server {member.url} is left out: {error}")
+            foreign = isinstance(error, ServerError) and error.foreign
+            for member in members:
+                member.mark_out("nothing answers there yet" if silent else str(error))
+                if foreign or isinstance(error, SyncError):
+                    if not (self.find if foreign else self.up):
+                        raise
+                    if member.left_out != member.out:  # once, however often it is looked at
+                        member.left_out = member.out
+                        self.say(f"server {member.url} is left out: {error}")
         finally:
             now = time.monotonic()
-            rest = 0.0 if member.session else max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
-            member.next_look = now + rest
+            rest = max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
+            for member in members:
+                member.next_look = now + (0.0 if member.session else rest)
 
     def mark_lost(self, member: Member, reason: str) -> None:
         """Remove a server from dispatch and report it, if it was working."""

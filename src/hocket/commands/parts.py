@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_para
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import own_gpu, put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
-from hocket.sync.publish import Publisher, Transport, bring_up
+from hocket.sync.publish import Publisher, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.types import Prompt, TrainerTurn
 
@@ -182,7 +182,7 @@ class Parts:
             alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
         )
         publisher = Publisher(versions=versions, pool=servers, transport=transport, proof=proof, trainer_turn=turn)
-        servers.bring_up = partial(bring_up, publisher, trainer.check_same_model, say)
+        servers.bring_up = partial(publisher.bring_up, trainer.check_same_model)
         return publisher
 
     @asynccontextmanager
@@ -191,15 +191,17 @@ class Parts:
         server, model = self.config.server, self.config.model.path
         named = bool(server.urls or server.discover)
 
-        async def check(member: Member, health: Health) -> None:
-            serves = f"the server at {member.url} serves {health.model}"
-            if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
-                raise ConfigError(f"{serves}, whose tokenizer is not that of model.path={model}; name the same model")
-            if not named and Path(health.model).resolve() != Path(model).resolve():
-                advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
-                raise ConfigError(f"{serves}, not model.path={model}; {advice}")
-            self.console.say(f"{serves}, version {health.version}")
-            member.mark_ready(health.session)
+        async def check(there: Mapping[Member, Health]) -> None:
+            for member, health in there.items():
+                serves = f"the server at {member.url} serves {health.model}"
+                if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
+                    other = f"whose tokenizer is not that of model.path={model}"
+                    raise ConfigError(f"{serves}, {other}; name the same model")
+                if not named and Path(health.model).resolve() != Path(model).resolve():
+                    advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
+                    raise ConfigError(f"{serves}, not model.path={model}; {advice}")
+                self.console.say(f"{serves}, version {health.version}")
+                member.mark_ready(health.session)
 
         with ExitStack() as stack:
             waiting = self.console.doing if await answers(self.config) else self.own_server(stack, arguments)

@@ -18,7 +18,7 @@ from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import GenerateRequest, SamplingParams
 from hocket.rollout.episode import Transcript
-from hocket.types import Metrics, Prompt, TrainerTurn, TrainSample
+from hocket.types import Metrics, Prompt, TokenSequence, TrainerTurn, TrainSample
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -68,12 +68,36 @@ class Proof:
         self._due -= 1
         return self._due >= 0
 
-    async def check(self, member: Member, version: int) -> Metrics:
+    async def sample(self, member: Member) -> list[TrainSample] | ServerError:
+        """Have the server complete the prompts, with the same seeds at every check; its failure is a value."""
+        max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
+        sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
+        contexts = [prompt.token_ids for prompt in self.prompts]
+        request = GenerateRequest(prompts=list(map(list, contexts)), sampling=sampling, session=member.session)
+        samples = {}
+        try:
+            async with aclosing(member.server.generate(request, timeout_s=self.sync.timeout_s)) as lines:
+                async for line in lines:
+                    transcript = Transcript(contexts[line.prompt])
+                    transcript.add_completion(line.completion)
+                    advantages = (0.0,) * len(transcript.token_ids)
+                    samples[line.prompt] = TrainSample(sequence=transcript.sequence(), advantages=advantages)
+        except ServerError as error:
+            return error
+        if len(samples) != len(contexts):
+            message = f"{member.url}/generate ended after {len(samples)} of {len(contexts)} completions"
+            return ServerError(message, code="protocol")
+        return [samples[place] for place in range(len(contexts))]
+
+    async def check(self, member: Member, version: int, samples: Sequence[TrainSample]) -> Metrics:
         """Compare the server's log-probs, and how they changed since the last check, with the trainer's."""
         assert member.session is not None
-        answer = await self._ask(member)
-        last, before = self._before.get(member.session, (-1, []))
-        self._before[member.session] = version, answer
+        session = member.session
+        async with self.trainer_turn(False):
+            scores = await run_in_thread(self.trainer.logprobs, samples)
+        answer = [_scored(sample.sequence, own) for sample, own in zip(samples, scores, strict=True)]
+        last, before = self._before.get(session, (-1, []))
+        self._before[session] = version, answer
         gap = statistics.fmean(abs(scored.server - scored.trainer) for row in answer for scored in row)
         bound = self.bound(member.dtype)
         metrics = {"sync/logprob_gap": gap, "sync/max_gap": bound}
@@ -120,30 +144,10 @@ class Proof:
         self.say(f"WARNING: {message}")
         self.mismatches += 1
 
-    async def _ask(self, member: Member) -> Answer:
-        """Have the server complete the prompts, with the same seeds at every check, and the trainer score them."""
-        max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
-        sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
-        contexts = [prompt.token_ids for prompt in self.prompts]
-        request = GenerateRequest(prompts=list(map(list, contexts)), sampling=sampling, session=member.session)
-        samples = {}
-        async with aclosing(member.server.generate(request, timeout_s=self.sync.timeout_s)) as lines:
-            async for line in lines:
-                transcript = Transcript(contexts[line.prompt])
-                transcript.add_completion(line.completion)
-                advantages = (0.0,) * len(transcript.token_ids)
-                samples[line.prompt] = TrainSample(sequence=transcript.sequence(), advantages=advantages)
-        if len(samples) != len(contexts):
-            message = f"{member.url}/generate ended after {len(samples)} of {len(contexts)} completions"
-            raise ServerError(message, code="protocol")
-        ordered = [samples[place] for place in range(len(contexts))]
-        async with self.trainer_turn(False):
-            scores = await run_in_thread(self.trainer.logprobs, ordered)
-        answer = []
-        for context, sample, own in zip(contexts, ordered, scores, strict=True):
-            columns = (sample.sequence.token_ids, sample.sequence.logprobs, own)
-            answer.append([Scored(*row) for row in zip(*(column[len(context) :] for column in columns), strict=True)])
-        return answer
+
+def _scored(sequence: TokenSequence, trainer: Sequence[float]) -> list[Scored]:
+    columns = zip(sequence.mask, sequence.token_ids, sequence.logprobs, trainer, strict=True)
+    return [Scored(token, server, own) for sampled, token, server, own in columns if sampled]
 
 
 def missing_share(before: Answer, now: Answer, noise: float) -> tuple[float, float]:

@@ -3,13 +3,13 @@
     write version v+1 → load it on every server → compare checksums → if it is due: compare parameters and log-probs
 
 A `Transport` moves the bytes: files, NCCL, or a wrapper around one of them. A server that dies meanwhile leaves the
-pool; `bring_up` loads the current version once it answers again. A refused version, another checksum, other
-parameters or log-probs (proof.py) stop the run.
+pool; `bring_up` loads the current version once it answers again, on all at once that do. A refused version, another
+checksum, other parameters or log-probs (proof.py) stop the run.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -71,7 +71,7 @@ class Publisher:
         """Make the trainer's weights the next version on every server that is up; call it within `training`."""
         self.versions.advance()
         metrics = await self.deliver(self.pool.up)
-        if self.proof.is_due(self.versions.current) and self.pool.up:
+        if self.proof.is_due(self.versions.current):
             metrics |= await self.check(self.pool.up)
         return metrics | {"sync/servers": float(len(self.pool.up))}
 
@@ -104,6 +104,8 @@ class Publisher:
 
     async def check(self, members: Sequence[Member]) -> Metrics:
         """Check that these servers hold the current version, and compute with it as the trainer does."""
+        if not members:
+            return {}
         metrics: Metrics = {}
         failed = self.proof.mismatches
         with timed(metrics, "sync/proof_s"):
@@ -112,40 +114,36 @@ class Publisher:
             except SyncError as error:
                 self.proof.fail(str(error))  # raises or, with sync.on_mismatch=warn, says so
                 await self.deliver(members)  # an engine that does not hold it generates nothing until a load mends it
-            for member in members:
-                try:
-                    if member.session is not None:
-                        found = await self.proof.check(member, self.versions.current)
-                        metrics |= {name: max(value, metrics.get(name, value)) for name, value in found.items()}
-                except ServerError as error:
-                    self.pool.mark_lost(member, str(error))
+            asked = [member for member in members if member.session is not None]
+            sampled = await asyncio.gather(*map(self.proof.sample, asked))
+            for member, samples in zip(asked, sampled, strict=True):
+                if isinstance(samples, ServerError):
+                    self.pool.mark_lost(member, str(samples))
+                elif member.session is not None:
+                    found = await self.proof.check(member, self.versions.current, samples)
+                    metrics |= {name: max(value, metrics.get(name, value)) for name, value in found.items()}
         return metrics | {"sync/mismatches": self.proof.mismatches - failed}
 
-
-async def bring_up(
-    publisher: Publisher,
-    check_model: Callable[[Health], None],
-    say: Callable[[str], None],
-    member: Member,
-    health: Health,
-) -> None:
-    """Give a new or returned server the current version. Raise ServerError for another model, SyncError if refused."""
-    if publisher.is_training and publisher.pool.up:
-        member.out = "the trainer is at work"  # the pool asks again soon
-        return
-    async with publisher.lock:
-        if member.session is not None:
-            return  # brought up while this waited for the lock
-        check_model(health)
-        publisher.versions.begin(health.version)
-        metrics = await publisher.deliver([member])
-        if member.session is None:
-            return  # lost: `member.out` has the reason
-        metrics |= await publisher.check([member])
-        if "sync/logprob_gap" not in metrics:
-            return  # lost meanwhile
-    say(
-        f"server {member.url} holds version {publisher.versions.current}: {health.dtype}, "
-        f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s, "
-        f"parameters compared, mean |Δ log-prob| {metrics['sync/logprob_gap']:.1e}"
-    )
+    async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
+        """Give new and returned servers the current version. Raises as `deliver`, and ServerError for another model."""
+        if self.is_training and self.pool.up:
+            for member in there:
+                member.out = "the trainer is at work"  # the pool asks again soon
+            return
+        async with self.lock:
+            members = [member for member in there if member.session is None]
+            if not members:
+                return  # brought up while this waited for the lock
+            for member in members:
+                check_model(there[member])
+                self.versions.begin(there[member].version)
+            metrics = await self.deliver(members)
+            metrics |= await self.check([member for member in members if member.session is not None])
+        took_s = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
+        for member in members:
+            if member.session is not None:  # else `member.out` says why it is lost
+                self.pool.say(
+                    f"server {member.url} holds version {self.versions.current}: {member.dtype}, "
+                    f"{metrics['sync/mebibytes']:.1f} MiB in {took_s:.2f} s, parameters compared, "
+                    f"mean |Δ log-prob| up to {metrics['sync/logprob_gap']:.1e}"
+                )
