@@ -243,7 +243,7 @@ async def test_the_reason_is_told_even_if_nothing_can_be_aborted_any_more(engine
 async def test_a_reload_that_a_lost_engine_leaves_without_an_answer_is_told_why(
     engine: Engine, llm: FakeLLM, call: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.server.engine.LOOK_S", 0.01)
+    monkeypatch.setattr("hocket.server.vllm_api.LOOK_S", 0.01)
     llm.failing = {call: "hangs"}
     loading = asyncio.create_task(engine.reload(request()))
     async with asyncio.timeout(30):
@@ -263,7 +263,7 @@ async def test_a_reload_that_a_lost_engine_leaves_without_an_answer_is_told_why(
 async def test_an_engine_that_dies_as_it_goes_on_after_a_comparison_that_broke_off_is_dead(
     engine: Engine, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.server.engine.LOOK_S", 0.01)
+    monkeypatch.setattr("hocket.server.vllm_api.LOOK_S", 0.01)
     await engine.reload(request())
     llm.failing = {"second worker": "no room", "resume": "hangs"}
     llm.calls.clear()

@@ -8,33 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hocket import protocol
 from hocket.common.tasks import cancel
 from hocket.data import tokenizer as tokenizers
-from hocket.protocol import (
-    CURABLE,
-    AdapterConfig,
-    CollectiveSource,
-    DiskSource,
-    ErrorBody,
-    GenerateRequest,
-    GroupAddress,
-    Health,
-    HeartbeatRequest,
-    ReloadRequest,
-    ReloadResponse,
-    SamplingParams,
-    SessionRequest,
-    SleepRequest,
-    Status,
-    WakeRequest,
-    meaning,
-)
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
 from hocket.server.holder import Holder
 from hocket.server.uploads import Uploads
-from hocket.server.vllm_api import LOOK_S
 from hocket.types import InFlight
 
 T = TypeVar("T")
@@ -46,7 +27,7 @@ JOIN_SHARE, JOIN_POLL_S = 0.5, 0.05
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
 PARTS = ("weights", "kv_cache")
 """What leaves the GPU while the engine sleeps, in the order in which it comes back."""
-ASLEEP = ErrorBody(
+ASLEEP = protocol.ErrorBody(
     code="asleep",
     message="the engine is asleep: a trainer is using the GPU",
     hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
@@ -81,10 +62,10 @@ class Engine:
         self._workers = int(llm.vllm_config.parallel_config.world_size)
         lora = llm.vllm_config.lora_config
         self._max_rank = 0 if lora is None else int(lora.max_lora_rank)
-        self._status: Status = "loading"
-        self._failure: ErrorBody | None = None
-        first = ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self._session)
-        self._held: ReloadResponse | None = first  # None where the model holds no version whole
+        self._status: protocol.Status = "loading"
+        self._failure: protocol.ErrorBody | None = None
+        first = protocol.ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self._session)
+        self._held: protocol.ReloadResponse | None = first  # None where the model holds no version whole
         self._source = ""  # that it came from
         self._asleep: tuple[str, ...] = ()  # those of PARTS that are off the GPU
         self._group: str | None = None
@@ -98,7 +79,9 @@ class Engine:
         """Label the first weights and generate once, so that no request pays for the first time."""
         await vllm_api.call_workers(self.llm, "hocket_drop_adapter")
         await self.llm.update_weight_version(str(self.version))
-        await self.sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=SamplingParams(max_tokens=2)))
+        await self.sampler.complete(
+            Job(prompt=0, index=0, token_ids=[0], sampling=protocol.SamplingParams(max_tokens=2))
+        )
         self._status = "ready"
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
@@ -107,17 +90,17 @@ class Engine:
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
 
-    def _reason(self) -> ErrorBody | None:
-        is_lost = self._failure is not None and meaning(self._failure.code).gone
+    def _reason(self) -> protocol.ErrorBody | None:
+        is_lost = self._failure is not None and protocol.meaning(self._failure.code).gone
         if self.llm.errored and not is_lost:
             self._fail("engine_dead", "the engine's process ended", RESTART)
         return self._failure or (ASLEEP if self._asleep else None)
 
-    def health(self) -> Health:
+    def health(self) -> protocol.Health:
         """Return the answer to /health."""
         self._reason()  # it may be found dead
         model, vllm = self.llm.model_config, self.llm.vllm_config
-        return Health(
+        return protocol.Health(
             status="asleep" if self._asleep and self._status == "ready" else self._status,
             version=self.version,
             model=self.model,
@@ -134,7 +117,7 @@ class Engine:
             error=self._failure,
         )
 
-    def heartbeat(self, request: HeartbeatRequest) -> Health:
+    def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
         """Note that a trainer lives, or leaves. Raises ApiError where the server works for another one."""
         if request.leaving:
             self._holder.leave(request.trainer)
@@ -142,23 +125,23 @@ class Engine:
             self._holder.hear(request.trainer, take_over=request.take_over)
         return self.health()
 
-    async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
+    async def read(self, body: bytes) -> tuple[protocol.GenerateRequest, list[Job]]:
         """Validate and tokenize the body of /generate. Raises ApiError with a status of 4xx."""
         request, jobs = await self.sampler.read(body)
         self._admit(request)
         return request, jobs
 
-    def check(self, request: SessionRequest) -> None:
+    def check(self, request: protocol.SessionRequest) -> None:
         """Raise ApiError where the engine can't sample in this way, or has restarted since the caller's session."""
         self._admit(request)
         self.sampler.check_sampling(request.sampling)
 
-    def _admit(self, request: GenerateRequest | SessionRequest) -> None:
+    def _admit(self, request: protocol.GenerateRequest | protocol.SessionRequest) -> None:
         self._holder.hear(request.trainer)
         if request.session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
-    async def _join(self, group: GroupAddress) -> None:
+    async def _join(self, group: protocol.GroupAddress) -> None:
         """Connect the workers with the trainer while the engine goes on; raise ApiError where they can't reach it."""
         try:
             async with asyncio.timeout(REACH_S):  # before the workers leave the group that they have
@@ -172,13 +155,13 @@ class Engine:
                     joining = vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
                     joined = await self._in_time(joining)
         except Exception as error:
-            self.require_ready(admits=CURABLE)
+            self.require_ready(admits=protocol.CURABLE)
             message = f"the workers can't join the trainer at {group.host}:{group.port}: {cause_of(error)}"
             hint = "can this machine reach that address? sync.backend=disk needs no such connection"
             raise ApiError(409, "no_group", message, hint) from error
         self._group = group.name
 
-    async def reload(self, request: ReloadRequest) -> ReloadResponse:
+    async def reload(self, request: protocol.ReloadRequest) -> protocol.ReloadResponse:
         """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
 
         A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading itself fails, which
@@ -188,11 +171,11 @@ class Engine:
         """
         async with self._reload_lock:
             self._holder.hear(request.trainer)
-            self.require_ready(admits=() if request.compare else CURABLE)
+            self.require_ready(admits=() if request.compare else protocol.CURABLE)
             start = time.perf_counter()
             shapes = await self._reading(versions.model_shapes, self.model)
             source = request.source
-            if isinstance(source, DiskSource):
+            if isinstance(source, protocol.DiskSource):
                 key = source.name
                 folder, described, adapter = await self._reading(versions.read, self._root, key)
                 if held := self._holds(request, key, described.checksum):
@@ -220,20 +203,22 @@ class Engine:
             self._base_replaced |= adapter is None
             loaded = await self._load(request, call, arguments, checksum)
             self.version = request.version
-            self.require_ready(admits=CURABLE)  # it may be shutting down
+            self.require_ready(admits=protocol.CURABLE)  # it may be shutting down
             self._status, self._failure = "ready", None
             seconds = time.perf_counter() - start
-            response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
+            response = protocol.ReloadResponse(
+                version=request.version, seconds=seconds, session=self._session, **loaded
+            )
             self._held = response
             self._source = key
             await self._wake(PARTS)
             return response
 
-    async def sleep(self, request: SleepRequest) -> Health:
+    async def sleep(self, request: protocol.SleepRequest) -> protocol.Health:
         """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
         async with self._reload_lock:
             self._holder.hear(request.trainer)
-            self.require_ready(admits=CURABLE)
+            self.require_ready(admits=protocol.CURABLE)
             if not self._share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
                 raise ApiError(409, "no_sleep_mode", "this server was not started to share its GPU", hint)
@@ -247,11 +232,11 @@ class Engine:
                     self._held, self._base_replaced = None, True
             return self.health()
 
-    async def wake_up(self, request: WakeRequest) -> Health:
+    async def wake_up(self, request: protocol.WakeRequest) -> protocol.Health:
         """Bring the engine back to the GPU with the weights that it had."""
         async with self._reload_lock:
             self._holder.hear(request.trainer)
-            self.require_ready(admits=CURABLE)
+            self.require_ready(admits=protocol.CURABLE)
             if self._asleep and self._held is None:
                 message = "the engine dropped its weights when it fell asleep, or they failed to load"
                 raise ApiError(409, "no_weights", message, "POST /reload_weights, which wakes it up")
@@ -304,22 +289,24 @@ class Engine:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not task.done():
-                    self.require_ready(admits=CURABLE)
-                    await asyncio.wait([task], timeout=LOOK_S)
+                    self.require_ready(admits=protocol.CURABLE)
+                    await asyncio.wait([task], timeout=vllm_api.LOOK_S)
                 return task.result()
         except TimeoutError as error:
             raise TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}") from error
         except Exception:
-            self.require_ready(admits=CURABLE)
+            self.require_ready(admits=protocol.CURABLE)
             raise
         finally:
             await cancel([task])
 
-    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
+    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> protocol.DiskSource:
         shapes = await self._reading(versions.model_shapes, self.model)
         return await self._uploads.receive(name, file, chunks, versions.max_bytes(shapes))
 
-    def _holds(self, request: ReloadRequest, key: str, checksum: str | None = None) -> ReloadResponse | None:
+    def _holds(
+        self, request: protocol.ReloadRequest, key: str, checksum: str | None = None
+    ) -> protocol.ReloadResponse | None:
         """Return the earlier answer where the model holds this version from this source, and it is not to be compared.
 
         Raises ApiError where it is to be compared, but is not what the model holds.
@@ -334,7 +321,7 @@ class Engine:
             raise ApiError(503, "other_version", message, "load it first")
         return None
 
-    def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
+    def _expected(self, adapter: protocol.AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
         if adapter is None:
             return model
         shapes = versions.adapter_shapes(adapter, model, self._max_rank)
@@ -343,7 +330,9 @@ class Engine:
             raise ApiError(409, "base_replaced", message, "restart the server with the trainer's model.lora")
         return shapes
 
-    async def _load(self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str) -> dict[str, Any]:
+    async def _load(
+        self, request: protocol.ReloadRequest, call: str, arguments: Sequence[str], checksum: str
+    ) -> dict[str, Any]:
         """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors` of what went in."""
         different: list[str] = []
 
@@ -363,7 +352,7 @@ class Engine:
             return await self._in_time(load())
         # Whatever went wrong, the model may be half loaded: the engine must not run before a reload succeeds.
         except Exception as error:
-            if isinstance(request.source, CollectiveSource):
+            if isinstance(request.source, protocol.CollectiveSource):
                 self._group = None
             doing = "comparing with" if request.compare else "loading"
             message = f"{doing} version {request.version} failed: {cause_of(error)}"
@@ -378,7 +367,7 @@ class Engine:
             raise ApiError(409, "not_held", message, RELOAD) if different else failure from error
 
     async def _resume(self) -> None:
-        self.require_ready(admits=CURABLE)  # it may be shutting down
+        self.require_ready(admits=protocol.CURABLE)  # it may be shutting down
         if not self._asleep:
             await self.llm.resume_generation()
 
@@ -387,14 +376,14 @@ class Engine:
 
         Raises ApiError where the engine is lost, which says more.
         """
-        self.require_ready(admits=CURABLE)
+        self.require_ready(admits=protocol.CURABLE)
         reason = self._fail(code, message, hint)
         await vllm_api.abort_all(self.llm)
         return ApiError(status, **reason.model_dump())
 
-    def _fail(self, code: str, message: str, hint: str) -> ErrorBody:
+    def _fail(self, code: str, message: str, hint: str) -> protocol.ErrorBody:
         self._status = "failed"
-        self._failure = ErrorBody(code=code, message=message, hint=hint)
+        self._failure = protocol.ErrorBody(code=code, message=message, hint=hint)
         return self._failure
 
     async def stop(self) -> None:
