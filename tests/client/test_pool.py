@@ -777,6 +777,7 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
     servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.client.pool.BEAT_S", 0.01)
+    monkeypatch.setattr("hocket.client.pool.LOOK_S", 0.2)
     loaded = asyncio.Event()
 
     async def bring_up(there: Mapping[Member, Health]) -> None:
