@@ -1,0 +1,56 @@
+"""Files and folders that are whole or not there."""
+
+from pathlib import Path
+
+import pytest
+
+from hocket.common.files import atomic_folder, remove_folder, write_atomically
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    write_atomically(path, "new é\ud800")  # half a surrogate pair has no encoding
+    assert path.read_bytes() == "new é?".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+    def fail(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, "newer")
+    assert path.read_text(encoding="utf-8") == "new é?"
+
+
+def test_a_folder_appears_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    for content in ("old", "new"):
+        with atomic_folder(path) as partial:
+            (partial / "file").write_text(content)
+            (partial / "file").chmod(0o600)
+            assert not path.exists() or (path / "file").read_text() == "old"
+    assert (path / "file").read_text() == "new"
+    assert (path / "file").stat().st_mode & 0o777 == path.stat().st_mode & 0o666  # readable for whom the folder is
+
+    def fail() -> None:
+        with atomic_folder(path) as partial:
+            (partial / "file").touch()
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        fail()
+    assert (path / "file").read_text() == "new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_removed_folder_is_never_seen_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "v1"
+    path.mkdir()
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed half-way
+    remove_folder(path)
+    assert not path.exists()
+    monkeypatch.undo()
+    path.mkdir()
+    remove_folder(path)
+    assert list(tmp_path.iterdir()) == []

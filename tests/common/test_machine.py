@@ -1,0 +1,60 @@
+"""What this machine has left."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hocket.common.machine import SMALL_MODEL, cpu_threads, free_memory, return_freed_memory
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "expected"),
+    [
+        (SMALL_MODEL, 1, 12),
+        (SMALL_MODEL, 4, 3),
+        (SMALL_MODEL, 16, 1),
+        (SMALL_MODEL - 2, 1, 6),
+        (0, 1, 12),
+    ],  # 0: a hub's
+)
+def test_every_process_gets_its_share_of_all_cores_and_a_small_model_half_of_them(
+    size: int, processes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / name).write_bytes(bytes(size // 2))
+    assert cpu_threads(str(tmp_path), processes=processes) == expected
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 50])
+def test_freed_memory_is_returned_by_a_process_that_holds_much(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(malloc_trim=trimmed.append))
+    monkeypatch.setattr("hocket.common.machine.KEPT_MEMORY", kept)
+    return_freed_memory()
+    assert trimmed == ([0] if kept == 0 else [])
+
+
+@pytest.mark.parametrize("folder", ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"])
+def test_free_memory_is_what_the_machine_or_the_control_group_has_left(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"/proc/meminfo": "MemTotal:       9000 kB\nMemAvailable:   3000 kB\n"}
+
+    def read(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert free_memory() == 3000 * 1024
+    new = folder == "/sys/fs/cgroup"
+    limit, used = ("memory.max", "memory.current") if new else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    files[f"{folder}/memory.stat"] = f"cache 7\n{'' if new else 'total_'}inactive_file 1000\n"
+    files[f"{folder}/{used}"] = "5000\n"
+    files[f"{folder}/{limit}"] = "9000\n"
+    assert free_memory() == 9000 - 5000 + 1000  # files that are only cached can go
+    files[f"{folder}/{limit}"] = "max\n" if new else f"{1 << 62}\n"
+    assert free_memory() == 3000 * 1024
