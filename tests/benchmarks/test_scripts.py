@@ -71,7 +71,7 @@ KEYWORDS = {"!", "if", "then", "elif", "else", "fi", "while", "until", "do", "do
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment variables of an environment that lacks what requirements-dev.txt brings."""
+    """The environment variables of an environment that lacks what requirements/dev.txt brings."""
     folder = tmp_path_factory.mktemp("lacks")
     for name in ("pytest", "simpy"):
         (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})")
@@ -128,7 +128,7 @@ def test_a_script_runs_at_its_smallest_size(
 def test_a_simulation_says_in_a_sentence_what_it_lacks(quickstart: dict[str, str]) -> None:
     command = [sys.executable, "benchmarks/simulate.py", "predict", "prompts=4", "steps=2"]
     done = subprocess.run(command, cwd=ROOT, env=quickstart, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "a simulation needs simpy: pip install -r requirements-dev.txt\n")
+    assert (done.returncode, done.stderr) == (1, "a simulation needs simpy: pip install simpy\n")
 
 
 async def test_the_stand_in_of_the_judge_example_judges_as_its_config_asks(tmp_path: Path) -> None:
