@@ -78,6 +78,7 @@ def serving(settings: Sequence[str], log: Path, **process: Any) -> Iterator[Any]
     """Runs `serve` during the body; `process`: further arguments of tests/processes.py, Process."""
     from processes import Process
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the server, too
     with Process(["serve", *settings], log, **process) as server:
         server.wait_for(lambda: "ready on" in server.output(), "the server is ready")
         yield server
