@@ -55,17 +55,12 @@ class Publisher:
     proof: "Proof"  # which versions are checked, and what log-probs must show
     trainer_turn: TrainerTurn  # gives the trainer the GPU, where both sides share one
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # held by a training step, or a bring-up
-    is_training: bool = False
 
     @asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
         """Hold the trainer and yield the metrics of getting it; the body ends with `publish`, if it `publishes`."""
         async with self.lock, self.trainer_turn(publishes) as metrics:
-            self.is_training = True  # bring-up waits meanwhile, unless no server is up
-            try:
-                yield metrics
-            finally:
-                self.is_training = False
+            yield metrics
 
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server that is up; call it within `training`."""
@@ -126,7 +121,7 @@ class Publisher:
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
         """Give new and returned servers the current version. Raises as `deliver`, and ServerError for another model."""
-        if self.is_training and self.pool.up:
+        if self.lock.locked() and self.pool.up:  # without a server that is up nothing goes on
             for member in there:
                 member.out = "the trainer is at work"  # the pool asks again soon
             return
