@@ -68,6 +68,8 @@ def renew(options: list[str]) -> None:
             trains = compile_(Path(versions), both + trainer, *places).keys()
             shutil.copy(lock, folder)
             serves = compile_(Path(versions), both + server, *places).keys()
+        if build == "cuda":
+            whole["torch"] = whole["torch"].replace("==", "===")  # 2.13.0+cpu, too, is ==2.13.0
         sections = {
             "# Both processes": trains & serves,
             "# The trainer alone": trains - serves,

@@ -191,11 +191,14 @@ def test_both_shipped_builds_agree_on_their_pins() -> None:
 @pytest.mark.parametrize("build", ["cpu", "cuda"])
 def test_a_lock_has_an_exact_version_and_hashes_of_all_that_its_build_lists(build: str) -> None:
     text = (environment.FOLDER / f"{build}.lock").read_text()
-    pins = dict(re.findall(r"(?m)^(\S+?)==(\S+).* \\\n    --hash=sha256:[0-9a-f]{64}", text))
+    pins = dict(re.findall(r"(?m)^(\S+?)={2,3}(\S+).* \\\n    --hash=sha256:[0-9a-f]{64}", text))
     assert pins.keys() == set(re.findall(r"(?m)^(\w[^=]*)", text))
     lists = environment.LISTS[build].read_text() + (environment.FOLDER / "dev.txt").read_text()
     for listed in map(Requirement, re.findall(r"(?m)^\w[^ #\n]*", lists)):
         assert listed.specifier.contains(pins[canonicalize_name(listed.name)]), listed
+    torch = re.findall(r"(?m)^(torch=.*) \\\n((?: +--hash.*\n)+)", text)[0]
+    assert torch[0] == {"cpu": "torch==2.13.0+cpu", "cuda": "torch===2.13.0"}[build]  # ==2.13.0 takes 2.13.0+cpu, too
+    assert torch[1].count("sha256:") >= 8  # four Pythons, two kinds of machine
     assert "://" not in text  # who installs chooses the index
 
 
