@@ -266,7 +266,7 @@ class ServerPool:
 
     @contextmanager
     def _looking(self, *members: Member) -> Iterator[None]:
-        """Have nobody else look at these servers; then note what failed, and when they are due. Raise as `wait_up`."""
+        """Mark these servers as being looked at; then note what failed, and when they are due. Raise as `wait_up`."""
         start = time.monotonic()
         for member in members:
             member.next_look = math.inf
