@@ -74,9 +74,11 @@ class FakeServer:
             raise error("timeout")
         return fakes.health(status=self.status, session=self.session, error=self.failure)
 
-    async def heartbeat(self, *, timeout_s: float, take_over: bool = False, leaving: bool = False) -> Health:
-        self.beats.append((take_over, leaving))
-        self.works_for = None if take_over else self.works_for
+    async def ask(self, request: Any, *, timeout_s: float) -> Health | SessionResponse:
+        if isinstance(request, SessionRequest):
+            return await self.open_session(request)
+        self.beats.append((request.take_over, request.leaving))
+        self.works_for = None if request.take_over else self.works_for
         if self.works_for is not None:
             raise error("other_trainer", 409)
         return await self.health(timeout_s=timeout_s)
@@ -104,7 +106,7 @@ class FakeServer:
             done = fakes.completion(5, logprobs=(-0.5,), text="{} {}".format(*self.played[-1]))
             yield StreamLine(prompt=i, index=j, completion=done)
 
-    async def open_session(self, request: SessionRequest, *, timeout_s: float) -> SessionResponse:
+    async def open_session(self, request: SessionRequest) -> SessionResponse:
         self.check()
         if self.refuse is not None:
             raise self.refuse

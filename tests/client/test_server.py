@@ -182,17 +182,15 @@ ASLEEP = fakes.health(status="asleep")
 
 
 @pytest.mark.parametrize(
-    ("call", "route", "asked", "answer"),
+    ("route", "asked", "answer"),
     [
-        ("reload_weights", "/reload_weights", RELOAD, fakes.reloaded(4, "cc")),
-        ("sleep", "/sleep", SleepRequest(level=2), ASLEEP),
-        ("wake_up", "/wake_up", WakeRequest(), ASLEEP),
-        ("open_session", "/sessions", SESSION, SessionResponse(id="ab", key="its own", model="m")),
+        ("/reload_weights", RELOAD, fakes.reloaded(4, "cc")),
+        ("/sleep", SleepRequest(level=2), ASLEEP),
+        ("/wake_up", WakeRequest(), ASLEEP),
+        ("/sessions", SESSION, SessionResponse(id="ab", key="its own", model="m")),
     ],
 )
-async def test_a_control_call_sends_its_message_and_returns_the_answer(
-    call: str, route: str, asked: Any, answer: Any
-) -> None:
+async def test_a_request_goes_to_its_route_and_returns_its_answer(route: str, asked: Any, answer: Any) -> None:
     seen: list[tuple[str, object]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -200,23 +198,20 @@ async def test_a_control_call_sends_its_message_and_returns_the_answer(
         return httpx.Response(200, json=answer.model_dump(mode="json"))
 
     async with client(handler) as server:
-        assert await getattr(server, call)(asked, timeout_s=5) == answer
+        assert await server.ask(asked, timeout_s=5) == answer
     assert seen == [(route, asked.model_dump(mode="json") | {"trainer": "mine-1"})]
 
 
-async def test_a_client_of_no_trainer_says_that_it_is_none_and_that_of_one_beats() -> None:
+async def test_a_client_of_no_trainer_says_that_it_is_none() -> None:
     seen: list[dict[str, object]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
-        seen.append({"path": request.url.path, **json.loads(request.content)})
-        return httpx.Response(200, json=HEALTH if request.url.path == "/heartbeat" else ASLEEP.model_dump(mode="json"))
+        seen.append(json.loads(request.content))
+        return httpx.Response(200, json=ASLEEP.model_dump(mode="json"))
 
     async with ServerClient("http://server", transport=httpx.MockTransport(handler)) as server:
-        await server.sleep(SleepRequest(), timeout_s=5)
-    async with client(handler) as server:
-        assert (await server.heartbeat(timeout_s=5, take_over=True)).session == "s1"
+        await server.ask(SleepRequest(), timeout_s=5)
     assert seen[0]["trainer"] is None
-    assert seen[1] == {"path": "/heartbeat", "trainer": "mine-1", "take_over": True, "leaving": False}
 
 
 async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class FakeServer:
         """In how many groups it was."""
         return len({source.group.name for source in self.reloads})
 
-    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+    async def ask(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         assert isinstance(request.source, CollectiveSource)
         self.reloads.append(request.source)
         self.fail("reload")

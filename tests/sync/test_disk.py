@@ -66,7 +66,7 @@ class FakeServer:
         self.names: list[str] = []
         self.requests: list[ReloadRequest] = []
 
-    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+    async def ask(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         assert timeout_s == 300.0
         if self.error:
             raise self.error

@@ -51,16 +51,14 @@ class World:
     async def health(self, *, timeout_s: float = 1.0) -> protocol.Health:
         return fakes.health(status="asleep", version=self.version)
 
-    async def sleep(self, request: protocol.SleepRequest, *, timeout_s: float) -> None:
-        self.did(f"sleep {request.level}")
-
-    async def wake_up(self, request: protocol.WakeRequest, *, timeout_s: float) -> None:
-        self.did("wake")
-
-    async def reload_weights(self, request: protocol.ReloadRequest, *, timeout_s: float) -> protocol.ReloadResponse:
+    async def ask(self, request: Any, *, timeout_s: float) -> protocol.ReloadResponse | None:
+        if isinstance(request, protocol.SleepRequest):
+            return self.did(f"sleep {request.level}")
+        if isinstance(request, protocol.WakeRequest):
+            return self.did("wake")
         self.did("compare" if request.compare else "load")
         self.version = request.version
-        return fakes.reloaded(request.version, fakes.manifest_of(self.root / request.source.name).checksum)  # type: ignore[union-attr]
+        return fakes.reloaded(request.version, fakes.manifest_of(self.root / request.source.name).checksum)
 
     async def generate(
         self, request: protocol.GenerateRequest, *, timeout_s: float

@@ -17,7 +17,15 @@ from typing import Any
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
 from hocket.errors import HocketError, ServerError, SyncError, door
-from hocket.protocol import AgentRecord, Health, SamplingParams, SessionRequest, SessionResponse, meaning
+from hocket.protocol import (
+    AgentRecord,
+    Health,
+    HeartbeatRequest,
+    SamplingParams,
+    SessionRequest,
+    SessionResponse,
+    meaning,
+)
 
 MAX_LOSSES = 3
 """Give up on a turn or an episode after it has coincided with this many lost servers; it may be the cause."""
@@ -123,7 +131,7 @@ class ServerPool:
         if self.find is not None:
             self.start(self._follow(self.find))
         if self.trainer is not None:
-            self.start(self._beat())
+            self.start(self._keep_telling())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -133,7 +141,7 @@ class ServerPool:
         for member in self.members:
             await member.server.close()
 
-    async def _beat(self) -> None:
+    async def _keep_telling(self) -> None:
         """Tell the servers that this trainer lives, however long its steps take."""
         while True:
             await asyncio.sleep(BEAT_S)
@@ -144,8 +152,13 @@ class ServerPool:
 
     async def _tell(self, **news: bool) -> None:
         """Send a heartbeat to every server that has worked for this trainer, also while it is brought up."""
-        beats = [member.server.heartbeat(timeout_s=LOOK_S, **news) for member in self.members if member.held]
+        beats = [self._beat(member, **news) for member in self.members if member.held]
         await asyncio.gather(*beats, return_exceptions=True)  # one that is lost shows elsewhere
+
+    async def _beat(self, member: Member, **news: bool) -> Health:
+        assert self.trainer is not None
+        request = HeartbeatRequest(trainer=self.trainer, **news)
+        return await member.server.ask(request, timeout_s=LOOK_S)
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run work in a task that leaving the pool cancels."""
@@ -236,7 +249,7 @@ class ServerPool:
                 health = await member.server.health(timeout_s=LOOK_S)
             else:
                 take_over = self.take_over and not member.held
-                health = await member.server.heartbeat(timeout_s=LOOK_S, take_over=take_over)
+                health = await self._beat(member, take_over=take_over)
                 member.held = True
             member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
             failure = health.error if health.status == "failed" else None
@@ -333,7 +346,7 @@ class ServerPool:
             member.in_flight += tokens  # at once: sessions that open at the same time go elsewhere
             try:
                 try:
-                    opened = await member.server.open_session(request, timeout_s=self.silence_s)
+                    opened = await member.server.ask(request, timeout_s=self.silence_s)
                 except ServerError as error:
                     if not meaning(error.code).lost:
                         raise

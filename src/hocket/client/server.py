@@ -8,43 +8,25 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import pydantic
 
+from hocket import protocol
 from hocket.common.tasks import run_in_thread
 from hocket.errors import ServerError, SyncError, door
-from hocket.protocol import (
-    AgentRecord,
-    DiskSource,
-    ErrorBody,
-    ErrorResponse,
-    FromTrainer,
-    GenerateRequest,
-    GenerateResponse,
-    Health,
-    HeartbeatRequest,
-    ReloadRequest,
-    ReloadResponse,
-    SessionRequest,
-    SessionResponse,
-    SleepRequest,
-    StreamEnd,
-    StreamLine,
-    WakeRequest,
-)
-from hocket.protocol.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
+from hocket.protocol import manifest
 
-M = TypeVar("M", bound=pydantic.BaseModel)
+A = TypeVar("A", bound=pydantic.BaseModel)
+R = TypeVar("R", bound=protocol.Request[Any])
 
 # Left to right: pydantic's own choice tries both on each of thousands of lines, and takes three times as long.
-_STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(
-    Annotated[StreamLine | StreamEnd, pydantic.Field(union_mode="left_to_right")]
+_STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydantic.TypeAdapter(
+    Annotated[protocol.StreamLine | protocol.StreamEnd, pydantic.Field(union_mode="left_to_right")]
 )
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
-JSON = {"Content-Type": "application/json"}
 MAX_CONNECTIONS = 64
 """Of one server; further requests wait for a free one, within their deadlines."""
 
@@ -88,16 +70,17 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         """Whether the connections are closed; every call fails then."""
         return self._http.is_closed
 
-    async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
+    async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> protocol.Health:
         """Return the server's state. Raises ServerError where it does not answer."""
-        async with self._deadline(timeout_s, "/health"):
-            return _parse(Health, await self._http.get("/health"))
+        return await self._call("GET", "/health", protocol.Health, timeout_s)
 
-    async def heartbeat(self, *, timeout_s: float, take_over: bool = False, leaving: bool = False) -> Health:
-        """Have the server for this client's trainer, or leave it; return its state. Raises ServerError if refused."""
-        assert self._trainer is not None
-        request = HeartbeatRequest(trainer=self._trainer, take_over=take_over, leaving=leaving)
-        return await self._post("/heartbeat", request, Health, timeout_s)
+    async def ask(self, request: protocol.Request[A], *, timeout_s: float) -> A:
+        """Send a request and return its answer. Raises ServerError where the server refuses it, or none comes."""
+        content = self._signed(request).model_dump_json()
+        return await self._call("POST", request.route, request.answer, timeout_s, content)
+
+    async def close_session(self, name: str, *, timeout_s: float) -> protocol.AgentRecord:
+        return await self._call("DELETE", f"/sessions/{name}", protocol.AgentRecord, timeout_s)
 
     async def answers(self) -> bool:
         """Return whether a server listens there. Raises ServerError where another program does."""
@@ -109,19 +92,21 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             return False
         return True
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
+    async def generate(
+        self, request: protocol.GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[protocol.StreamLine, None]:
         """Yield completions as the server finishes them, in any order. Use `aclosing`: its deadline runs until then."""
         body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
-            self._rollouts.stream("POST", "/generate", content=body, headers=JSON) as response,
+            self._rollouts.stream("POST", "/generate", content=body) as response,
         ):
             if response.is_error:
                 await response.aread()
                 _raise_for_error(response)
             async for line in response.aiter_lines():  # ASCII: no text can look like the end of a line
                 item = _STREAM.validate_json(line)
-                if isinstance(item, StreamLine):
+                if isinstance(item, protocol.StreamLine):
                     yield item
                 elif item.error is not None:
                     raise ServerError(f"{self.url}/generate broke off: {_text(item.error)}", code=item.error.code)
@@ -129,46 +114,21 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
                     return
         raise ServerError(f"{self.url}/generate was cut before its end; see the server's log", code="cut")
 
-    async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
-        return await self._post("/generate", request, GenerateResponse, timeout_s)
-
-    async def open_session(self, request: SessionRequest, *, timeout_s: float) -> SessionResponse:
-        """Open a session, whose calls are sampled and recorded."""
-        return await self._post("/sessions", request, SessionResponse, timeout_s)
-
-    async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
-        async with self._deadline(timeout_s, "/sessions"):
-            return _parse(AgentRecord, await self._http.delete(f"/sessions/{name}"))
-
-    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
-        """Have the server load a weight version; return what it then holds."""
-        return await self._post("/reload_weights", request, ReloadResponse, timeout_s)
-
-    async def sleep(self, request: SleepRequest, *, timeout_s: float) -> Health:
-        """Have the server's engine leave the GPU; return once it has."""
-        return await self._post("/sleep", request, Health, timeout_s)
-
-    async def wake_up(self, request: WakeRequest, *, timeout_s: float) -> Health:
-        """Have the server's engine come back to the GPU; return once it is there."""
-        return await self._post("/wake_up", request, Health, timeout_s)
-
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
         """Send a version's files under a name; return that of its DiskSource. Raises SyncError if one can't be read."""
         parts = sorted(path.name for path in folder.glob("*.safetensors"))
-        parts += [ADAPTER_FILE] if (folder / ADAPTER_FILE).exists() else []
+        parts += [manifest.ADAPTER_FILE] if (folder / manifest.ADAPTER_FILE).exists() else []
         async with self._deadline(timeout_s, "/upload"):
-            for file in (*parts, MANIFEST_FILE, COMPLETE_FILE):  # the last one makes it complete
+            for file in (*parts, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE):  # the last one makes it complete
                 response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
-                uploaded = _parse(DiskSource, response)
+                uploaded = _parse(protocol.DiskSource, response)
         return uploaded.name
 
-    async def _post(self, route: str, request: FromTrainer, answer: type[M], timeout_s: float) -> M:
+    async def _call(self, method: str, route: str, answer: type[A], timeout_s: float, content: str | None = None) -> A:
         async with self._deadline(timeout_s, route):
-            return _parse(
-                answer, await self._http.post(route, content=self._signed(request).model_dump_json(), headers=JSON)
-            )
+            return _parse(answer, await self._http.request(method, route, content=content))
 
-    def _signed(self, request: FromTrainer) -> FromTrainer:
+    def _signed(self, request: R) -> R:
         return request.model_copy(update={"trainer": self._trainer}) if self._trainer else request
 
     @asynccontextmanager
@@ -195,7 +155,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             raise ServerError(f"can't reach {self.url}{route}: the server has left", code="unreachable") from error
 
 
-def _parse(model: type[M], response: httpx.Response) -> M:
+def _parse(model: type[A], response: httpx.Response) -> A:
     if response.is_error:
         _raise_for_error(response)
     return model.model_validate_json(response.content)
@@ -204,7 +164,7 @@ def _parse(model: type[M], response: httpx.Response) -> M:
 def _raise_for_error(response: httpx.Response) -> None:
     status = response.status_code
     try:
-        error = ErrorResponse.model_validate_json(response.content).error
+        error = protocol.ErrorResponse.model_validate_json(response.content).error
         message, code = _text(error), error.code
     except pydantic.ValidationError:
         message, code = repr(response.text[:200]), "protocol"
@@ -220,5 +180,5 @@ async def _chunks(path: Path) -> AsyncIterator[bytes]:
         raise SyncError(f"can't read {path}: {error}") from error
 
 
-def _text(error: ErrorBody) -> str:
+def _text(error: protocol.ErrorBody) -> str:
     return f"{error.message} ({error.hint})" if error.hint else error.message

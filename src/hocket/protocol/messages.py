@@ -3,7 +3,7 @@
 import base64
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pydantic
@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from hocket.types import FinishReason, InFlight, VersionSpan
 
+_A = TypeVar("_A", bound=pydantic.BaseModel)
 FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -111,6 +112,33 @@ class ErrorResponse(Strict):
     error: ErrorBody
 
 
+class Health(Strict):
+    """GET /health, the one route that needs no token."""
+
+    status: Status
+    version: int
+    model: str
+    dtype: str
+    vocab_size: int
+    max_length: int
+    tokenizer_sha256: str
+    session: str  # new after every start of the server
+    in_flight: int  # completions that are being sampled
+    root: str  # folder under which versions are found
+    device: str  # kind of device, "cpu" or "cuda"
+    workers: int  # processes that hold weights
+    kv_tokens: int  # tokens of all requests together that fit into the KV cache
+    error: ErrorBody | None = None
+
+
+class Request(Strict, Generic[_A]):
+    """Base of what a client sends. A server works for one trainer at a time, and refuses what others send."""
+
+    route: ClassVar[str]
+    answer: ClassVar[Any]  # its class
+    trainer: str | None = Field(None, min_length=1, max_length=128)  # None: no trainer, but curl, eval or the like
+
+
 class SamplingParams(Strict):
     """How to sample; temperature 0 is greedy. The returned log-probs are of this very distribution."""
 
@@ -130,30 +158,6 @@ class Toolbox(Strict):
     parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
     # Each as OpenAI's API describes a function.
     tools: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=1024, fail_fast=True)
-
-
-class FromTrainer(Strict):
-    """Base of what a trainer sends. A server works for one trainer at a time, and refuses what others send."""
-
-    trainer: str | None = Field(None, min_length=1, max_length=128)  # None: no trainer, but curl, eval or the like
-
-
-class GenerateRequest(FromTrainer):
-    """POST /generate. With `stream` the answer is NDJSON, in ASCII: a StreamLine per finished completion, a StreamEnd.
-
-    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j;
-    at most MAX_COMPLETIONS in all.
-    """
-
-    prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
-    sampling: SamplingParams = SamplingParams()
-    n: int = Field(1, ge=1, le=MAX_SAMPLES)
-    fit: bool = False  # fewer tokens than max_tokens where the context leaves no more, instead of a refusal
-    stream: bool = False
-    packed: bool = False  # the stream's token_ids and logprobs are base64, little-endian uint32 and float32
-    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
-    session: str | None = None  # of the server: refused if it has restarted since and lost its weights
-    tools: Toolbox | None = None
 
 
 class ToolCall(Strict):
@@ -193,6 +197,26 @@ class GenerateResponse(Strict):
     completions: list[list[Completion]]
 
 
+class GenerateRequest(Request[GenerateResponse]):
+    """POST /generate. With `stream` the answer is NDJSON, in ASCII: a StreamLine per finished completion, a StreamEnd.
+
+    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j;
+    at most MAX_COMPLETIONS in all.
+    """
+
+    route = "/generate"
+    answer = GenerateResponse
+    prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+    sampling: SamplingParams = SamplingParams()
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    fit: bool = False  # fewer tokens than max_tokens where the context leaves no more, instead of a refusal
+    stream: bool = False
+    packed: bool = False  # the stream's token_ids and logprobs are base64, little-endian uint32 and float32
+    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
+    session: str | None = None  # of the server: refused if it has restarted since and lost its weights
+    tools: Toolbox | None = None
+
+
 class StreamLine(Strict):
     """One line of the NDJSON answer: completion number `index` of prompt number `prompt`."""
 
@@ -210,22 +234,24 @@ class StreamEnd(Strict):
     error: ErrorBody | None = None  # why generation broke off
 
 
-class SessionRequest(FromTrainer):
-    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for."""
-
-    sampling: SamplingParams
-    max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
-    max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0, le=100_000)  # a session is forgotten after this time without a call
-    session: str | None = None  # as in a GenerateRequest
-
-
 class SessionResponse(Strict):
     """Answer to POST /sessions."""
 
     id: str
     key: str  # for the agent, in place of the server's token: opens this session's /v1/... and nothing else
     model: str  # its name; the agent may use any other
+
+
+class SessionRequest(Request[SessionResponse]):
+    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for."""
+
+    route = "/sessions"
+    answer = SessionResponse
+    sampling: SamplingParams
+    max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
+    max_calls: int = Field(ge=1)
+    idle_timeout_s: float = Field(gt=0, le=100_000)  # a session is forgotten after this time without a call
+    session: str | None = None  # as in a GenerateRequest
 
 
 class AgentCall(Strict):
@@ -291,18 +317,6 @@ class CollectiveSource(Strict):
     buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
 
 
-class ReloadRequest(FromTrainer):
-    """POST /reload_weights. Idempotent per version: a version already held is answered without loading.
-
-    With `compare` nothing is loaded: the model is compared with the version that it holds, which comes once more.
-    """
-
-    version: int = Field(ge=1)
-    source: DiskSource | CollectiveSource = Field(discriminator="kind")
-    in_flight: InFlight = "keep"
-    compare: bool = False
-
-
 class ReloadResponse(Strict):
     """What the server holds now. `checksum` is computed from the tensors on their way into the model."""
 
@@ -313,46 +327,48 @@ class ReloadResponse(Strict):
     session: str
 
 
-class SleepRequest(FromTrainer):
+class ReloadRequest(Request[ReloadResponse]):
+    """POST /reload_weights. Idempotent per version: a version already held is answered without loading.
+
+    With `compare` nothing is loaded: the model is compared with the version that it holds, which comes once more.
+    """
+
+    route = "/reload_weights"
+    answer = ReloadResponse
+    version: int = Field(ge=1)
+    source: DiskSource | CollectiveSource = Field(discriminator="kind")
+    in_flight: InFlight = "keep"
+    compare: bool = False
+
+
+class SleepRequest(Request[Health]):
     """POST /sleep: the engine leaves the GPU; a reload or /wake_up brings it back, and kept requests go on.
 
     Both are idempotent, and answered as /health.
     """
 
+    route = "/sleep"
+    answer = Health
     # 1 keeps the weights in the CPU's memory; after 2 only a reload brings the engine back.
     level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
     in_flight: InFlight = "keep"
 
 
-class WakeRequest(FromTrainer):
+class WakeRequest(Request[Health]):
     """POST /wake_up: the engine comes back to the GPU with the weights that it had."""
 
+    route = "/wake_up"
+    answer = Health
 
-class HeartbeatRequest(FromTrainer):
+
+class HeartbeatRequest(Request[Health]):
     """POST /heartbeat, answered as /health: the trainer has the server, or still has it, unless another one does."""
 
+    route = "/heartbeat"
+    answer = Health
     trainer: str = Field(min_length=1, max_length=128)
     take_over: bool = False  # true takes the server from another trainer
     leaving: bool = False  # true frees it
-
-
-class Health(Strict):
-    """GET /health, the one route that needs no token."""
-
-    status: Status
-    version: int
-    model: str
-    dtype: str
-    vocab_size: int
-    max_length: int
-    tokenizer_sha256: str
-    session: str  # new after every start of the server
-    in_flight: int  # completions that are being sampled
-    root: str  # folder under which versions are found
-    device: str  # kind of device, "cpu" or "cuda"
-    workers: int  # processes that hold weights
-    kv_tokens: int  # tokens of all requests together that fit into the KV cache
-    error: ErrorBody | None = None
 
 
 class TensorSpec(Strict):

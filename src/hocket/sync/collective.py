@@ -191,7 +191,7 @@ class _Link:
 
     async def _ask(self, request: ReloadRequest) -> Answer:
         try:
-            return await self._server.reload_weights(request, timeout_s=self._transport.sync.timeout_s)
+            return await self._server.ask(request, timeout_s=self._transport.sync.timeout_s)
         except HocketError as error:
             self.close()
             return error

@@ -5,12 +5,11 @@ server   │ asleep             │ weights, once loaded the KV cache   │ weig
 trainer  │ on the GPU         │ off, once it has written            │ off
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hocket.client.pool import ServerPool
-from hocket.client.server import ServerClient
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
@@ -42,21 +41,20 @@ async def shared_gpu(
     yield metrics
     if not publishes:
         await run_in_thread(trainer.offload)
-        request = WakeRequest()
-        await _ask(pool, lambda server: server.wake_up(request, timeout_s=sync.timeout_s))
+        await _ask(pool, WakeRequest(), sync)
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
     """Make every server leave the GPU; with `keep` its weights go to the CPU's memory, else they must be sent again."""
     request = SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight)
-    await _ask(pool, lambda server: server.sleep(request, timeout_s=sync.timeout_s))
+    await _ask(pool, request, sync)
 
 
-async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]]) -> None:
+async def _ask(pool: ServerPool, request: SleepRequest | WakeRequest, sync: SyncConfig) -> None:
     """Ask every server; mark those lost that are gone. Raises SyncError for other errors."""
     for member in pool.members:
         try:
-            await ask(member.server)
+            await member.server.ask(request, timeout_s=sync.timeout_s)
         except ServerError as error:
             if not meaning(error.code).gone:
                 raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error

@@ -76,7 +76,7 @@ class DiskTransport:
                     in_flight=self.sync.in_flight,
                     compare=compare,
                 )
-                return await server.reload_weights(request, timeout_s=self.sync.timeout_s)
+                return await server.ask(request, timeout_s=self.sync.timeout_s)
             except HocketError as error:
                 return error
 
