@@ -165,6 +165,7 @@ def idle_engine() -> Any:
 
     engine = Engine.__new__(Engine)
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
+    engine.llm = make_llm()
     return engine
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 import fakes
-from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SessionRequest
+from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
@@ -20,7 +21,7 @@ class FakeEngine(Engine):
     """Completes each job with its own index, last job first."""
 
     def __init__(self, reader: Sampler) -> None:
-        self.version, self.model, self.llm = 3, "fake", None
+        self.version, self.model, self.llm = 3, "fake", SimpleNamespace()
         self.reader = reader
         self.sampler: Any = self
         self.reason: ErrorBody | None = None
@@ -36,8 +37,10 @@ class FakeEngine(Engine):
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         return self.reader.parse(body)
 
-    def check(self, request: SessionRequest) -> None:
-        self.reader.check_sampling(request.sampling)
+    def admit(self, request: GenerateRequest | SessionRequest) -> None: ...
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        self.reader.check_sampling(sampling)
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
         for number, job in enumerate(reversed(jobs)):
@@ -194,6 +197,17 @@ async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engi
     # Its agent may have taken the failure for an answer.
     assert (await http.delete(f"/sessions/{failed}")).json()["error"]["code"] == "engine_dead"
     assert (await http.get(f"/sessions/{failed}")).json()["error"]["code"] == "no_session"
+
+
+async def test_after_a_failure_only_the_routes_that_help_answer(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.reason = ErrorBody(code="reload_failed", message="half loaded", hint="reload")
+    for path in ("/generate", "/v1/chat/completions", "/v1/models", "/sessions", "/sessions/x/v1/completions"):
+        refused = await http.post(path, json=SESSION)
+        assert refused.status_code == 503, path
+        assert refused.json()["error"] == {"code": "reload_failed", "message": "half loaded", "hint": "reload"}
+    for path in ("/health", "/openapi.json"):
+        assert (await http.get(path)).status_code == 200
+    assert (await http.post("/reload_weights", json={})).status_code == 422
 
 
 async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) -> None:

@@ -377,15 +377,15 @@ async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine
     session = {"sampling": SamplingParams(), "max_length": 9, "max_calls": 1, "idle_timeout_s": 9.0}
 
     def calls(trainer: str | None) -> list[Any]:
-        async def check() -> None:
-            engine.check(SessionRequest(trainer=trainer, **session))
+        async def admit() -> None:
+            engine.admit(SessionRequest(trainer=trainer, **session))
 
         async def heartbeat() -> None:
             engine.heartbeat(HeartbeatRequest(trainer=trainer or "none"))
 
         return [
             engine.read(GenerateRequest(trainer=trainer, prompts=[[5]]).model_dump_json().encode()),
-            check(),
+            admit(),
             engine.reload(request().model_copy(update={"trainer": trainer})),
             engine.sleep(SleepRequest(trainer=trainer)),
             engine.wake_up(WakeRequest(trainer=trainer)),

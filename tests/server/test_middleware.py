@@ -11,7 +11,6 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from hocket.protocol import ErrorResponse
-from hocket.server.errors import ApiError
 from hocket.server.middleware import Guard
 
 TOKEN = "correct-horse"
@@ -26,8 +25,7 @@ def guard(**how: Any) -> Guard:
     """An app that answers with the length of any body, behind the guard."""
     methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"]
     app = Starlette(routes=[Route("/{path:path}", echo, methods=methods)])
-    rest: dict[str, Any] = {"host": "test", "token": TOKEN, "admits": lambda path, key: False}
-    return Guard(app, **(rest | {"require_ready": lambda: None} | how))
+    return Guard(app, **({"host": "test", "token": TOKEN} | how))
 
 
 def client(guard: Guard, **headers: str) -> httpx.AsyncClient:
@@ -93,19 +91,6 @@ async def test_a_body_is_read_up_to_the_limit_whatever_content_length_says_and_m
     assert (await run(guard(), {}, endless))[0]["status"] == 413
     assert (await run(guard(), {}, None))[0]["status"] == 408
     assert await run(guard(), {}, {"type": "http.disconnect"}) == []
-
-
-async def test_after_a_failure_only_the_routes_that_help_answer() -> None:
-    def require_ready() -> None:
-        raise ApiError(503, "reload_failed", "half loaded", "reload")
-
-    async with client(guard(require_ready=require_ready), **BEARER) as http:
-        for path in ("/generate", "/v1/chat/completions", "/tokenize", "/sessions", "/sessions/x/v1/completions"):
-            refused = await http.post(path)
-            assert refused.status_code == 503
-            assert refused.json()["error"] == {"code": "reload_failed", "message": "half loaded", "hint": "reload"}
-        for path in ("/health", "/reload_weights", "/metrics", "/sessions/x"):
-            assert (await http.post(path)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from hocket.protocol import SamplingParams, SessionRequest
 from hocket.server import sessions as module
 from hocket.server.errors import ApiError
 from hocket.server.middleware import Guard
-from hocket.server.openai import RouteSessions
-from hocket.server.sessions import CURRENT, OpenSessions
+from hocket.server.sessions import CURRENT, OpenSessions, RouteSessions
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
 
@@ -101,8 +100,7 @@ async def door() -> Any:
             return JSONResponse({"error": {"message": "as vLLM says it", "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
-    sessions = RouteSessions(app, store, "the model")
-    door = Guard(sessions, host="", token=None, admits=store.admits, require_ready=lambda: None)
+    door = Guard(RouteSessions(app, store, "the model"), host="", token=None)
     transport = httpx.ASGITransport(door)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client, store

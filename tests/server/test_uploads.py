@@ -164,7 +164,8 @@ async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the
     answer = await http.put(path, content=body)
     assert (answer.status_code, answer.json()) == (200, {"kind": "disk", "name": f"{FOLDER}/{NAME}"})
     assert (await http.put(path, content=body * 2)).status_code == 413
-    assert (await http.put("/generate", content=body)).status_code == 413
+    assert (await http.put("/generate", content=body)).status_code == 405
+    assert (await http.post("/generate", content=body)).status_code == 413
     for leads_out in ("/upload/../model.safetensors", f"/upload/{NAME}/..%2fa.safetensors", "/upload/%2e%2e/a"):
         assert (await http.put(leads_out, content=b"x")).status_code in (404, 422, 503)
     assert [path.parent.parent for path in tmp_path.rglob("*.safetensors")] in ([], [root])

@@ -25,8 +25,7 @@ from hocket.data import tokenizer
 from hocket.protocol import Completion, SamplingParams, SessionRequest, TensorSpec, Toolbox
 from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
 from hocket.server.errors import ApiError
-from hocket.server.openai import TOO_LONG
-from hocket.server.sessions import OpenSession, SampledCall
+from hocket.server.sessions import TOO_LONG, OpenSession, recorded
 from hocket.server.worker import WorkerExtension
 
 NAMES = {
@@ -152,7 +151,7 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     wanted = VllmParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=1, stop="x", logprobs=3, max_tokens=99)
     wanted.output_kind = RequestOutputKind.DELTA
     session = SamplingParams(temperature=0.7, max_tokens=6, seed=11, stop=("y",), stop_token_ids=(4,))
-    params = vllm_api.call_params(wanted, SampledCall(request_id="r", number=0, prompt_token_ids=[1], sampling=session))
+    params = vllm_api.call_params(wanted, session)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.7, 1.0, -1, 0.0, 11)
     assert (params.max_tokens, params.logprobs, params.stop, params.stop_token_ids) == (6, 3, ["x", "y"], [4])
     assert params.output_kind is RequestOutputKind.DELTA
@@ -215,7 +214,7 @@ async def test_only_a_call_that_ended_well_has_a_completion(second: float) -> No
 
     session = OpenSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
     call = session.begin([1], 4)
-    told = vllm_api.recorded(outputs(), session, call)
+    told = recorded(outputs(), session, call)
     await anext(told)
     assert (session.running, call.completion) == ([call.request_id], None)
     with pytest.raises(ApiError, match="not finite") if math.isnan(second) else contextlib.nullcontext():

@@ -128,15 +128,11 @@ class Engine:
     async def read(self, body: bytes) -> tuple[protocol.GenerateRequest, list[Job]]:
         """Validate and tokenize the body of /generate. Raises ApiError with a status of 4xx."""
         request, jobs = await self.sampler.read(body)
-        self._admit(request)
+        self.admit(request)
         return request, jobs
 
-    def check(self, request: protocol.SessionRequest) -> None:
-        """Raise ApiError where the engine can't sample in this way, or has restarted since the caller's session."""
-        self._admit(request)
-        self.sampler.check_sampling(request.sampling)
-
-    def _admit(self, request: protocol.GenerateRequest | protocol.SessionRequest) -> None:
+    def admit(self, request: protocol.GenerateRequest | protocol.SessionRequest) -> None:
+        """Raise ApiError where another trainer has the server, or it has restarted since the caller's session."""
         self._holder.hear(request.trainer)
         if request.session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")

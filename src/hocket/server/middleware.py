@@ -1,10 +1,9 @@
-"""Guard every route, vLLM's own included: token, size of the body, state of the engine; notice a client that leaves."""
+"""Guard every route, vLLM's own included: token and body; notice a client that leaves."""
 
 import asyncio
 import hashlib
 import hmac
-import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,41 +14,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hocket.common.tasks import cancel
 from hocket.server.errors import ApiError
 
-ALWAYS_ANSWERED = frozenset(
-    {"/health", "/heartbeat", "/reload_weights", "/sleep", "/wake_up"} | {"/metrics", "/docs", "/openapi.json"}
-)
-"""Paths that stay open while the engine can't generate: to look at it, to wake it, and to load working weights."""
-UPLOAD = "/upload/"
-"""Prefix of paths whose bodies are files: the route reads them piece by piece and limits them itself."""
 MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
-_SESSION = re.compile(r"/sessions/[^/]+")  # reading and closing a session needs no engine
 
 
 class Guard:
     """Answer, in place of the app, requests that no route may see; close such a websocket.
 
     Without a token it refuses pages of other sites; with one, all but GET /health that brings neither the token nor a
-    key that `admits` takes for its path. It reads each body, but for uploads, before the route does, and answers 503 on
-    every route that needs an engine while `require_ready` raises the reason.
+    key of its path. It reads each body before the route does, but for those of PUT: these are files, which their routes
+    read piece by piece, and limit.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        host: str,
-        token: str | None,
-        admits: Callable[[str, bytes], bool],
-        require_ready: Callable[[], None],
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, host: str, token: str | None) -> None:
         self.app = app
+        self.keys: list[Callable[[str, bytes], bool]] = []  # (path, key) -> whether it opens it
+        self.checks: list[Callable[[str, bytes], Awaitable[None]]] = []  # (path, body); raise ApiError
         self._hosts = {"localhost", "127.0.0.1", "::1", host}
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
-        self._admits = admits
-        self._require_ready = require_ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -58,13 +42,11 @@ class Guard:
                     self._require_own_page(scope)
                 else:
                     self._require_token(scope, self._digest)
-            if scope["type"] == "http":
-                path = scope["path"]
-                if not path.startswith(UPLOAD):
-                    body = await self._body(Request(scope, receive))
-                    receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
-                if not (path in ALWAYS_ANSWERED or path.startswith(UPLOAD) or _SESSION.fullmatch(path)):
-                    self._require_ready()
+            if scope["type"] == "http" and scope["method"] != "PUT":
+                body = await self._body(Request(scope, receive))
+                for check in self.checks:
+                    await check(scope["path"], body)
+                receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
             await self.app(scope, receive, send)
         except ClientDisconnect:
             pass
@@ -81,7 +63,8 @@ class Guard:
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         # Digests have one length, so that the comparison takes the same time for any guess.
         known = hmac.compare_digest(hashlib.sha256(token).digest(), digest)
-        if scheme.lower() != b"bearer" or not (known or self._admits(scope["path"], token)):
+        known = known or any(opens(scope["path"], token) for opens in self.keys)
+        if scheme.lower() != b"bearer" or not known:
             hint = "send the header 'Authorization: Bearer TOKEN' with the server's server.token"
             raise ApiError(401, "unauthorized", "this route needs the server's token", hint)
 

@@ -60,13 +60,7 @@ async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> Non
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise HTTPException(422, f"{type(error).__name__}: {error}; the body must be {WANTED}") from error
 
-    served = Guard(
-        app,
-        host=config.server.host,
-        token=config.token,
-        admits=lambda path, token: False,
-        require_ready=lambda: None,
-    )
+    served = Guard(app, host=config.server.host, token=config.token)
     await calls.set_up()
     sock.listen()  # who reads the line may ask at once
     print(f"hocket: rewards {', '.join(calls.specs)} at {config.own_url}/score", flush=True)

@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import hmac
 import itertools
+import json
+import math
 import re
 import secrets
 import time
@@ -15,15 +17,25 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from hocket.common.tasks import seed_of
-from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hocket.common.tasks import run_in_thread, seed_of
+from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest, SessionResponse
+from hocket.server import vllm_api
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
+from hocket.server.middleware import Guard, replay
+from hocket.server.routes import router
 
 CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)
 """The session of the request that is being served."""
 MAX_SESSIONS = 4096
-PATH = re.compile(r"(/sessions/(?P<id>[^/]+))?(?P<route>/v1/.*)")
-"""A path of vLLM's OpenAI-compatible routes, in a session or in none."""
+ROUTES = frozenset({("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models")})
+"""The routes of vLLM that an agent may use."""
+TOO_LONG = frozenset({"input_tokens", "input_text"})
+"""Parameters that vLLM's routes blame for a prompt that leaves no room for an answer."""
+_PATH = re.compile(r"/sessions/(?P<id>[^/]+)(?P<route>/v1/.*)")
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -168,7 +180,7 @@ class OpenSessions:
 
     def admits(self, path: str, key: bytes) -> bool:
         """Return whether this key opens a path: one below its session's base URL."""
-        match = PATH.fullmatch(path)
+        match = _PATH.fullmatch(path)
         session = self._sessions.get(match["id"]) if match is not None else None
         return session is not None and hmac.compare_digest(session.key.encode(), key)
 
@@ -178,3 +190,137 @@ class OpenSessions:
         session.closed = True
         del self._sessions[session_id]
         return session
+
+
+def install(app: FastAPI, engine: Engine, guard: Guard) -> None:
+    """Add the routes of sessions to an app, and let requests to vLLM's routes through its guard in a session."""
+    sessions = OpenSessions()
+    guard.keys.append(sessions.admits)
+    guard.app = RouteSessions(guard.app, sessions, engine.model)
+    routes = router()
+
+    @routes.post("/sessions")
+    async def open_session(request: SessionRequest) -> SessionResponse:
+        """Open a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are recorded."""
+        engine.require_ready()
+        engine.admit(request)
+        engine.sampler.check_sampling(request.sampling)
+        session = sessions.open(request)
+        return SessionResponse(id=session.id, key=session.key, model=engine.model)
+
+    @routes.get("/sessions/{session_id}")
+    async def read_session(session_id: str) -> AgentRecord:
+        """Return what has been sampled in a session."""
+        return sessions.get(session_id).record()
+
+    @routes.delete("/sessions/{session_id}")
+    async def close_session(session_id: str) -> AgentRecord:
+        """Close a session, abort its running calls, and return what had been sampled by then."""
+        session = sessions.close(session_id)
+        record = session.record()
+        await vllm_api.abort(engine.llm, session.running)
+        engine.require_ready(admits={"asleep"})  # its agent may have taken the failure for an answer
+        return record
+
+    app.include_router(routes)
+    engine.llm.sample = recording
+
+
+class RouteSessions:
+    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session and with the name `model`."""
+
+    def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
+        self.app = app
+        self._sessions = sessions
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
+        session = None
+        if match is not None:
+            session = self._sessions.get(match["id"])
+            if (scope["method"], match["route"]) not in ROUTES:
+                known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
+                text = f"a session has no {scope['method']} {match['route']}"
+                raise ApiError(404, "not_found", text, f"it has {known}")
+            message = await receive()  # it has the whole body, if there is one
+            message["body"] = await run_in_thread(self._checked, message["body"])
+            receive = replay(message, receive)
+            scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
+            send = _watched(send, session)
+        # None is set, too: a pipelined request would inherit the context of the one before it on its connection.
+        token = CURRENT.set(session)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            CURRENT.reset(token)
+
+    def _checked(self, content: bytes) -> bytes:
+        """Return a body with the right name of the model. Raises ApiError where it can't be recorded."""
+        body = json.loads(content or "null")
+        if not isinstance(body, dict):
+            return content  # vLLM says what is wrong with it
+        wrong = [name for name in ("n", "best_of") if body.get(name) not in (None, 1)]
+        wrong += [name for name in ("use_beam_search", "echo") if body.get(name)]
+        wrong += [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) == 0]
+        if wrong:
+            reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
+            raise ApiError(400, "not_recorded", reason, "leave it out")
+        return json.dumps(body | {"model": self._model}).encode()
+
+
+def _watched(send: Send, session: OpenSession) -> Send:
+    """Return a send that marks the session as cut off where vLLM itself refuses a prompt as too long."""
+    refused = False
+
+    async def watched(message: Message) -> None:
+        nonlocal refused
+        if message["type"] == "http.response.start":
+            refused = message["status"] == 400
+        elif refused:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # an error of another kind
+                session.cut_off |= json.loads(message["body"])["error"]["param"] in TOO_LONG
+        await send(message)
+
+    return watched
+
+
+def recording(ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+    """Ask the engine for a completion; record it, and sample it as its session says, if it is a call in one."""
+    session = CURRENT.get()
+    if session is None:
+        return ask(params, request_id)
+    vllm_api.refuse_constraints(params)
+    call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens)
+
+    def sample() -> AsyncGenerator[Any, None]:
+        session.require_open()
+        return ask(vllm_api.call_params(params, call.sampling), call.request_id)
+
+    return recorded(uninterrupted(sample), session, call)
+
+
+async def recorded(
+    outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall
+) -> AsyncGenerator[Any, None]:
+    """Yield and record a call's outputs; a call that is left early is not recorded as completed."""
+    token_ids, logprobs, text = list[int](), list[float](), ""
+    with session.serving(call):
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                (done,) = output.outputs
+                new = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
+                if not math.isfinite(sum(new)):
+                    raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
+                token_ids += done.token_ids
+                logprobs += new
+                text += done.text
+                if done.finish_reason in ("stop", "length"):
+                    call.completion = Completion(
+                        token_ids=tuple(token_ids),
+                        logprobs=tuple(logprobs),
+                        text=text,
+                        finish_reason=done.finish_reason,
+                        versions=vllm_api.version_spans(done),
+                    )
+                yield output

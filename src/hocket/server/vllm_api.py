@@ -20,15 +20,14 @@ import sys
 import tempfile
 import traceback
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK
-from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
+from hocket.protocol import SamplingParams, Toolbox, ToolCall
 from hocket.server.errors import ApiError, cause_of, encodable
-from hocket.server.sessions import CURRENT, OpenSession, SampledCall, uninterrupted
 from hocket.server.vllm_arguments import is_cpu_build
 from hocket.server.vllm_weights import adapter_request
 from hocket.types import InFlight, VersionSpan
@@ -44,6 +43,10 @@ SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
 """(token ids, whether the last one ended the text) -> the tool calls in them."""
+Ask = Callable[[Any, str], AsyncGenerator[Any, None]]
+"""(vLLM's SamplingParams, id of the request) -> vLLM's RequestOutputs."""
+Sample = Callable[[Ask, Any, Any, str], AsyncGenerator[Any, None]]
+"""(how to ask, vLLM's prompt, parameters and id of a request) -> what its caller gets."""
 
 
 # Without this, Python searches all of vLLM and torch for garbage once more at its end, for seconds.
@@ -101,8 +104,7 @@ def start_engine(args: Namespace) -> Any:
 def _admitting_llm(num_slots: int) -> Any:
     """Return AsyncLLM with a door: requests, those of vLLM's own routes too, wait for one of `num_slots` slots.
 
-    Each first calls `require_ready`, which may raise; `in_flight` counts those that have a slot. Calls in a session are
-    recorded there.
+    Each first calls `require_ready`, which may raise; `in_flight` counts those that have a slot.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -111,34 +113,28 @@ def _admitting_llm(num_slots: int) -> Any:
 
     class AdmittingLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         require_ready: Callable[[], None] = staticmethod(lambda: None)
+        sample: Sample = staticmethod(lambda ask, prompt, params, request_id: ask(params, request_id))
         last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
 
         def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
-            self.require_ready()
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")
-            if (session := CURRENT.get()) is None:
-                return self.admitted(functools.partial(super().generate, prompt, sampling_params, request_id, **kwargs))
-            refuse_constraints(sampling_params)
-            call = session.begin(list(prompt["prompt_token_ids"]), sampling_params.max_tokens)
-            ask = functools.partial(super().generate, prompt, request_id=call.request_id, **kwargs)
+            generate = super().generate
 
-            def sample() -> Any:
+            def ask(params: Any, request_id: str) -> AsyncGenerator[Any, None]:
                 self.require_ready()
-                session.require_open()
-                return self.admitted(functools.partial(ask, sampling_params=call_params(sampling_params, call)))
+                return self.admitted(generate(prompt, params, request_id, **kwargs))
 
-            return recorded(uninterrupted(sample), session, call)
+            return self.sample(ask, prompt, sampling_params, request_id)
 
-        async def admitted(self, ask: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-            async with slots:
+        async def admitted(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+            async with contextlib.aclosing(outputs), slots:
                 self.require_ready()
                 self.in_flight += 1
                 try:
-                    async with contextlib.aclosing(ask()) as outputs:
-                        async for output in outputs:
-                            yield output
+                    async for output in outputs:
+                        yield output
                 except (EngineDeadError, EngineGenerateError) as error:
                     self.require_ready()
                     raise _failure(error) from error
@@ -281,11 +277,10 @@ def refuse_constraints(params: Any) -> None:
         raise ApiError(400, "not_recorded", message, hint)
 
 
-def call_params(params: Any, call: SampledCall) -> Any:
-    """Return vLLM's parameters for a call: sampled as its session says, answered as its agent's `params` ask."""
+def call_params(params: Any, sampling: SamplingParams) -> Any:
+    """Return vLLM's parameters for a call in a session: sampled in its way, answered as its agent's `params` ask."""
     from vllm.sampling_params import SamplingParams as VllmParams
 
-    sampling = call.sampling
     return VllmParams(
         **{name: getattr(params, name) for name in AGENT_PARAMS},
         **sampling.model_dump(include=SHARED),
@@ -294,30 +289,6 @@ def call_params(params: Any, call: SampledCall) -> Any:
         seed=sampling.seed,
         logprobs=max(params.logprobs or 0, 0),
     )
-
-
-async def recorded(outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall) -> AsyncIterator[Any]:
-    """Yield and record a call's outputs; a call that is left early is not recorded as completed."""
-    token_ids, logprobs, text = list[int](), list[float](), ""
-    with session.serving(call):
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                (done,) = output.outputs
-                new = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
-                if not math.isfinite(sum(new)):
-                    raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
-                token_ids += done.token_ids
-                logprobs += new
-                text += done.text
-                if done.finish_reason in ("stop", "length"):
-                    call.completion = Completion(
-                        token_ids=tuple(token_ids),
-                        logprobs=tuple(logprobs),
-                        text=text,
-                        finish_reason=done.finish_reason,
-                        versions=version_spans(done),
-                    )
-                yield output
 
 
 def version_spans(output: Any) -> tuple[VersionSpan, ...]:
