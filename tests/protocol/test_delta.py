@@ -67,7 +67,8 @@ def test_files_are_patched_in_place_whichever_holds_the_tensor(tmp_path: Path) -
     folder.mkdir()
     save_file({"a.weight": old["a.weight"]}, files / "model-1.safetensors", metadata={"format": "pt"})
     save_file({"b": old["b"], "c": old["c"]}, files / "model-2.safetensors")
-    delta.save({name: delta.encode(old[name], new[name]) for name in old}, folder)
+    delta.save({name: delta.encode(old[name], new[name]) for name in old}, folder, "1234")
+    assert delta.base_of(folder) == "1234"
     assert sorted(load_file(folder / "delta.safetensors")) == ["a.weight", "b"]
     delta.patch(files, folder)
     found = load_file(files / "model-1.safetensors") | load_file(files / "model-2.safetensors")

@@ -115,7 +115,7 @@ def test_numbers_of_a_packed_stream_are_base64_of_four_bytes_each() -> None:
     assert (list(read.token_ids), list(read.logprobs)) == ([4, 2], [-0.5, pytest.approx(-0.1)])
 
 
-PLACES = {"ApiError": 1, "_fail": 0, "_fail_all": 1}
+PLACES = {"ApiError": 1, "_fail": 0, "fail_all": 1}
 """Functions that take an error code, and which of their arguments it is; anywhere else it is called `code`."""
 
 

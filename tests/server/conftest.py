@@ -16,6 +16,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from fastapi import FastAPI
 
 from hocket.protocol import AgentRecord
 from processes import Process, free_port, wait_for
@@ -156,6 +157,7 @@ def make_engine(llm: Any, *overrides: str) -> Any:
         template={},
     )
     engine._status = "ready"
+    wrap(FastAPI(), engine)  # which brings the ways of the weights
     return engine
 
 
@@ -165,7 +167,7 @@ def idle_engine() -> Any:
 
     engine = Engine.__new__(Engine)
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
-    engine.llm = make_llm()
+    engine.llm, engine.root, engine.sources = make_llm(), Path("/nowhere"), {}
     return engine
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ class FakeEngine(Engine):
 
     def __init__(self, reader: Sampler) -> None:
         self.version, self.model, self.llm = 3, "fake", SimpleNamespace()
+        self.root, self.sources = Path("/nowhere"), {}
         self.reader = reader
         self.sampler: Any = self
         self.reason: ErrorBody | None = None

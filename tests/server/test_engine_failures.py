@@ -25,6 +25,7 @@ from hocket.protocol import (
 from hocket.server import worker
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
+from hocket.server.sleeper import Sleeper
 
 MODEL = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"
 
@@ -89,13 +90,18 @@ def engine(kit: Any, llm: FakeLLM, tmp_path: Path) -> Engine:
     return kit.make_engine(llm, *settings)  # type: ignore[no-any-return]
 
 
+def sleeper(engine: Engine) -> Sleeper:
+    assert isinstance(engine.residence, Sleeper)
+    return engine.residence
+
+
 def request(in_flight: Any = "keep", *, version: int = 1, compare: bool = False) -> ReloadRequest:
     return ReloadRequest(version=version, source=DiskSource(name="v1"), in_flight=in_flight, compare=compare)
 
 
 async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(engine: Engine, llm: FakeLLM) -> None:
     llm.failing = {"wait": "too late"}
-    for call in (engine.reload(request("drain")), engine.sleep(SleepRequest(in_flight="drain"))):
+    for call in (engine.reload(request("drain")), sleeper(engine).sleep(SleepRequest(in_flight="drain"))):
         llm.calls.clear()
         with pytest.raises(ApiError, match="did not end within") as refused:
             await call
@@ -136,8 +142,8 @@ async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refuse
         await engine.reload(request(version=2).model_copy(update={"source": foreign}))
     assert [call for (call, *_) in llm.calls] == ["pause", "hocket_load_disk", "version", "resume"]
     assert (engine.health().status, engine.health().version) == ("ready", 1)
-    same = engine._root / "other"  # under another name it may be another run's version of the same number
-    same.symlink_to(engine._root / "v1")
+    same = engine.root / "other"  # under another name it may be another run's version of the same number
+    same.symlink_to(engine.root / "v1")
     assert await engine.reload(request().model_copy(update={"source": DiskSource(name="other")})) != held
 
 
@@ -206,7 +212,7 @@ async def test_files_on_a_disk_that_hangs_are_given_up_with_the_old_weights_in_p
 ) -> None:
     answered = threading.Event()
     monkeypatch.setattr("hocket.server.versions.read", lambda *_: answered.wait())
-    engine._timeout_s = 0.05
+    engine.timeout_s = 0.05
     try:
         with pytest.raises(ApiError, match=r"not read within sync\.timeout_s=0\.05: does their disk hang\?") as refused:
             await engine.reload(request())
@@ -295,12 +301,12 @@ async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_
     engine: Engine, llm: FakeLLM, kit: Any
 ) -> None:
     for _ in range(2):  # twice is as once
-        assert (await engine.sleep(SleepRequest(level=1, in_flight="drain"))).status == "asleep"
+        assert (await sleeper(engine).sleep(SleepRequest(level=1, in_flight="drain"))).status == "asleep"
     for _ in range(2):
-        assert (await engine.wake_up(WakeRequest())).status == "ready"
-    await engine.sleep(SleepRequest(level=2))
+        assert (await sleeper(engine).wake_up(WakeRequest())).status == "ready"
+    await sleeper(engine).sleep(SleepRequest(level=2))
     await engine.reload(request())
-    await engine.sleep(SleepRequest(level=1))
+    await sleeper(engine).sleep(SleepRequest(level=1))
     with pytest.raises(ApiError, match="the engine is asleep"):
         await engine.reload(request(compare=True))
     assert (await engine.reload(request())).version == 1  # it is held already
@@ -321,22 +327,22 @@ async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_
     ]
     unshared = kit.make_engine(llm, f"model.path={MODEL}")
     with pytest.raises(ApiError, match="not started to share its GPU"):
-        await unshared.sleep(SleepRequest())
-    assert (await unshared.wake_up(WakeRequest())).status == "ready"
+        await sleeper(unshared).sleep(SleepRequest())
+    assert (await sleeper(unshared).wake_up(WakeRequest())).status == "ready"
 
 
 async def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_generating(
     engine: Engine, llm: FakeLLM
 ) -> None:
-    await engine.sleep(SleepRequest(level=1))
+    await sleeper(engine).sleep(SleepRequest(level=1))
     llm.failing = {"second worker": "no room"}
     with pytest.raises(ApiError, match="no room"):
         await engine.reload(request())
     with pytest.raises(ApiError, match="dropped its weights") as refused:
-        await engine.wake_up(WakeRequest())
+        await sleeper(engine).wake_up(WakeRequest())
     assert (refused.value.status, engine.health().status) == (409, "failed")
     llm.failing = {}
-    await engine.sleep(SleepRequest(level=2))  # half awake: it is paused already
+    await sleeper(engine).sleep(SleepRequest(level=2))  # half awake: it is paused already
     await engine.reload(request())
     assert engine.health().status == "ready"
     assert ("resume",) not in llm.calls
@@ -353,11 +359,11 @@ async def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_ge
 async def test_an_engine_that_cannot_come_back_to_the_gpu_has_failed_and_says_so(
     engine: Engine, llm: FakeLLM, failure: str, cause: str
 ) -> None:
-    await engine.sleep(SleepRequest(level=1))
+    await sleeper(engine).sleep(SleepRequest(level=1))
     llm.failing = {"wake": failure}
     for _ in range(2):  # and nothing brings it back
         with pytest.raises(ApiError, match=cause) as refused:
-            await engine.wake_up(WakeRequest())
+            await sleeper(engine).wake_up(WakeRequest())
         assert refused.value.body.code == "sleep_failed"
     assert "gpu_memory_utilization" in refused.value.body.hint
     health = engine.health()
@@ -365,7 +371,7 @@ async def test_an_engine_that_cannot_come_back_to_the_gpu_has_failed_and_says_so
 
 
 async def test_an_engine_that_dies_asleep_is_dead(engine: Engine, llm: FakeLLM) -> None:
-    await engine.sleep(SleepRequest(level=1))
+    await sleeper(engine).sleep(SleepRequest(level=1))
     assert engine.health().status == "asleep"
     llm.errored = True
     assert engine.health().status == "failed"
@@ -380,25 +386,22 @@ async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine
         async def admit() -> None:
             engine.admit(SessionRequest(trainer=trainer, **session))
 
-        async def heartbeat() -> None:
-            engine.heartbeat(HeartbeatRequest(trainer=trainer or "none"))
-
         return [
             engine.read(GenerateRequest(trainer=trainer, prompts=[[5]]).model_dump_json().encode()),
             admit(),
             engine.reload(request().model_copy(update={"trainer": trainer})),
-            engine.sleep(SleepRequest(trainer=trainer)),
-            engine.wake_up(WakeRequest(trainer=trainer)),
-            heartbeat(),
+            sleeper(engine).sleep(SleepRequest(trainer=trainer)),
+            sleeper(engine).wake_up(WakeRequest(trainer=trainer)),
+            engine.heartbeat(HeartbeatRequest(trainer=trainer or "none")),
         ]
 
-    engine.heartbeat(HeartbeatRequest(trainer="first"))
+    await engine.heartbeat(HeartbeatRequest(trainer="first"))
     refused = await asyncio.gather(*calls("second"), return_exceptions=True)
     assert [error.body.code for error in refused] == ["other_trainer"] * 6
     assert llm.calls == []
-    engine.heartbeat(HeartbeatRequest(trainer="second", take_over=True))
+    await engine.heartbeat(HeartbeatRequest(trainer="second", take_over=True))
     with pytest.raises(ApiError, match="works for trainer second"):
         await engine.reload(request().model_copy(update={"trainer": "first"}))
-    engine.heartbeat(HeartbeatRequest(trainer="second", leaving=True))
+    await engine.heartbeat(HeartbeatRequest(trainer="second", leaving=True))
     for trainer in (None, "first"):
         assert (await engine.reload(request().model_copy(update={"trainer": trainer}))).version == 1

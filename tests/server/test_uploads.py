@@ -141,13 +141,17 @@ async def test_a_slow_sender_keeps_no_other_version_waiting_and_loses_nothing_to
 @pytest.fixture
 async def http(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient, None]:
     monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 1 << 20)
-    engine, uploads = kit.idle_engine(), Uploads(tmp_path)
+    monkeypatch.setattr("hocket.server.versions.max_bytes", lambda shapes: 3 << 20)
+    engine = kit.idle_engine()
 
     def require_ready(**how: Any) -> None:  # it has failed, and must be sent weights that work all the same
         raise ApiError(503, "reload_failed", "half loaded", "reload")
 
     engine.require_ready = require_ready
-    engine.upload = lambda name, file, chunks: uploads.receive(name, file, chunks, 3 << 20)
+
+    async def expected(adapter: None) -> None: ...
+
+    engine.root, engine.expected = tmp_path, expected
     door = kit.wrap(FastAPI(), engine, token=TOKEN)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
         yield client

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 import fakes
 from hocket.protocol import TensorLayout, delta, manifest
 from hocket.server import versions
+from hocket.server.deltas import PatchedCopy
+from hocket.server.engine import Held
 from hocket.server.errors import ApiError
 
 
@@ -36,12 +38,8 @@ def root(tmp_path: Path) -> Path:
 def verify(folder: Path, version: int, expected: versions.ModelShapes) -> str:
     """Checks the folder by its own manifest, and returns the checksum."""
     described = versions.read(folder.parent, folder.name)[1]
-    versions.PatchedCopy().whole(folder, described, version, expected)
+    versions.check(folder, described, version, expected)
     return described.checksum
-
-
-def whole(copy: versions.PatchedCopy, folder: Path, version: int, expected: versions.ModelShapes) -> Path:
-    return copy.whole(folder, fakes.manifest_of(folder), version, expected)
 
 
 def make(config: Any, seed: int = 0) -> Any:
@@ -243,71 +241,73 @@ def test_buckets_of_another_model_and_those_with_a_copy_are_refused(shapes: Any)
     assert refusal(True) == "the model ties lm_head.weight"
 
 
-def publish_delta(kit: Any, root: Path) -> None:
-    """Publishes v1 in full, and v2 as what changed in one tensor."""
+def publish_delta(kit: Any, root: Path) -> Held:
+    """Publishes v1 in full, which it returns as held, and v2 as what changed in one tensor."""
     model = kit.make_model(tied=False, seed=1)
     checksum = kit.publish(model, root / "v1", 1)
     old = load_file(root / "v1" / "model.safetensors")
     new = old | {NAME: old[NAME] + torch.eye(*old[NAME].shape)}
     folder = root / "v2"
     folder.mkdir()
-    delta.save({NAME: delta.encode(old[NAME], new[NAME])}, folder)
-    manifest.write(folder, 2, manifest.specs(new.items()), base=checksum)
+    delta.save({NAME: delta.encode(old[NAME], new[NAME])}, folder, checksum)
+    manifest.write(folder, 2, manifest.specs(new.items()))
+    return Held("v1", fakes.reloaded(1, checksum))
 
 
 @pytest.fixture
-def copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> versions.PatchedCopy:
+def copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: Path) -> PatchedCopy:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    return versions.PatchedCopy()
+    return PatchedCopy(root)
 
 
-def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(
-    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
-) -> None:
-    publish_delta(kit, root)
-    whole(copy, root / "v1", 1, shapes[False])
+def patched(copy: PatchedCopy, folder: Path, held: Held | None) -> Path:
+    return copy.patched(folder, fakes.manifest_of(folder), held)
+
+
+def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(kit: Any, root: Path, copy: PatchedCopy) -> None:
+    held = publish_delta(kit, root)
     before = (root / "v1" / "model.safetensors").read_bytes()
-    for _ in range(2):  # once more, as after a load that failed
-        folder = whole(copy, root / "v2", 2, shapes[False])
+    for now in (held, None):  # once more, as after a load that failed
+        folder = patched(copy, root / "v2", now)
         assert manifest.specs(manifest.tensors(folder)) == fakes.manifest_of(root / "v2").tensors
     assert (root / "v1" / "model.safetensors").read_bytes() == before
     copy.discard()
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("held", "code"),
+    [(None, "no_base"), ("other", "no_base"), ("v1", "no_such_version")],
+)
 def test_a_server_that_does_not_have_the_base_says_so(
-    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
+    kit: Any, root: Path, copy: PatchedCopy, held: str | None, code: str
 ) -> None:
-    publish_delta(kit, root)
-    kit.publish(kit.make_model(tied=False, seed=2), root / "other", 1)
-    for held in (None, "other", "v1"):
-        if held is not None:
-            whole(copy, root / held, 1, shapes[False])
-        if held == "v1":
-            (root / "v1").rename(root / ".v1.partial")
-        with pytest.raises(ApiError, match="a version of which this server has no files") as caught:
-            whole(copy, root / "v2", 2, shapes[False])
-        assert (caught.value.status, caught.value.body.code) == (409, "no_base")
+    base = publish_delta(kit, root)
+    other = kit.publish(kit.make_model(tied=False, seed=2), root / "other", 1)
+    holds = {"v1": base, "other": Held("other", fakes.reloaded(1, other))}
+    (root / "v1").rename(root / ".v1.partial")
+    with pytest.raises(ApiError, match=r"of which this server has no files|there is no") as caught:
+        patched(copy, root / "v2", holds.get(held or ""))
+    assert caught.value.body.code == code
 
 
 def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
-    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: Any, root: Path, copy: PatchedCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_delta(kit, root)
-    whole(copy, root / "v1", 1, shapes[False])
+    held = publish_delta(kit, root)
 
     def full(source: Path, target: Path) -> None:
         target.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr("shutil.copyfile", full)
+    with monkeypatch.context() as context:
+        context.setattr("shutil.copyfile", full)
         with pytest.raises(ApiError, match=r"can't be applied: OSError: .*No space left") as caught:
-            whole(copy, root / "v2", 2, shapes[False])
+            patched(copy, root / "v2", held)
     assert caught.value.status == 409
     assert list((tmp_path / "temporary").iterdir()) == []
-    whole(copy, root / "v2", 2, shapes[False])
+    patched(copy, root / "v2", held)
 
 
 def test_what_killed_servers_left_behind_is_removed_at_the_next_start(
@@ -319,5 +319,5 @@ def test_what_killed_servers_left_behind_is_removed_at_the_next_start(
     mine, left = versions.temporary_prefix() + "abc", f"hocket-weights-{ended.pid}-abc"
     for name in (mine, left, "hocket-weights-of-mine"):
         (tmp_path / name).mkdir()
-    versions.PatchedCopy()
+    versions.remove_left()
     assert {path.name for path in tmp_path.iterdir()} == {mine, "hocket-weights-of-mine"}

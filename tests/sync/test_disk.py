@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 import fakes
 from hocket import config as config_module
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec, manifest
+from hocket.protocol import DeltaSource, ReloadRequest, ReloadResponse, TensorSpec, delta, manifest
+from hocket.server import versions
+from hocket.server.deltas import PatchedCopy
+from hocket.server.engine import Held
 from hocket.server.errors import ApiError
-from hocket.server.versions import ModelShapes, PatchedCopy
+from hocket.server.versions import ModelShapes
 from hocket.sync.disk import Versions
 from hocket.sync.publish import Answer
 from hocket.sync.transports import DiskTransport
@@ -60,7 +63,8 @@ class FakeServer:
 
     def __init__(self, url: str, root: Path, error: ServerError | None = None) -> None:
         self.url, self.root, self.error = url, root, error
-        self.copy = PatchedCopy()
+        self.copy = PatchedCopy(root.resolve())
+        self.held: Held | None = None
         self.harms: list[Callable[[Path], None]] = []
         self.holds: dict[str, torch.Tensor] = {}
         self.names: list[str] = []
@@ -77,18 +81,23 @@ class FakeServer:
         if self.harms:
             self.harms.pop()(self.root / name)
         try:
-            described = fakes.manifest_of(self.root / name)
-            folder = self.copy.whole(self.root / name, described, request.version, shapes)
+            folder = self.root / name
+            described = fakes.manifest_of(folder)
+            versions.check_manifest(described, request.version, shapes)
+            if isinstance(request.source, DeltaSource):
+                folder = self.copy.patched(folder, described, self.held)
+            versions.check_headers(folder, described)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
         except OSError as error:
             raise ServerError(str(error), code="bad_version", status=409) from error
         holds = load_file(folder / "model.safetensors")
         if manifest.specs(holds.items()) != described.tensors:
-            self.copy.discard()
+            self.held = None
             raise ServerError("loading failed", code="reload_failed", status=500)
-        self.holds = holds
-        return fakes.reloaded(request.version, described.checksum)
+        self.holds, answer = holds, fakes.reloaded(request.version, described.checksum)
+        self.held = Held(name, answer)
+        return answer
 
 
 class Disk:
@@ -136,7 +145,7 @@ async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp
     files = ["COMPLETE", "config.json", "manifest.json", "model.safetensors"]
     assert sorted(path.name for path in folder.iterdir()) == files
     found = fakes.manifest_of(folder)
-    assert (found.version, found.base) == (7, None)
+    assert found.version == 7
     assert found.tensors == manifest.specs(disk.trainer.weights.items())
     assert metrics["sync/mebibytes"] == disk.size("weights/v000007")
     await disk.deliver(7, server)  # the version that a late server is brought up with
@@ -163,7 +172,7 @@ async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_le
 async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken_again_are_removed(
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.sync.disk.KEEP", 9)
+    monkeypatch.setattr("hocket.sync.folders.KEEP", 9)
     disk = Disk(tmp_path)
     for version in (3, 4, 5):
         await disk.deliver(version)
@@ -187,7 +196,7 @@ async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Pa
     assert sorted(path.name for path in folder.iterdir()) == ["COMPLETE", "delta.safetensors", "manifest.json"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # whoever may read one may read all
     made, base = fakes.manifest_of(folder), fakes.manifest_of(disk.run / "weights" / "v000001")
-    assert (made.version, made.base) == (2, base.checksum)
+    assert (made.version, delta.base_of(folder)) == (2, base.checksum)
     assert made.tensors == manifest.specs(disk.trainer.weights.items())
     assert metrics["sync/changed"] == 2 / (40 * 50 + 9)
     assert sorted(load_file(folder / "delta.safetensors")) == ["a"]
@@ -204,8 +213,8 @@ async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Pa
 async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_version_would(
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch, full_every: int, keep: int, full: Any, left: Any
 ) -> None:
-    monkeypatch.setattr("hocket.sync.disk.FULL_EVERY", full_every)
-    monkeypatch.setattr("hocket.sync.disk.KEEP", keep)
+    monkeypatch.setattr("hocket.sync.deltas.FULL_EVERY", full_every)
+    monkeypatch.setattr("hocket.sync.folders.KEEP", keep)
     disk, server = Disk(tmp_path, "sync.delta=true"), servers()
     for version in range(1, 8):
         disk.trainer.step(version, 100 * version)
@@ -259,12 +268,12 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("delta", ["false", "true"])
+@pytest.mark.parametrize("is_delta", ["false", "true"])
 @pytest.mark.parametrize("harm", [flip, cut, remove])
 async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the_run_ends(
-    harm: Callable[[Path], None], delta: str, tmp_path: Path, servers: Any
+    harm: Callable[[Path], None], is_delta: str, tmp_path: Path, servers: Any
 ) -> None:
-    disk, well, server = Disk(tmp_path, f"sync.delta={delta}"), servers(), servers()
+    disk, well, server = Disk(tmp_path, f"sync.delta={is_delta}"), servers(), servers()
     server.harms = [harm]
     await disk.deliver(1, server)  # which asserts that it holds the weights
     assert disk.trainer.exports == 2

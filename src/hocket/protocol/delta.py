@@ -44,9 +44,16 @@ def apply(old: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     return old ^ torch.frombuffer(bytearray(differing), dtype=torch.uint8)
 
 
-def save(changes: Mapping[str, Change], folder: Path) -> None:
-    """Write the changes of named tensors to the folder's delta file."""
-    save_file({name: change.packed for name, change in changes.items() if change.num_changed}, folder / DELTA_FILE)
+def save(changes: Mapping[str, Change], folder: Path, base: str) -> None:
+    """Write the changes of named tensors to the folder's delta file; `base`: checksum of the version they change."""
+    packed = {name: change.packed for name, change in changes.items() if change.num_changed}
+    save_file(packed, folder / DELTA_FILE, metadata={"base": base})
+
+
+def base_of(folder: Path) -> str:
+    """Return the checksum of the version that a delta changes."""
+    with safe_open(folder / DELTA_FILE, framework="pt") as changes:
+        return str(changes.metadata()["base"])
 
 
 def patch(files: Path, folder: Path) -> None:

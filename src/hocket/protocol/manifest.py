@@ -76,9 +76,9 @@ def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
     return digest.hexdigest()[:32]
 
 
-def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec], *, base: str | None = None) -> str:
+def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec]) -> str:
     """Write manifest.json, and COMPLETE, which makes the folder a version; return the checksum of the whole."""
-    manifest = Manifest(version=version, tensors=dict(tensors), checksum=total_checksum(tensors), base=base)
+    manifest = Manifest(version=version, tensors=dict(tensors), checksum=total_checksum(tensors))
     (folder / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     (folder / COMPLETE_FILE).touch()
     return manifest.checksum

@@ -276,6 +276,13 @@ class DiskSource(Strict):
     name: str = Field(min_length=1, max_length=512)
 
 
+class DeltaSource(Strict):
+    """A folder with what has changed since the version before (hocket.protocol.delta)."""
+
+    kind: Literal["delta"] = "delta"
+    name: str = Field(min_length=1, max_length=512)
+
+
 class AdapterConfig(Strict):
     """adapter_config.json of PEFT; missing keys have PEFT's defaults, keys of other kinds of adapters are refused."""
 
@@ -336,7 +343,7 @@ class ReloadRequest(Request[ReloadResponse]):
     route = "/reload_weights"
     answer = ReloadResponse
     version: int = Field(ge=1)
-    source: DiskSource | CollectiveSource = Field(discriminator="kind")
+    source: DiskSource | DeltaSource | CollectiveSource = Field(discriminator="kind")
     in_flight: InFlight = "keep"
     compare: bool = False
 
@@ -385,4 +392,3 @@ class Manifest(Strict):
     version: int
     tensors: dict[str, TensorSpec]  # all of them, also where the folder holds a delta
     checksum: str  # of all tensors
-    base: str | None = None  # checksum of the version that a delta changes (delta.py); None for a full version

@@ -24,6 +24,8 @@ from hocket.protocol import TensorLayout, TensorSpec, manifest
 dist: Any = distributed  # whose type stubs name only some of its public classes
 Store = Any
 Named = Sequence[tuple[str, Tensor]]
+Part = tuple[Named, dict[str, TensorSpec]]
+"""Tensors of a version with their specs."""
 
 BUCKET_BYTES = 256 << 20  # of a bucket, about
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -55,7 +57,7 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
     return flat, specs
 
 
-def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], dict[str, TensorSpec]]:
+def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> Part:
     """Return the tensors of a bucket, as views of it, and their specs. Raises SyncError where a checksum differs."""
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from hocket import protocol
-from hocket.server import openai, routes, sessions
+from hocket.server import collective, deltas, openai, routes, sessions, sleeper, uploads
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import Job
@@ -26,6 +26,10 @@ def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> G
     guard = Guard(app, host=host, token=token)
     known = len(app.router.routes)
     app.include_router(_router(engine))
+    deltas.install(engine)
+    collective.install(engine)
+    uploads.install(app, engine)
+    sleeper.install(app, engine)
     openai.install(guard, engine.require_ready)
     sessions.install(app, engine, guard)
     app.router.routes[:] = app.router.routes[known:] + app.router.routes[:known]
@@ -63,20 +67,8 @@ def _router(engine: Engine) -> APIRouter:
     how: dict[str, Any] = {"methods": ["POST"], "response_model": protocol.GenerateResponse}
     router.add_api_route("/generate", generate, route_class_override=_UnparsedRoute, **how)
 
-    @router.post("/heartbeat")
-    async def heartbeat(request: protocol.HeartbeatRequest) -> protocol.Health:
-        """Take the server for a trainer, keep it, or leave it; another one's requests are refused meanwhile."""
-        return engine.heartbeat(request)
-
+    router.post("/heartbeat")(engine.heartbeat)
     router.post("/reload_weights")(engine.reload)
-    router.post("/sleep")(engine.sleep)
-    router.post("/wake_up")(engine.wake_up)
-
-    @router.put("/upload/{name}/{file}")
-    async def upload(name: str, file: str, request: Request) -> protocol.DiskSource:
-        """Receive one file of a weight version, for servers that do not see the trainer's disk; COMPLETE comes last."""
-        return await engine.upload(name, file, request.stream())
-
     return router
 
 

@@ -8,15 +8,33 @@ import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from fastapi import FastAPI, Request
+
 from hocket.common.files import complete_folder, partial_of
 from hocket.protocol import DiskSource, manifest
+from hocket.server import versions
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, invalid
+from hocket.server.routes import router
 
 FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root. Folders with other names than ours are left alone there."""
 SILENCE_S = 60.0
 _NAME = re.compile(r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}", re.ASCII)
 _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
+
+
+def install(app: FastAPI, engine: Engine) -> None:
+    """Add the route by which versions are sent."""
+    uploads, routes = Uploads(engine.root), router()
+
+    @routes.put("/upload/{name}/{file}")
+    async def upload(name: str, file: str, request: Request) -> DiskSource:
+        """Receive one file of a weight version, for servers that do not see the trainer's disk; COMPLETE comes last."""
+        most = versions.max_bytes(await engine.expected(None))
+        return await uploads.receive(name, file, request.stream(), most)
+
+    app.include_router(routes)
 
 
 class Uploads:

@@ -1,4 +1,4 @@
-"""Find published weight versions under one root, check their headers, and apply deltas."""
+"""Find published weight versions under one root, and check them against the model."""
 
 import dataclasses
 import functools
@@ -7,12 +7,16 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from hocket.protocol import AdapterConfig, Manifest, TensorLayout, manifest
+import pydantic
+
+from hocket.protocol import AdapterConfig, Manifest, TensorLayout, TensorSpec, manifest
 from hocket.server.errors import ApiError, invalid, parse
+
+M = TypeVar("M", bound=pydantic.BaseModel)
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Precisions that weights can have: safetensors' names and torch's."""
@@ -112,17 +116,65 @@ def find(root: Path, name: str) -> Path:
     return folder
 
 
+def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
+    """Find a version; return its folder, manifest and, unless it is of whole weights, the adapter's config."""
+    folder = find(root, name)
+    adapter = folder / manifest.ADAPTER_FILE
+    described = _parsed(Manifest, folder / manifest.MANIFEST_FILE)
+    return folder, described, _parsed(AdapterConfig, adapter) if adapter.is_file() else None
+
+
+def _parsed(message: type[M], path: Path) -> M:
+    try:
+        return parse(message, path.read_bytes())
+    except (OSError, ApiError) as error:
+        raise refused(f"can't read {path.name}: {error}") from error
+
+
+def check(folder: Path, described: Manifest, version: int, expected: ModelShapes) -> None:
+    """Raise ApiError unless the folder holds what its manifest says, and that is this version of the model."""
+    check_manifest(described, version, expected)
+    check_headers(folder, described)
+
+
 def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> None:
     """Raise ApiError unless the manifest is of this version and of tensors that the model can take."""
+    tensors = described.tensors
     if described.version != version:
-        raise _refused(f"the manifest is of version {described.version}, not {version}")
-    if manifest.total_checksum(described.tensors) != described.checksum:
-        raise _refused("the manifest's checksum is not the one of its tensors")
-    check_layout([TensorLayout(name=n, dtype=t.dtype, shape=t.shape) for n, t in described.tensors.items()], expected)
+        raise refused(f"the manifest is of version {described.version}, not {version}")
+    if manifest.total_checksum(tensors) != described.checksum:
+        raise refused("the manifest's checksum is not the one of its tensors")
+    _check_layout(tensors, expected)
     for name, source in expected.tied.items():
-        copy, original = described.tensors.get(name), described.tensors.get(source)
-        if copy is not None and original is not None and copy.checksum != original.checksum:
-            raise _refused(f"the model ties {name!r} to {source!r}, but they differ")
+        if {name, source} <= tensors.keys() and tensors[name].checksum != tensors[source].checksum:
+            raise refused(f"the model ties {name!r} to {source!r}, but they differ")
+
+
+def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes) -> None:
+    """Raise ApiError unless tensors to come are the model's, without a copy of one; their bytes have checksums."""
+    items = [item for bucket in buckets for item in bucket]
+    layout = {item.name: item for item in items}
+    if len(layout) < len(items):
+        raise refused("a tensor is named twice")
+    _check_layout(layout, expected)
+    for name, source in expected.tied.items():
+        if {name, source} <= layout.keys():
+            raise ApiError(409, "bad_version", f"the model ties {name}", "send it once")
+
+
+def _check_layout(found: Mapping[str, TensorSpec | TensorLayout], expected: ModelShapes) -> None:
+    """Raise ApiError unless these are the model's tensors, in a precision that weights can have."""
+    for name, tensor in found.items():
+        shape = expected.shapes.get(name)
+        if shape is None:
+            raise refused(f"the model has no tensor {name!r}")
+        if tuple(tensor.shape) != shape:
+            raise refused(f"tensor {name!r} has shape {tensor.shape}, the model's is {list(shape)}")
+        if tensor.dtype not in DTYPES.values():
+            raise refused(f"tensor {name!r} is {tensor.dtype}; weights are {', '.join(DTYPES.values())}")
+    missing = sorted(expected.shapes.keys() - found.keys() - expected.tied.keys())
+    if missing:
+        raise refused(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
 
 
 def check_headers(folder: Path, described: Manifest) -> None:
@@ -132,22 +184,22 @@ def check_headers(folder: Path, described: Manifest) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in described.tensors.items()}
+    announced = {name: (tensor.dtype, tensor.shape) for name, tensor in described.tensors.items()}
     found: dict[str, tuple[str, list[int]]] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     if name in found:
-                        raise _refused(f"the files hold tensor {name!r} twice")
+                        raise refused(f"the files hold tensor {name!r} twice")
                     header = opened.get_slice(name)
                     found[name] = DTYPES.get(header.get_dtype(), header.get_dtype()), list(header.get_shape())
     except (OSError, SafetensorError) as error:
-        raise _refused(f"can't read the safetensors files: {error}") from error
-    for name in wanted | found:
-        if wanted.get(name) != found.get(name):
-            file, announced = found.get(name, "missing"), wanted.get(name, "missing")
-            raise _refused(f"tensor {name!r} is {file} in the files, {announced} in the manifest")
+        raise refused(f"can't read the safetensors files: {error}") from error
+    for name in announced | found:
+        here, there = found.get(name, "missing"), announced.get(name, "missing")
+        if here != there:
+            raise refused(f"tensor {name!r} is {here} in the files, {there} in the manifest")
 
 
 def temporary_prefix() -> str:
@@ -155,104 +207,14 @@ def temporary_prefix() -> str:
     return f"hocket-weights-{os.getpid()}-"
 
 
-class PatchedCopy:
-    """Keep the server's own copy of the newest version, in a temporary folder, and apply deltas to it."""
-
-    def __init__(self) -> None:
-        for left in Path(tempfile.gettempdir()).glob("hocket-weights-*-*"):  # by servers that were killed
-            pid = left.name.split("-")[2]
-            if pid.isdecimal() and not Path("/proc", pid).exists():
-                shutil.rmtree(left, ignore_errors=True)
-        self._full: tuple[Path, str] | None = None  # the newest full version and its checksum
-        self._folder: Path | None = None
-        self._checksum = ""
-        self._lock = threading.RLock()  # a call may still be running after its caller has given up
-
-    def whole(self, folder: Path, described: Manifest, version: int, expected: ModelShapes) -> Path:
-        """Return a folder with all tensors of a checked version; a delta changes the copy, or is refused with 409."""
-        with self._lock:
-            check_manifest(described, version, expected)
-            if described.base is None:
-                check_headers(folder, described)
-                self.discard()
-                self._full = (folder, described.checksum)
-                return folder
-            try:
-                return self._patched(folder, described, described.base)
-            # Whatever it is, a full disk or a delta of nonsense: the version in full needs no copy.
-            except Exception as error:
-                self.discard()
-                if isinstance(error, ApiError):
-                    raise
-                raise _refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
-
-    def _patched(self, folder: Path, described: Manifest, base: str) -> Path:
-        from hocket.protocol import delta  # with torch, which the server imports in parallel to its engine
-
-        if self._folder is None or self._checksum not in (base, described.checksum):
-            self.discard()
-            full, checksum = self._full or (None, "")
-            if full is None or checksum != base or not full.is_dir():
-                reason = "this is only what has changed since a version of which this server has no files"
-                raise ApiError(409, "no_base", reason, "publish the version in full")
-            self._folder = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
-            for path in full.glob("*.safetensors"):
-                shutil.copyfile(path, self._folder / path.name)
-        if self._checksum != described.checksum:  # a second time would undo it
-            delta.patch(self._folder, folder)
-        check_headers(self._folder, described)
-        self._checksum = described.checksum
-        return self._folder
-
-    def discard(self) -> None:
-        """Remove the copy, if there is one."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder, self._checksum = None, ""
+def remove_left() -> None:
+    """Remove the temporary folders of servers that were killed."""
+    for left in Path(tempfile.gettempdir()).glob("hocket-weights-*-*"):
+        pid = left.name.split("-")[2]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
-def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
-    """Find a version; return its folder, manifest and, unless it is of whole weights, the adapter's config."""
-    folder, file = find(root, name), manifest.MANIFEST_FILE
-    try:
-        described = parse(Manifest, (folder / file).read_bytes())
-        if not (folder / manifest.ADAPTER_FILE).is_file():
-            return folder, described, None
-        file = manifest.ADAPTER_FILE
-        adapter = parse(AdapterConfig, (folder / file).read_bytes())
-    except (OSError, ApiError) as error:
-        raise _refused(f"can't read {file}: {error}") from error
-    if described.base is not None:
-        raise _refused("an adapter is published whole, never as what has changed in it")
-    return folder, described, adapter
-
-
-def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:
-    """Raise ApiError unless these are the model's tensors, each once and in a precision that weights can have."""
-    for item in layout:
-        shape = expected.shapes.get(item.name)
-        if shape is None:
-            raise _refused(f"the model has no tensor {item.name!r}")
-        if tuple(item.shape) != shape:
-            raise _refused(f"tensor {item.name!r} has shape {item.shape}, the model's is {list(shape)}")
-        if item.dtype not in DTYPES.values():
-            raise _refused(f"tensor {item.name!r} is {item.dtype}; weights are {', '.join(DTYPES.values())}")
-    names = {item.name for item in layout}
-    if len(names) < len(layout):
-        raise _refused("a tensor is named twice")
-    missing = sorted(expected.shapes.keys() - names - expected.tied.keys())
-    if missing:
-        raise _refused(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
-
-
-def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes) -> None:
-    """Raise ApiError unless tensors to come are the model's, without a copy of one; their bytes have checksums."""
-    layout = [item for bucket in buckets for item in bucket]
-    check_layout(layout, expected)
-    names = {item.name for item in layout}
-    if twice := [name for name, other in expected.tied.items() if {name, other} <= names]:
-        raise ApiError(409, "bad_version", f"the model ties {twice[0]}", "send it once")
-
-
-def _refused(reason: str) -> ApiError:
+def refused(reason: str) -> ApiError:
+    """Return the error for a version that can't be loaded."""
     return ApiError(409, "bad_version", reason, REPUBLISH)

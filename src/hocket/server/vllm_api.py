@@ -324,6 +324,22 @@ async def abort_all(llm: Any) -> None:
         await asyncio.wait_for(llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
 
 
+def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Make a method return {"value": ...}, or {"error": ...} where it raises.
+
+    After an exception vLLM would take the other workers' answers for those to later calls.
+    """
+
+    @functools.wraps(method)
+    def answer(*args: Any) -> dict[str, Any]:
+        try:
+            return {"value": method(*args)}
+        except Exception as error:  # noqa: BLE001 - the engine raises it again
+            return {"error": str(error) or type(error).__name__}
+
+    return answer
+
+
 async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
     """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
     answers = await llm.collective_rpc(method, args=arguments)

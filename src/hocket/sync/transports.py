@@ -11,8 +11,9 @@ from hocket.client.server import ServerClient
 from hocket.common.tasks import run_in_thread
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, SyncError
-from hocket.protocol import DiskSource, ReloadRequest, meaning
-from hocket.sync.disk import Versions, WrittenVersion
+from hocket.protocol import ReloadRequest, meaning
+from hocket.sync.disk import Versions
+from hocket.sync.folders import WrittenVersion
 from hocket.sync.publish import Answer, Answers, Delivery, Transport
 
 REST_S = 5.0  # before a version that could not be written is written again: someone may have freed space
@@ -55,13 +56,14 @@ class DiskTransport:
             "sync/prepare_s": prepared - start,
             "sync/transfer_s": time.perf_counter() - prepared,
         }
-        return Delivery(answers, metrics | ({} if first.changed is None else {"sync/changed": first.changed}))
+        if first.changed is not None:
+            metrics["sync/changed"] = first.changed
+        return Delivery(answers, metrics)
 
     def _write(self, version: int) -> WrittenVersion:
-        changes = self.versions.delta(version) if self.sync.delta else None
-        first = changes or self.versions.full(version)
+        written = self.versions.first(version)
         self.on_written()
-        return first
+        return written
 
     async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool) -> Answers:
         async def load(server: ServerClient) -> Answer:
@@ -72,7 +74,7 @@ class DiskTransport:
                     name = await server.upload(written.folder, name, timeout_s=self.sync.timeout_s)
                 request = ReloadRequest(
                     version=written.version,
-                    source=DiskSource(name=name),
+                    source=written.source(name=name),
                     in_flight=self.sync.in_flight,
                     compare=compare,
                 )

@@ -1,0 +1,61 @@
+"""Take weight versions that the trainer broadcasts from its memory; worker_group.py receives them."""
+
+import asyncio
+
+from hocket import protocol
+from hocket.server import versions, vllm_api
+from hocket.server.engine import Engine, Found
+from hocket.server.errors import ApiError, cause_of
+
+REACH_S = 5.0
+"""Seconds for a first connection to the trainer's address; then the workers join."""
+JOIN_SHARE, JOIN_POLL_S = 0.5, 0.05
+"""Share of the deadline that joining may take, as others wait for it, and seconds between looks at it."""
+
+
+def install(engine: Engine) -> None:
+    """Let the engine take broadcasts."""
+    engine.sources["nccl"] = Broadcasts(engine).find
+
+
+class Broadcasts:
+    """The weight group that the workers of an engine are in."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._joined = ""  # its name
+
+    async def find(self, source: protocol.CollectiveSource, version: int) -> Found:
+        """Return what is announced; it comes once the workers ask for it."""
+
+        async def prepare() -> tuple[str, ...]:
+            versions.check_buckets(source.buckets, await self._engine.expected(source.adapter))
+            if source.group.name != self._joined:
+                await self._join(source.group)
+            return "hocket_load_group", source.model_dump_json()
+
+        return Found(source.group.name, None, prepare, source.adapter is None, self._leave)
+
+    def _leave(self) -> None:
+        self._joined = ""
+
+    async def _join(self, group: protocol.GroupAddress) -> None:
+        """Connect the workers with the trainer while the engine goes on; raise ApiError where they can't reach it."""
+        engine = self._engine
+        joining = "hocket_join_group", group.model_dump_json(), engine.num_workers + 1
+        joined = [False]
+        try:
+            async with asyncio.timeout(REACH_S):  # before the workers leave the group that they have
+                _, connection = await asyncio.open_connection(group.host, group.port)
+                connection.close()
+            self._leave()
+            async with asyncio.timeout(JOIN_SHARE * min(group.timeout_s, engine.timeout_s)):
+                while not all(joined):
+                    await asyncio.sleep(JOIN_POLL_S)
+                    joined = await engine.in_time(vllm_api.call_workers(engine.llm, *joining))
+        except Exception as error:
+            engine.require_ready(admits=protocol.CURABLE)
+            message = f"the workers can't join the trainer at {group.host}:{group.port}: {cause_of(error)}"
+            hint = "can this machine reach that address? sync.backend=disk needs no such connection"
+            raise ApiError(409, "no_group", message, hint) from error
+        self._joined = group.name

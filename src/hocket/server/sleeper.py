@@ -1,0 +1,92 @@
+"""Let the engine leave its GPU for a trainer, and come back (launch.share_gpu)."""
+
+from collections.abc import Awaitable, Sequence
+
+from fastapi import FastAPI
+
+from hocket import protocol
+from hocket.server.engine import Engine, Residence
+from hocket.server.errors import ApiError, cause_of
+from hocket.server.generate import RESTART
+from hocket.server.routes import router
+
+PARTS = ("weights", "kv_cache")
+"""What leaves the GPU while the engine sleeps, in the order in which it comes back."""
+ASLEEP = protocol.ErrorBody(
+    code="asleep",
+    message="the engine is asleep: a trainer is using the GPU",
+    hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
+)
+
+
+def install(app: FastAPI, engine: Engine) -> None:
+    """Add the routes by which the engine falls asleep and wakes up."""
+    sleeper = engine.residence = Sleeper(engine)
+    routes = router()
+    routes.post("/sleep")(sleeper.sleep)
+    routes.post("/wake_up")(sleeper.wake_up)
+    app.include_router(routes)
+
+
+class Sleeper(Residence):
+    """The GPU that the engine shares with a trainer: its parts leave and come back."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._away: tuple[str, ...] = ()  # those of PARTS that are off the GPU
+
+    async def sleep(self, request: protocol.SleepRequest) -> protocol.Health:
+        """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
+        engine = self._engine
+        async with engine.lock:
+            engine.holder.hear(request.trainer)
+            engine.require_ready(admits=protocol.CURABLE)
+            if not engine.share_gpu:
+                hint = "start server and trainer with launch.share_gpu=true"
+                raise ApiError(409, "no_sleep_mode", "this server was not started to share its GPU", hint)
+            if "weights" not in self._away:
+                if not self._away:
+                    await engine.pause(request.in_flight)
+                self._away, self.reason = PARTS, ASLEEP
+                # Nothing runs any more; any other mode than keep would end paused requests.
+                await self._move(engine.llm.sleep(level=request.level, mode="keep"))
+                if request.level == 2:
+                    engine.held, engine.base_replaced = None, True
+            return engine.health()
+
+    async def wake_up(self, request: protocol.WakeRequest) -> protocol.Health:
+        """Bring the engine back to the GPU with the weights that it had."""
+        engine = self._engine
+        async with engine.lock:
+            engine.holder.hear(request.trainer)
+            engine.require_ready(admits=protocol.CURABLE)
+            if self._away and engine.held is None:
+                message = "the engine dropped its weights when it fell asleep, or they failed to load"
+                raise ApiError(409, "no_weights", message, "POST /reload_weights, which wakes it up")
+            await self.wake()
+            return engine.health()
+
+    async def rise(self) -> bool:
+        slept = bool(self._away)
+        await self._bring_back(PARTS[:1])
+        return slept
+
+    async def wake(self) -> None:
+        await self._bring_back(PARTS)
+
+    async def _bring_back(self, parts: Sequence[str]) -> None:
+        """Bring those parts to the GPU that are off it; generation goes on with the last of them."""
+        away = [part for part in parts if part in self._away]
+        if away:
+            await self._move(self._engine.llm.wake_up(tags=away))
+            self._away = tuple(part for part in self._away if part not in away)
+            self.reason = ASLEEP if self._away else None
+
+    async def _move(self, moving: Awaitable[None]) -> None:
+        """Wait for the engine to fall asleep or wake up. After a failure its memory is in an unknown state."""
+        try:
+            await self._engine.in_time(moving)
+        except Exception as error:
+            message = f"the engine could not leave the GPU, or come back to it: {cause_of(error)}"
+            hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
+            raise await self._engine.fail_all(500, "sleep_failed", message, hint) from error

@@ -1,0 +1,102 @@
+"""Write weight versions below a run's folder, in full: weights/v000012; check them, and remove old ones.
+
+Such a folder is a Hugging Face model, or a PEFT adapter. Its manifest is of the tensors in the trainer's memory: a
+server also notices what went wrong on writing.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from safetensors import SafetensorError
+
+from hocket.common.files import atomic_folder, remove_folder
+from hocket.errors import SyncError, remedy
+from hocket.protocol import DeltaSource, DiskSource, TensorSpec, manifest
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
+
+KINDS = ("weights", "deltas")
+KEEP = 2  # newest versions of each kind that stay on the disk: servers may be loading those
+
+
+class WrittenVersion(NamedTuple):
+    """A version in a folder."""
+
+    version: int
+    folder: Path
+    checksum: str
+    num_bytes: int
+    source: type[DiskSource | DeltaSource] = DiskSource  # how a server is to load it
+    changed: float | None = None  # share of elements whose bits differ from the previous version, of a delta
+
+
+class Folders:
+    """The versions of a run on the disk."""
+
+    def __init__(self, run_dir: Path, trainer: "Trainer") -> None:
+        self.trainer = trainer
+        self._run_dir = run_dir.resolve()
+        self._full: WrittenVersion | None = None
+
+    def path(self, kind: str, version: int) -> Path:
+        return self._run_dir / kind / f"v{version:06d}"
+
+    def full(self, version: int) -> WrittenVersion:
+        """Write the trainer's weights in full, unless that is the last full version. Raises SyncError."""
+        if self._full is None or self._full.version != version:
+            self._full = self.write("weights", version, self.trainer.export)
+        return self._full
+
+    def write(self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]]) -> WrittenVersion:
+        """Write a version, of whose tensors `fill` returns the specs. Raises SyncError."""
+        folder = self.path(kind, version)
+        if folder.exists():
+            raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
+        try:
+            with atomic_folder(folder) as partial:
+                checksum = manifest.write(partial, version, fill(partial))
+                num_bytes = sum(path.stat().st_size for path in partial.iterdir())
+        except (OSError, SafetensorError) as error:
+            advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir"
+            raise SyncError(f"can't write weight version {version} to {folder}: {error}; {advice}") from error
+        return WrittenVersion(version, folder, checksum, num_bytes)
+
+    def mended(self, written: WrittenVersion) -> WrittenVersion | None:
+        """Return a full version in place of a delta, or of files that were hurt; None if nothing is wrong with it."""
+        if written is self._full:
+            with contextlib.suppress(SyncError):
+                self.check(written)
+                return None
+            shutil.rmtree(written.folder, ignore_errors=True)
+            self._full = None
+        return self.full(written.version)
+
+    def check(self, written: WrittenVersion) -> None:
+        """Raise SyncError unless the files of a full version hold the weights that were written to them."""
+        try:
+            found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
+        except (OSError, SafetensorError) as error:
+            found = str(error)
+        if found != written.checksum:
+            raise SyncError(
+                f"{written.folder} does not hold the weights that were written to it: something has changed its files, "
+                "or the disk is failing. Set another run.dir"
+            )
+
+    def prune(self) -> None:
+        """Remove all but the newest folders of each kind."""
+        for kind in KINDS:
+            for old in sorted(self._run_dir.glob(f"{kind}/v*"))[:-KEEP]:
+                with contextlib.suppress(OSError):  # it is tried again after the next version
+                    remove_folder(old)
+
+    def remove_above(self, version: int) -> None:
+        """Remove what is newer than this version."""
+        for kind in KINDS:
+            for folder in self._run_dir.glob(f"{kind}/v*"):
+                if int(folder.name[1:]) > version:
+                    shutil.rmtree(folder)
