@@ -100,6 +100,7 @@ class FakeTransport:
 @dataclasses.dataclass
 class World:
     sync: Publisher
+    proof: Proof
     pool: ServerPool
     servers: list[FakeServer]
     trainer: FakeTrainer
@@ -128,24 +129,23 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         member.server = fake  # type: ignore[assignment]
     trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
     prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
-    proof = Proof(
-        prompts=prompts,
-        trainer=trainer,  # type: ignore[arg-type]
-        rollout=config.rollout,
-        sync=config.sync,
-        trainer_turn=own_gpu,
-        say=said.append,
-        alarmed=lambda: world.alarmed,
-    )
     sync = Publisher(
         versions=Versions(Path("/nowhere"), trainer, config.sync),  # type: ignore[arg-type]
         pool=pool,
         transport=WithFallback(fast, disk, said.append) if collective else disk,
-        proof=proof,
         trainer_turn=own_gpu,
     )
+    proof = Proof(
+        publisher=sync,
+        prompts=prompts,
+        trainer=trainer,  # type: ignore[arg-type]
+        rollout=config.rollout,
+        sync=config.sync,
+        alarmed=lambda: world.alarmed,
+    )
+    sync.checks.append(proof.check)
     pool.bring_up = functools.partial(sync.bring_up, trainer.check_same_model)
-    world = World(sync, pool, fakes, trainer, disk, fast, said)
+    world = World(sync, proof, pool, fakes, trainer, disk, fast, said)
     return world
 
 
@@ -192,6 +192,15 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
     assert len(world.trainer.scored) == servers  # it is checked
 
 
+async def test_without_a_proof_versions_are_published_and_servers_brought_up_all_the_same() -> None:
+    world = make()
+    world.sync.checks.clear()
+    await world.pool.wait_up()
+    assert (await world.sync.publish())["sync/servers"] == 2.0
+    assert (world.disk.compared, world.trainer.scored) == ([], [])
+    assert world.said == [f"server {url} holds version 5: float32, 3.0 MiB in 0.75 s" for url in (A, B)]
+
+
 async def test_the_trainer_scores_the_servers_own_completions_as_they_were_sampled() -> None:
     world = await make_up(servers=1)
     (request,) = world.servers[0].asked
@@ -230,7 +239,7 @@ async def test_without_a_schedule_the_first_two_versions_are_checked_and_those_a
 
 async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_check_is_taken_out() -> None:
     world = await make_up("sync.check_every=1", "sync.max_logprob_gap=0.2")
-    world.sync.proof._noise = 0.04
+    world.proof._noise = 0.04
     world.trainer.gaps = [0.02, 0.03]
     metrics = await world.sync.publish()
     assert metrics["sync/logprob_gap"] == pytest.approx(0.03)
@@ -310,7 +319,7 @@ async def test_a_completion_that_nobody_asked_for_ends_a_check_with_its_stream_c
 
     world.servers[0].generate = generate  # type: ignore[method-assign]
     with pytest.raises(IndexError):
-        await world.sync.check(world.pool.up)
+        await world.proof.check(world.pool.up, True)
     assert len(tasks) == 2
     assert tasks[0] is tasks[1]  # it was not left to the garbage collector
 

@@ -51,7 +51,6 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline, at least 0."""
         return max(0.0, self._at - (self._stopped_at if self._stops else time.monotonic()))
 
     @property
@@ -80,7 +79,7 @@ class Member:
     session: str | None = None  # of the server's process that holds the current weights; None: it gets no work
     in_flight: int = 0  # prompt and completion tokens of its unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work; None: it does, or has not been looked at
-    left_out: str | None = None  # why it can't be used, as last reported
+    reported: str | None = None  # why it was said to be left out
     kv_tokens: int = 0  # tokens that its KV cache holds
     dtype: str = ""  # precision of its engine
     next_look: float = 0.0  # by time.monotonic, while it is out
@@ -105,6 +104,15 @@ BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
 """Gives servers that answer the current weights, all at once; raises HocketError if that fails for one of them."""
 
 
+def why_out(health: Health) -> str | None:
+    """Return why a server that answers can't be brought up now; None where it can."""
+    if health.status in ("loading", "updating"):
+        return f"it is {health.status}"
+    if health.status == "failed" and health.error is not None and not meaning(health.error.code).curable:
+        return f"it failed: {health.error.message}"
+    return None
+
+
 @dataclasses.dataclass(eq=False)
 class ServerPool:
     """The servers of a run. Use it inside one event loop, and as `async with`."""
@@ -123,7 +131,7 @@ class ServerPool:
     def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
         self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
         self.members = [Member(self._client(url)) for url in urls]
-        self._not_found = None if self.find is None else "none is found yet"  # why the last look-up found no server
+        self._not_found = self.find and "none is found yet"  # why the last look-up found no server
         self.bring_up: BringUp | None = None  # set by the publisher; None: servers work with the weights they hold
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -141,8 +149,14 @@ class ServerPool:
         for member in self.members:
             await member.server.close()
 
+    def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run work in a task that leaving the pool cancels."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     async def _keep_telling(self) -> None:
-        """Tell the servers that this trainer lives, however long its steps take."""
         while True:
             await asyncio.sleep(BEAT_S)
             await self._tell()
@@ -159,13 +173,6 @@ class ServerPool:
         assert self.trainer is not None
         request = HeartbeatRequest(trainer=self.trainer, **news)
         return await member.server.ask(request, timeout_s=LOOK_S)
-
-    def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run work in a task that leaving the pool cancels."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _follow(self, find: Find) -> None:
         """Follow the list of servers, beside the work: nothing waits for a look-up."""
@@ -197,8 +204,13 @@ class ServerPool:
 
     @property
     def up(self) -> list[Member]:
-        """The servers that may be given work."""
         return [member for member in self.members if member.session is not None]
+
+    def ends_run(self, error: HocketError) -> bool:
+        """Return whether this error of a server that answers ends the run: a looked-up one may be another run's."""
+        if isinstance(error, ServerError):
+            return error.foreign and self.find is None
+        return not self.up
 
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
         """Bring up every server that has come (back) and return those that may work: at least one, if the pool has any.
@@ -209,9 +221,10 @@ class ServerPool:
         await self.look_at_all()
         start = time.monotonic()
         with contextlib.ExitStack() as stack:
-            for deadline in deadlines if not self.up else ():
-                stack.enter_context(deadline.stopped())
-            while (self.members or self.find) and not self.up:
+            if not self.up:
+                for deadline in deadlines:
+                    stack.enter_context(deadline.stopped())
+            while not self.up and (self.members or self._not_found):
                 waited = time.monotonic() - start
                 names = " or ".join(f"{member.url} ({member.out})" for member in self.members)
                 what = f"waiting for {names or f'a server ({self._not_found})'}"
@@ -230,37 +243,31 @@ class ServerPool:
         """Look at every server that is out and due, and bring up those that are well, together. Raise as `wait_up`."""
         now = time.monotonic()
         due = {member: member.out for member in self.members if member.session is None and now >= member.next_look}
-        there: dict[Member, Health] = {}
-        for failure in await asyncio.gather(*(self._look(member, there) for member in due), return_exceptions=True):
-            if failure is not None:
-                raise failure
+        found = await asyncio.gather(*map(self._look, due))
+        there = {member: health for member, health in zip(due, found, strict=True) if health is not None}
         if there:
             await self._bring_up(there)
         for member, known in due.items():
             if member.session is not None:
-                member.left_out = None
+                member.reported = None
                 if known is not None and len(self.members) > 1:
                     self.say(f"server {member.url} is there")
 
-    async def _look(self, member: Member, there: dict[Member, Health]) -> None:
-        """Add a server that is to be brought up to those that are `there`; of another one note why it is out."""
+    async def _look(self, member: Member) -> Health | None:
+        """Return the health of a server that is to be brought up; of another one note why it is out."""
         with self._looking(member):
             if self.trainer is None:
                 health = await member.server.health(timeout_s=LOOK_S)
             else:
-                take_over = self.take_over and not member.held
-                health = await self._beat(member, take_over=take_over)
+                health = await self._beat(member, take_over=self.take_over and not member.held)
                 member.held = True
             member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
-            failure = health.error if health.status == "failed" else None
-            if failure is not None and not meaning(failure.code).curable:
-                member.mark_out(f"it failed: {failure.message}")
-            elif health.status in ("loading", "updating"):
-                member.mark_out(f"it is {health.status}")
-            elif self.bring_up is None:
+            member.out = why_out(health)
+            if member.out is None and self.bring_up is not None:
+                return health
+            if member.out is None:
                 member.mark_ready(health.session)
-            else:
-                there[member] = health
+        return None
 
     async def _bring_up(self, there: Mapping[Member, Health]) -> None:
         """Bring servers up together; where that fails, each half by itself: one of them may be the reason."""
@@ -286,21 +293,25 @@ class ServerPool:
         try:
             yield
         except (ServerError, SyncError) as error:
-            silent = isinstance(error, ServerError) and error.code == "unreachable"
-            foreign = isinstance(error, ServerError) and error.foreign
             for member in members:
-                member.mark_out("nothing answers there yet" if silent else str(error))
-                if foreign or isinstance(error, SyncError):
-                    if not (self.find if foreign else self.up):
-                        raise
-                    if member.left_out != member.out:  # once, however often it is looked at
-                        member.left_out = member.out
-                        self.say(f"server {member.url} is left out: {error}")
+                self._leave_out(member, error)
         finally:
             now = time.monotonic()
             rest = max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
             for member in members:
                 member.next_look = now + (0.0 if member.session else rest)
+
+    def _leave_out(self, member: Member, error: ServerError | SyncError) -> None:
+        """Note why a server can't be used, and say it once where it answers, or raise the error."""
+        if isinstance(error, ServerError) and not error.foreign:
+            member.mark_out("nothing answers there yet" if error.code == "unreachable" else str(error))
+            return
+        member.mark_out(str(error))
+        if self.ends_run(error):
+            raise error
+        if member.reported != member.out:
+            member.reported = member.out
+            self.say(f"server {member.url} is left out: {error}")
 
     def mark_lost(self, member: Member, reason: str) -> None:
         """Remove a server from dispatch and report it, if it was working."""

@@ -172,16 +172,16 @@ class Parts:
             fast = CollectiveTransport(trainer, config.sync)
             stack.callback(fast.close)
             transport = WithFallback(fast, disk, say)
+        publisher = Publisher(versions=versions, pool=servers, transport=transport, trainer_turn=turn)
         proof = Proof(
+            publisher=publisher,
             prompts=prompts[:PROOF_PROMPTS],
             trainer=trainer,
             rollout=config.rollout,
             sync=config.sync,
-            trainer_turn=turn,
-            say=say,
             alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
         )
-        publisher = Publisher(versions=versions, pool=servers, transport=transport, proof=proof, trainer_turn=turn)
+        publisher.checks.append(proof.check)
         servers.bring_up = partial(publisher.bring_up, trainer.check_same_model)
         return publisher
 

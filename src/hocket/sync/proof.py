@@ -1,10 +1,11 @@
-"""Bring servers up, and prove that they compute with the trainer's weights: by what they hold, and by what they say.
+"""Prove that servers compute with the trainer's weights: by what they hold, and by what they say.
 
 A check has three parts, as none sees every error. The exact one, by the transport: the model holds the published
 tensors, bit for bit. Two by log-probs of completions that the server samples: they are the trainer's, and new weights
 moved them as they moved the trainer's.
 """
 
+import asyncio
 import dataclasses
 import math
 import statistics
@@ -13,12 +14,13 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
 from hocket.client.pool import Member
-from hocket.common.tasks import run_in_thread
+from hocket.common.tasks import run_in_thread, timed
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import GenerateRequest, SamplingParams
+from hocket.protocol import GenerateRequest, SamplingParams, meaning
 from hocket.rollout.episode import Transcript
-from hocket.types import Metrics, Prompt, TokenSequence, TrainerTurn, TrainSample
+from hocket.sync.publish import Publisher
+from hocket.types import Metrics, Prompt, TokenSequence, TrainSample
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -48,15 +50,14 @@ Answer = list[list[Scored]]  # of each prompt
 class Proof:
     """Check servers against the trainer, and decide when. A check that fails raises SyncError, or says so (`warn`)."""
 
+    publisher: Publisher
     prompts: Sequence[Prompt]
     trainer: "Trainer"
     rollout: RolloutConfig
     sync: SyncConfig
-    trainer_turn: TrainerTurn
-    say: Callable[[str], None]
     alarmed: Callable[[], bool]  # whether the last step's metrics say that weights may be wrong
     mismatches: float = 0.0  # warnings so far
-    _due: int = 0  # versions to come that are checked
+    _last_due: int = 0  # version up to which all are checked
     _noise: float = 0.0  # largest mean |Δ log-prob| of a server's first version
     _before: dict[str, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session: the last check
 
@@ -64,9 +65,43 @@ class Proof:
         """Return whether to check this version: every check_every-th, one after an alarm, and the one after either."""
         every = self.sync.check_every
         if (every and version % every == 0) or self.alarmed():
-            self._due = 2
-        self._due -= 1
-        return self._due >= 0
+            self._last_due = version + 1
+        return version <= self._last_due
+
+    async def check(self, members: Sequence[Member], came: bool) -> Metrics:
+        """Check, where it is due, that servers hold the current version and compute with it as the trainer does."""
+        due = came or self.is_due(self.publisher.versions.current)
+        if not (due and members):
+            return {}
+        metrics: Metrics = {}
+        failed = self.mismatches
+        with timed(metrics, "sync/proof_s"):
+            try:
+                await self._compare(members)
+            except SyncError as error:
+                self.fail(str(error))  # raises or, with sync.on_mismatch=warn, says so
+                await self.publisher.deliver(members)  # only a load mends an engine that does not hold it
+            asked = [member for member in members if member.session is not None]
+            sampled = await asyncio.gather(*map(self.sample, asked))
+            for member, samples in zip(asked, sampled, strict=True):
+                if isinstance(samples, ServerError):
+                    self.publisher.pool.mark_lost(member, str(samples))
+                elif member.session is not None:
+                    found = await self._follow(member, member.session, samples)
+                    metrics |= {name: max(value, metrics.get(name, value)) for name, value in found.items()}
+        return metrics | {"sync/mismatches": self.mismatches - failed}
+
+    async def _compare(self, members: Sequence[Member]) -> None:
+        """Have servers compare what they compute with, with the current version. Raises SyncError where it differs."""
+        version = self.publisher.versions.current
+        servers = [member.server for member in members]
+        delivery = await self.publisher.transport.deliver(version, servers, compare=True)
+        for member in members:
+            checksum, answer = delivery.answers[member.server]
+            if isinstance(answer, ServerError) and meaning(answer.code).unharmed:
+                self.warn(f"{member.url} can't say whether it holds version {version}: {answer}")
+            else:
+                self.publisher.judge(member, checksum, answer, does="does not hold")
 
     async def sample(self, member: Member) -> list[TrainSample] | ServerError:
         """Have the server complete the prompts, with the same seeds at every check; its failure is a value."""
@@ -89,11 +124,10 @@ class Proof:
             return ServerError(message, code="protocol")
         return [samples[place] for place in range(len(contexts))]
 
-    async def check(self, member: Member, version: int, samples: Sequence[TrainSample]) -> Metrics:
+    async def _follow(self, member: Member, session: str, samples: Sequence[TrainSample]) -> Metrics:
         """Compare the server's log-probs, and how they changed since the last check, with the trainer's."""
-        assert member.session is not None
-        session = member.session
-        async with self.trainer_turn(False):
+        version = self.publisher.versions.current
+        async with self.publisher.trainer_turn(False):
             scores = await run_in_thread(self.trainer.logprobs, samples)
         answer = [_scored(sample.sequence, own) for sample, own in zip(samples, scores, strict=True)]
         last, before = self._before.get(session, (-1, []))
@@ -112,7 +146,7 @@ class Proof:
             # Not of later ones: weights that are ever further behind would raise it.
             self._noise = max(self._noise, gap)
         if last < 0:
-            self._due = max(self._due, 1)  # only at its second version can a server be seen to be behind
+            self._last_due = max(self._last_due, version + 1)  # only then can a server be seen to be behind
         if last == version - 1:
             missing, error = missing_share(before, answer, self._noise)
             metrics["sync/missing_error"] = error
@@ -141,7 +175,7 @@ class Proof:
 
     def warn(self, message: str) -> None:
         """Say what is not as it should be, and count it."""
-        self.say(f"WARNING: {message}")
+        self.publisher.pool.say(f"WARNING: {message}")
         self.mismatches += 1
 
 
