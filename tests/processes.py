@@ -271,6 +271,7 @@ class Run(Command):
                 *settings,
             ],
             folder / f"{name}.log",
+            **environment,
         )
 
     def steps(self) -> list[dict[str, Any]]:
