@@ -21,6 +21,9 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[1]
+FORK_SERVER: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+FORKS = "HOCKET_TEST_FORKS"
+"""Variable of a forked program whose own `Process`es are forked, too."""
 EPOCH = 2048
 """Prompts of the quickstart task."""
 START_S = 300.0
@@ -63,9 +66,10 @@ class Forked:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["preload"])
         with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where it looks for preload
-            multiprocessing.forkserver.ensure_running()
+            FORK_SERVER.ensure_running()
+        what = (list(command), str(log), variables, FORK_SERVER._forkserver_address)
         # A daemon, or a test process that ends would wait for it.
-        self._process = context.Process(target=_run, args=(list(command), str(log), variables), daemon=True)
+        self._process = context.Process(target=_run, args=what, daemon=True)
         self._process.start()
         self.pid = self._process.pid
 
@@ -86,8 +90,11 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
+def _run(command: list[str], log: str, variables: dict[str, str], fork_server: str) -> None:
     vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may start others
+    FORK_SERVER._forkserver_address = fork_server  # from the one that has started it
+    FORK_SERVER.ensure_running = lambda: None
+    Process.forked = FORKS in variables
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
@@ -95,6 +102,7 @@ def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     os.chdir(ROOT)
     sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
@@ -123,7 +131,7 @@ class Process:
         self.log = log
         self.seen: set[psutil.Process] = set()
         with log.open("ab") as output:
-            if self.forked:
+            if self.forked and program[0] != "-c":
                 variables = os.environ | environment
                 self.popen: Forked | subprocess.Popen[bytes] = Forked([*program, *command], log, variables)
             else:
