@@ -153,4 +153,6 @@ def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     with owning(tmp_path, said.append, wait=False):
         pass
     (text,) = said
-    assert text.startswith(f"{tmp_path} is on a disk without locks ([Errno {errno.ENOLCK}] No locks available): nothing")
+    assert text.startswith(
+        f"{tmp_path} is on a disk without locks ([Errno {errno.ENOLCK}] No locks available): nothing"
+    )

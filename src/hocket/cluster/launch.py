@@ -59,7 +59,6 @@ class Child(subprocess.Popen[bytes]):
             )
 
     def last_words(self, name: str) -> str:
-        """Return how the process has ended, and the end of its log."""
         said = f"{name} ended with status {self.poll()}"
         if self.log is None:
             return said

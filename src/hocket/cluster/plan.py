@@ -163,7 +163,6 @@ def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
 
 
 def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
-    """Return the seconds of each phase of a step."""
     rollout, peak = config.rollout, flops.PEAKS[gpu.name]
     length, prompt = LENGTH * rollout.max_tokens, config.data.max_prompt_tokens or PROMPT_TOKENS
     count = rollout.prompts_per_step * rollout.group_size

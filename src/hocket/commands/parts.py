@@ -57,7 +57,6 @@ class Parts:
         self.needed = 0  # tokens of the longest prompt that is trained on, and of a completion
 
     def trainer(self, stack: ExitStack) -> "Trainer":
-        """Load the model into a trainer, which ends with the stack."""
         from hocket.trainer.trainer import Trainer
 
         self.console.doing(f"loading {self.config.model.path} into the trainer")
@@ -112,7 +111,6 @@ class Parts:
         return ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
-        """Return the stream that draws the prompts of the batches."""
         curriculum, size = self.config.curriculum, self.config.rollout.prompts_per_step
         seed, retire_after = self.config.trainer.seed, curriculum.retire_after
         return PromptStream(prompts, seed, bind(curriculum), retire_after=retire_after, prompts_per_step=size)

@@ -43,7 +43,6 @@ class Registry(Generic[T]):
         return add
 
     def forget(self, name: str) -> None:
-        """Remove what was registered under `name`."""
         del self.items[name]
 
     def get(self, name: str) -> T:

@@ -33,8 +33,6 @@ CANCEL_S = 5.0
 
 @dataclasses.dataclass(kw_only=True)
 class Agents:
-    """Plays the agent episodes of a run."""
-
     agent: Agent
     pool: ServerPool
     limits: Limits  # max_turns counts calls, max_length bounds each prompt with its completion

@@ -65,7 +65,6 @@ class TokenBudget:
 
 
 def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
-    """Return the most tokens that a prompt and one turn take."""
     return len(prompt.token_ids) + sampling.max_tokens
 
 
@@ -133,7 +132,6 @@ class Transcript:
         self.dialogue.append({"role": "assistant", "content": self.text})
 
     def sequence(self) -> TokenSequence:
-        """Return what there is, frozen."""
         return TokenSequence(
             token_ids=self.token_ids[:],
             mask=tuple(self.mask),
