@@ -12,7 +12,7 @@ from hocket.client.batcher import Batcher
 from hocket.client.discover import find_servers
 from hocket.client.pool import Member, ServerPool
 from hocket.client.server import ServerClient
-from hocket.cluster.launch import Child, stop, variables, visible_gpus
+from hocket.cluster.launch import Child, stop, visible_gpus
 from hocket.config import Config, DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.curriculum import bind
@@ -212,8 +212,8 @@ class Parts:
         """Start a server of model.path, which ends with the stack; return what is to be called while waiting for it."""
         config, log = self.config, self.config.run_dir / "logs" / "server.log"
         self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")
-        env = variables(config.launch.server_gpus or "") | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        child = Child(["-m", "hocket", "serve", *arguments], env=env | {"HOCKET_TOKEN": config.token or ""}, log=log)
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOCKET_TOKEN": config.token or ""}
+        child = Child(["-m", "hocket", "serve", *arguments], env=env, log=log)
         stack.callback(stop, [child])
 
         def waiting(what: str, waited_s: float) -> None:
