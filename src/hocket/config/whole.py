@@ -93,7 +93,7 @@ class Config(Section):
             (sync.delta, "does not go with sync.delta: whole versions are written"),
             (self.server.discover is not None, "is for one server that server.urls names: leave server.discover out"),
             (len(self.server_urls) > 1, "is for one server; give several servers GPUs of their own"),
-            (launch.gpus_apart, "contradicts launch.gpus_apart=true"),
+            (launch.gpus_apart is True, "contradicts launch.gpus_apart=true"),
         ):
             yield launch.share_gpu and wrong, f"launch.share_gpu {message}"
         held_out = self.held_out_data
