@@ -44,7 +44,7 @@ def _locked(path: Path, say: Callable[[str], None], patience_s: float) -> TextIO
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+", encoding="utf-8", errors="replace")
-        except FileNotFoundError:  # an owner that ends has just removed the folder
+        except (FileNotFoundError, FileExistsError):  # an owner that ends removes the folder meanwhile
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
