@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
         os.chdir(ROOT)
         chosen = any(argument.startswith("tests") or argument == "gpu" for argument in argv[1:])  # which one GPU takes
-        parallel = [] if chosen else ["-n", "2", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
+        parallel = [] if chosen else ["-n", "3", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
         return contain([sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
     try:
         from hocket.commands import cli
