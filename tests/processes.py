@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -94,7 +94,9 @@ def _run(command: list[str], log: str, variables: dict[str, str], fork_server: s
     vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may start others
     FORK_SERVER._forkserver_address = fork_server  # from the one that has started it
     FORK_SERVER.ensure_running = lambda: None
-    Process.forked = FORKS in variables
+    if FORKS in variables:
+        Process.forked = True
+        _fork_children()
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
@@ -107,6 +109,31 @@ def _run(command: list[str], log: str, variables: dict[str, str], fork_server: s
         runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+def _fork_children() -> None:
+    """Have a launch in this process fork its servers and ranks."""
+    from hocket.cluster import launch
+    from hocket.commands import parts
+
+    class Child(launch.Child):
+        def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
+            self.log, self.begin = log, 0
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                log.touch()
+            output = log or os.readlink("/proc/self/fd/1")
+            self._forked = Forked(["run.py", *command[2:]], Path(output), {**os.environ, **env})
+            self.pid = self._forked.pid
+            self.returncode = None
+            self.poll, self.wait, self.send_signal = self._forked.poll, self._forked.wait, self._forked.send_signal
+
+        def __getattribute__(self, name: str) -> Any:
+            return self.poll() if name == "returncode" else super().__getattribute__(name)
+
+        def __del__(self) -> None: ...
+
+    launch.Child = parts.Child = Child  # type: ignore[misc]
 
 
 def started(mark: str) -> set[str]:
