@@ -14,7 +14,8 @@ case ${1:-} in
     *) exec hocket "$@" ;;
 esac
 command='' pending=''
-forward() { # to hocket, or keep the signal until that has started
+# shellcheck disable=SC2329
+forward() { # to hocket, or keep the signal until that has started; traps call it
     if [[ $command ]]; then kill "-$1" "$command"; else pending=$1; fi
 }
 trap 'forward INT' INT
