@@ -13,7 +13,7 @@ import sys
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
-TEST_HELP = """Without arguments: everything that needs no GPU, real engines and whole runs too; 13 minutes on 2 cores.
+TEST_HELP = """Without arguments: everything that needs no GPU, real engines and whole runs too; 10 minutes on 2 cores.
 `run.py test -m "not engine and not ranks and not e2e and not gpu"` leaves those out: 1 to 2 minutes.
 `run.py test tests/algorithm` runs one folder, `run.py test -m gpu` what needs a GPU.
 Ctrl-C leaves nothing running."""
