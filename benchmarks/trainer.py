@@ -318,7 +318,7 @@ def in_child(options: Sequence[str], **measure: Any) -> Any:
         with Process(command, Path(folder) / "log", program=[__file__], **environment) as child:
             if child.wait_end(3600):
                 sys.exit(child.output())
-        return json.loads(child.output().splitlines()[-1])
+        return json.loads(next(line for line in reversed(child.output().splitlines()) if line[:1] in "{[0123456789"))
 
 
 def answer(options: argparse.Namespace) -> Any:

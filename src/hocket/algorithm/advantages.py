@@ -46,6 +46,7 @@ def are_equal(rewards: Sequence[float]) -> bool:
 
 
 def deviation(values_n: Tensor) -> Tensor:
+    """Return the unbiased standard deviation; 0 for a single value."""
     mean = _sum(values_n) / len(values_n)
     return (_sum((values_n - mean).square()) / max(len(values_n) - 1, 1)).sqrt()
 

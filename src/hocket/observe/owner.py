@@ -1,81 +1,121 @@
-"""Give a run folder to one process at a time: the lock on its owner.json, which the kernel frees with the process."""
+"""Give a run folder to one process at a time: owner.json names it; its modification time is the owner's heartbeat."""
 
 import contextlib
-import fcntl
 import json
 import os
+import secrets
+import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 from hocket.errors import ConfigError
 
-WAIT_S = 60.0  # of a resumed run, for the end of the one before
+BEAT_S = 5.0  # between the owner's signs of life
+SILENCE_S = 60.0
+"""Seconds without a sign of life after which an owner on another machine is gone, and that a resumed run waits."""
 LOOK_S = 0.5
 
 
 @contextlib.contextmanager
 def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator[None]:
-    """Own a run folder while the body runs. Raise ConfigError if another process does, with `wait` after WAIT_S.
+    """Own a run folder while the body runs. Raise ConfigError if another process does, with `wait` after SILENCE_S.
 
-    On a shared disk the file server keeps the lock. One without locks is told: nothing guards a folder there.
+    An owner on this machine is gone when its process is. One that this machine can't see, as it runs on another machine
+    of a shared disk or in a container, is gone after SILENCE_S: its own clock does not matter.
     """
-    path = run_dir / "owner.json"
-    with _locked(path, say, patience_s=WAIT_S if wait else 0.0) as file:
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
-        file.truncate(0)
-        file.write(json.dumps(owner))
-        file.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # something has been written
-                run_dir.rmdir()
+    path, pid, ended = run_dir / "owner.json", os.getpid(), threading.Event()
+    now = time.strftime("%F %T")
+    text = json.dumps({"pid": pid, "host": socket.gethostname(), "since": now, "process": [_machine(), _start_of(pid)]})
+    _take(path, text, say, patience_s=SILENCE_S if wait else 0.0)
+    beating = threading.Thread(target=_beat, args=(path, text, ended), daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        beating.join(BEAT_S)  # it may hang on a disk that is gone
+        if _look(path)[0] == text:
+            path.unlink()
+        with contextlib.suppress(OSError):  # something has been written
+            run_dir.rmdir()
 
 
-def _locked(path: Path, say: Callable[[str], None], patience_s: float) -> TextIO:
-    """Return owner.json with its lock. Raise ConfigError where another process keeps that for `patience_s`."""
-    end = time.monotonic() + patience_s
-    told = False
+def _take(path: Path, text: str, say: Callable[[str], None], patience_s: float) -> None:
+    """Create owner.json. Raise ConfigError where another owner is known to live after `patience_s`."""
+    start = heard = time.monotonic()
+    told, seen = False, _look(path)
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError, FileNotFoundError), path.open("x", encoding="utf-8") as file:
+            file.write(text)
+            return
+        now, before = time.monotonic(), seen
+        if (seen := _look(path)) != before:
+            heard = now
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+", encoding="utf-8", errors="replace")
-        except (FileNotFoundError, FileExistsError):  # an owner that ends removes the folder meanwhile
+            owner = json.loads(seen[0])
+            machine, started = owner["process"]
+        except (ValueError, TypeError, LookupError):  # it is being written, was just removed, or the disk was full
+            owner, machine, started = {}, "", ""
+        is_alive = machine == _machine() and _start_of(owner["pid"]) == started
+        if not is_alive and (machine == _machine() or now - heard >= SILENCE_S):
+            _remove(path, seen[0])
             continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = _owner_in(file, path.parent)
-        except OSError as error:
-            say(f"{path.parent} is on a disk without locks ({error}): nothing keeps another run out of it")
-            return file
-        else:
-            if _is_at(file, path):
-                return file
-            file.close()  # of an owner that has removed it at its end
-            continue
-        file.close()
-        if time.monotonic() >= end:
+        who = f"{path} does not say whose {path.parent} is"
+        if owner:
+            who = f"{path.parent} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}"
+        was_heard = heard > start and now - heard < 3 * BEAT_S
+        if owner and (is_alive or was_heard) and now - start >= patience_s:
             raise ConfigError(f"{who}, which is running: choose another run.dir, or end that process first")
-        if not told:
-            say(f"{who}; waiting for its end, at most {patience_s:g} s (Ctrl-C to give up)")
+        if not told and (owner or seen == before):
+            say(f"{who}; waiting for its end, or for {SILENCE_S:g} s of silence (Ctrl-C to give up)")
             told = True
         time.sleep(LOOK_S)
 
 
-def _is_at(file: TextIO, path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    return False
+def _look(path: Path) -> tuple[str, int]:
+    """Return the owner's text and the time of its last sign of life; opened, as NFS then asks the server."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return "", 0
 
 
-def _owner_in(file: TextIO, folder: Path) -> str:
-    file.seek(0)
-    with contextlib.suppress(ValueError, TypeError, LookupError):  # it is being written, or the disk is full
-        owner = json.load(file)
-        return f"{folder} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}"
-    return f"{folder} belongs to another process"
+def _remove(path: Path, text: str) -> None:
+    """Remove what an owner that is gone has left, but not what another process that waited has put in its place."""
+    taken = path.with_name(f".{secrets.token_hex(8)}")
+    with contextlib.suppress(FileNotFoundError):  # another one was faster
+        path.rename(taken)
+        if _look(taken)[0] == text:
+            taken.unlink()
+        else:
+            taken.rename(path)
+
+
+def _beat(path: Path, text: str, ended: threading.Event) -> None:
+    """Give signs of life; end the process if it was silent too long, so that the folder has another owner."""
+    while not ended.wait(BEAT_S):
+        with contextlib.suppress(OSError):
+            if (found := _look(path)[0]) not in ("", text):
+                print(f"error: {path.parent} was taken over: {found}; this run ends", file=sys.stderr)
+                return os.kill(os.getpid(), signal.SIGINT)
+            os.utime(path)
+
+
+def _machine() -> str:
+    """Return what all processes have in common that can see each other: since this boot, in this container."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process was started, in ticks since the boot; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else fields[18]
