@@ -49,7 +49,7 @@ def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
         ("near", {}, r"needs the option 'target': set rewards.functions.near.target"),
         ("near", {"target": 3, "completion": "x"}, "'completion' comes from the rollout"),
         ("needy", {}, "needs the package no_such_package"),
-        ("placed", {}, r"reward placed\(completion, /, answer\) gets its arguments by name: remove the /"),
+        ("placed", {}, r"reward placed\(completion, answer\) gets its arguments by name: remove the /"),
     ):
         with pytest.raises(ConfigError, match=message):
             bind(name, options)

@@ -106,7 +106,7 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_torn_down
     scorer._calls.__exit__()
     (pid, *set_up), (same, *torn_down) = [line.split() for line in log.read_text().splitlines()]
     assert (pid == same != str(os.getpid()), set_up, torn_down) == (True, ["set", "up"], ["torn", "down", "after", "3"])
-    with pytest.raises(ConfigError, match=r"reward lexicon\(log, words=\(\)\) has no option 'word' \(did you mean"):
+    with pytest.raises(ConfigError, match=r"reward lexicon\(log, words\) has no option 'word' \(did you mean"):
         scorer_of({"lexicon": {"log": "", "word": ["a"]}})
 
 

@@ -5,9 +5,10 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -58,34 +59,81 @@ class Registry(Generic[T]):
             )
         return self.items[name]
 
-    def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Iterable[str]) -> Callable[[], Any]:
+    def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Collection[str]) -> Callable[[], Any]:
         """Return a maker of `name` with a section's options beside its `keys`, tried once; ConfigError if it fails."""
         target: Any = self.get(name)
-        called, make = f"{self.kind} {name}", functools.partial(target, **options)
-        check_options(called, inspect.signature(target), options, section=section, keys=keys)
-        try:
-            make()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
+        called = f"{self.kind} {name}"
+        make = functools.partial(target, **options_of(called, target, options, section=section, keys=keys))
+        try_out(make, called, section)
         return make
 
 
-def check_options(
-    called: str, signature: inspect.Signature, options: Iterable[str], *, section: str, keys: Iterable[str]
-) -> None:
-    """Raise ConfigError for a parameter that `options` and `keys` lack or can't name, and an option that is none."""
-    named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
-    called += str(signature.replace(return_annotation=inspect.Signature.empty))
-    for option in options:
-        if option not in named and len(named) == len(signature.parameters):  # there is no **options
-            raise ConfigError(f"{called} has no option {option!r}{nearest(option, [*named, *keys])}")
-    for name, parameter in named.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"{called} gets its arguments by name: remove the / from them")
-        if parameter.default is parameter.empty and name not in (*keys, *options):
-            close = nearest(name, [key for key in keys if key not in named])
-            row = "; the row's answer is the argument answer, its other columns are in meta" if "meta" in keys else ""
-            raise ConfigError(f"{called} needs the option {name!r}{close}: set {section}.{name}{row}")
+def options_of(
+    called: str,
+    target: Callable[..., Any],
+    given: Mapping[str, Any],
+    *,
+    section: str,
+    keys: Collection[str] = (),
+    row: str = "",
+) -> dict[str, Any]:
+    """Return a plugin's options, read as its annotations say; its parameters named in `keys` it gets from elsewhere.
+
+    Raise ConfigError for those that are missing, unknown or wrong; `row` is to be said of a missing one.
+    """
+    import pydantic  # would take a third of a reward worker's start
+    import typing_extensions as typed  # pydantic wants its TypedDict before Python 3.12
+
+    parameters = inspect.signature(target).parameters
+    plugin = f"{called}({', '.join(parameters)})"
+    kinds = dict[str, Any]()
+    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    config |= {"coerce_numbers_to_str": True, "allow_inf_nan": False}  # as settings are read
+    for name, one in parameters.items():
+        if one.kind is one.POSITIONAL_ONLY:
+            raise ConfigError(f"{plugin} gets its arguments by name: remove the / from them")
+        if one.kind is one.VAR_KEYWORD:
+            config["extra"] = "allow"
+        elif name not in keys:
+            is_read = one.annotation is not one.empty and not isinstance(one.annotation, str)
+            kind = one.annotation if is_read else Any
+            kinds[name] = kind if one.default is one.empty else typed.NotRequired[kind]
+
+    def wrong(item: Any) -> str:
+        key = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden" and key in given:
+            return f"{plugin} has no option {key!r}{nearest(key, [*parameters, *keys])}"
+        if item["type"] == "missing" and key in kinds:
+            close = nearest(key, {*keys} - parameters.keys())
+            return f"{plugin} needs the option {key!r}{close}: set {section}.{key}{row}"
+        return f"{section}.{key}: {explain(item)}"
+
+    make_model: Any = typed.TypedDict
+    model = pydantic.with_config(config)(make_model("Options", kinds))
+    try:
+        options: dict[str, Any] = pydantic.TypeAdapter(model).validate_python(given)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(map(wrong, error.errors()))) from error
+    except pydantic.PydanticUserError as error:
+        raise ConfigError(f"{plugin} has an annotation that pydantic can't check: {error}") from error
+    return options
+
+
+def try_out(make: Callable[[], Any], called: str, section: str) -> None:
+    """Raise ConfigError where a plugin can't be made with its options."""
+    try:
+        make()
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
+
+
+def explain(item: Mapping[str, Any]) -> str:
+    """Return what pydantic finds wrong with a value, one of its `errors()`."""
+    message, value = str(item["msg"]).removeprefix("Value error, "), item["input"]
+    if item["type"] in ("dict_type", "model_type"):  # pydantic's text names the class
+        written = value if isinstance(value, str) else str(item["loc"][-1])
+        message = "must be a mapping of key: value" + ("; write a space after the colon" if ":" in written else "")
+    return message + (nearest(str(value), re.findall("'(.*?)'", message)) if item["type"] == "literal_error" else "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,8 +12,10 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Annotated, Any
 from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from hocket.common.processes import kill_with_parent, without_secrets
 from hocket.common.registry import Registry
@@ -51,11 +53,11 @@ class Agent(Environment):
         concurrency: how many run at the same time.
     """
 
-    def __init__(self, function: str | None = None, command: str | None = None, concurrency: int = 64) -> None:
+    def __init__(
+        self, function: str | None = None, command: str | None = None, concurrency: Annotated[int, Field(ge=1)] = 64
+    ) -> None:
         if (function is None) == (command is None):
             raise ValueError("set either function or command")
-        if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         self.concurrency = concurrency
         self._function = AGENTS.get(function) if function is not None else None
         self._command = shlex.split(command or "")

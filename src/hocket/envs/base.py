@@ -13,7 +13,9 @@ import inspect
 import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from hocket.common.registry import Registry
 from hocket.config import EnvConfig
@@ -121,9 +123,7 @@ class SingleTurn(Environment):
 
     gives_reward = False
 
-    def __init__(self, thinking_tokens: int = 0) -> None:
-        if thinking_tokens < 0:
-            raise ValueError(f"thinking_tokens must be at least 0, got {thinking_tokens}")
+    def __init__(self, thinking_tokens: Annotated[int, Field(ge=0)] = 0) -> None:
         self.thinking_tokens = thinking_tokens
         self._thinks = thinking_tokens > 0
 

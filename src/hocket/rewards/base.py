@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hocket.common.registry import Registry, check_options
+from hocket.common.registry import Registry, options_of, try_out
 from hocket.errors import ConfigError
 from hocket.types import Rollout, Score
 
@@ -54,6 +54,7 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "completions": lambda rollouts: [rollout.text for rollout in rollouts],  # of those that have not failed
     "rollouts": list,
 }
+_ROW = "; the row's answer is the argument answer, its other columns are in meta"
 LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
 _EPS = 1e-6
 SPENT: ContextVar[Counter[str]] = ContextVar("spent")  # by the attempts of one call of an async reward
@@ -134,29 +135,30 @@ def bind(name: str, options: Mapping[str, Any], reserved: Iterable[str] = ()) ->
     for package in found.imports:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
-    signature, called, section = inspect.signature(found.function), f"reward {name}", f"rewards.functions.{name}"
-    for key in signature.parameters.keys() & set(reserved):
-        raise ConfigError(f"{called}{signature}: {key!r} is a key of every reward's section; rename the argument")
+    called = f"reward {name}"
+    read = partial(options_of, called, section=f"rewards.functions.{name}")
+    scores: Any = found.function
     if found.is_class:
-        check_options(called, signature, options, section=section, keys=())
-        signature = inspect.signature(partial(found.function.__call__, None))  # type: ignore[operator]
-    own: Mapping[str, Any] = {} if found.is_class else options
-    named = signature.parameters.keys()
-    of_group = bool(_OF_GROUP.keys() & named)
-    if "prompts" in named or (of_group and (_ARGUMENTS.keys() - _OF_PROMPT) & named):
+        scores = partial(scores.__call__, None)
+    named = inspect.signature(scores).parameters.keys()
+    known = _OF_PROMPT | _OF_GROUP.keys() if named & _OF_GROUP.keys() else _ARGUMENTS.keys()
+    if "prompts" in named or named & (_ARGUMENTS.keys() - known):
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
         groups = "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
-        raise ConfigError(f"{called}{signature} takes a batch, but here it scores one rollout: {advice}; {groups}")
-    known = _OF_GROUP.keys() | _OF_PROMPT if of_group else _ARGUMENTS.keys()
-    if taken := known & own.keys():
-        raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-    check_options(called, signature, own, section=section, keys=known)
+        raise ConfigError(f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}")
+    for key in inspect.signature(found.function).parameters.keys() & set(reserved):
+        raise ConfigError(f"{called}: {key!r} is a key of every reward's section; rename the argument")
+    if found.is_class:
+        options = read(found.function, options)
+        read(scores, {}, keys=known)  # a call gets none
+    else:
+        for key in known & options.keys():
+            raise ConfigError(f"{called}: {key!r} comes from the rollout and can't be set as an option")
+        options = read(scores, options, keys=known, row=_ROW)
+    bound = dataclasses.replace(found, options=options, asks_for=tuple(key for key in named if key in known))
     if found.is_class and found.runs != "worker":  # set up where it is used; those of workers may be large
-        try:
-            found.function(**options)
-        except (LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
-    return dataclasses.replace(found, options=dict(options), asks_for=tuple(key for key in named if key in known))
+        try_out(bound.made, called, f"rewards.functions.{name}")
+    return bound
 
 
 class Ready(ExitStack):

@@ -39,12 +39,8 @@ class LengthReward:
     unit: Literal["tokens", "characters"] = "tokens"
 
     def __post_init__(self) -> None:
-        if (
-            max(self.target, self.up_to) < 1
-            or (self.target and self.up_to)
-            or self.unit not in ("tokens", "characters")
-        ):
-            raise ValueError(f"target or up_to must be at least 1, not both, and unit tokens or characters, got {self}")
+        if max(self.target, self.up_to) < 1 or min(self.target, self.up_to) != 0:
+            raise ValueError(f"target or up_to must be at least 1, and the other one 0, got {self}")
 
     def __call__(self, completion: str, token_ids: tuple[int, ...]) -> float:
         actual = len(token_ids) if self.unit == "tokens" else len(completion)

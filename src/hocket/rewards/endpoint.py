@@ -17,12 +17,18 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from pydantic import Field
+
+from hocket.config.sections import Names
 from hocket.errors import RewardError
 from hocket.rewards.base import SPENT, RetryError, queued
 from hocket.rewards.http import AGAIN, MAX_SHOWN, RefusedError, Service
 
+Models = Annotated[Names, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Dollars = Annotated[float, Field(ge=0)]
 MINUTE_S, POLL_S = 60.0, 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
 TOKENS_PER_BYTE = 0.5  # of a prompt, until the endpoint has counted: English has 0.25
@@ -43,25 +49,21 @@ class Endpoint(Service):
     """The options of every judge, as fields, and the way to ask its models; the key is never in a config."""
 
     base_url: str  # "https://api.openai.com/v1", "http://127.0.0.1:8000/v1"
-    model: str | Sequence[str]  # several: each is asked, a name that stands there twice twice
+    model: Models  # several: each is asked, a name that stands there twice twice
     key_env: str | None = ""  # environment variable that holds the key, all that is sent of it; None: none is
     request: Mapping[str, Any] | None = None  # more fields; response_format None: it can't follow a JSON schema
-    max_tokens: int = 512  # of an answer
-    requests_per_minute: int | None = None  # limits for each model of this endpoint; of several rewards', the smallest
-    tokens_per_minute: int | None = None
-    price: tuple[float, float] = (0.0, 0.0)  # dollars per million tokens of prompts, of answers
-    budget: float | None = None  # dollars that end the run; counted in the cache, so that a resumed run counts on
+    max_tokens: Count = 512  # of an answer
+    requests_per_minute: Count | None = None  # for each model of this endpoint; of several rewards' limits the smallest
+    tokens_per_minute: Count | None = None
+    price: tuple[Dollars, Dollars] = (0.0, 0.0)  # per million tokens of prompts, of answers
+    budget: Dollars | None = None  # that end the run; counted in the cache, so that a resumed run counts on
     cache: str | None = None  # file with the answers by content; None: in memory
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._models = [self.model] if isinstance(self.model, str) else list(self.model)
-        if not all(self._models or [""]):
-            raise ValueError(f"model must be a name or a list of names, got {self.model!r}")
+        if "" in self.model:
+            raise ValueError("a model must have a name")
         if self.tokens_per_minute is not None and self.tokens_per_minute <= self.max_tokens:
             raise ValueError(f"no call fits tokens_per_minute: set it above max_tokens, which is {self.max_tokens}")
-        if not all(0 <= one < math.inf for one in self.price):
-            raise ValueError(f"price must be dollars per million tokens, at least 0, got {self.price}")
         if self.budget is not None and not (self.cache and max(self.price) > 0):
             price = "price: [dollars per million tokens of prompts, of answers]"
             raise ValueError(f"a budget needs the {price}, and a cache: the file where all judges of the run count")
@@ -86,7 +88,7 @@ class Endpoint(Service):
             self._execute(statement)
         await self._stored("dollars")  # fails here where the cache can't be used
         limits = self.requests_per_minute or math.inf, self.tokens_per_minute or math.inf
-        windows = (_windows(self.base_url, model) for model in self._models)
+        windows = (_windows(self.base_url, model) for model in self.model)
         self._limits = [pair for both in windows for pair in zip(both, limits, strict=True)]
         for window, limit in self._limits:
             window.limits.append(limit)
@@ -135,10 +137,10 @@ class Endpoint(Service):
         self, form: Mapping[str, Any], read: Callable[[str], Any], paid: Counter[str], index: int, content: str
     ) -> Any:
         """Return one model's verdict, from the cache or the endpoint. Raise RewardError where the budget is spent."""
-        model = self._models[index]
+        model = self.model[index]
         schema = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": form}}
         request = {"max_completion_tokens": self.max_tokens, "response_format": schema, **(self.request or {})}
-        asked = [self.base_url, model, self._models[:index].count(model), form, request, content]
+        asked = [self.base_url, model, self.model[:index].count(model), form, request, content]
         question = json.dumps(asked, sort_keys=True)
         key = hashlib.sha256(question.encode()).hexdigest()
         if (stored := await self._stored(key)) is not None:

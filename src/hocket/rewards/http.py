@@ -8,9 +8,12 @@ import math
 import os
 import time
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
+from pydantic import Field
+
+from hocket.config.sections import Names
 from hocket.rewards.base import RetryError, reward, sampled_ids
 from hocket.types import Rollout, Score
 
@@ -28,23 +31,8 @@ class RefusedError(RetryError):
 class Service:
     """A service that gets POST requests, of no more of the environment than the key that is named; and its options."""
 
-    timeout_s: float = 60.0  # of one request
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of one request
     key_env: str | None = None  # environment variable that holds a key, sent as a bearer token; none stands in a config
-
-    def __post_init__(self) -> None:
-        """Convert each option to its type, as the config's are; raise ValueError for one that can't be."""
-        import pydantic  # would take a third of a worker's start, but this runs in the trainer
-
-        for name, kind in get_type_hints(type(self)).items():
-            given = getattr(self, name)
-            try:
-                value = pydantic.TypeAdapter(kind).validate_python(given)
-            except pydantic.ValidationError as error:
-                wrong = (".".join(map(str, [name, *one["loc"]])) + f": {one['msg']}" for one in error.errors())
-                raise ValueError(f"{', or '.join(wrong)}, got {given!r}") from error
-            if isinstance(value, int | float) and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
-            setattr(self, name, value)
 
     def _name(self, option: str, url: str, **client: Any) -> str:
         """Return the host of a URL; set what a client needs. Raise ValueError without a host or the key."""
@@ -101,12 +89,12 @@ class HttpReward(Service):
     """
 
     url: str  # no redirect is followed, and no proxy of the environment is used
-    hosts: Sequence[str] = ()  # besides this machine that may get samples
+    hosts: Names = ()  # besides this machine that may get samples
     format: Literal["hocket", "openrlhf"] = "hocket"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if (host := self._name("url", self.url, trust_env=False)) not in {*LOCAL, *self.hosts}:
+        host = self._name("url", self.url, trust_env=False)
+        if host not in {*LOCAL, *self.hosts}:
             raise ValueError(f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]")
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[Any]:

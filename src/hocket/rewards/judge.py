@@ -58,7 +58,7 @@ class JudgeReward(Endpoint):
     async def __call__(self, prompt: str, completion: str, answer: str | None) -> Score:
         mark = f"{random.Random(f'{prompt!r} {completion!r}').getrandbits(32):08x}"  # which no answer can know
         content = self._fill(prompt=prompt, completion=completion, answer=answer or "none", mark=mark)
-        found, cost = await self.verdicts([content] * len(self._models), self._form, self._read)
+        found, cost = await self.verdicts([content] * len(self.model), self._form, self._read)
         low, high = self.scale
         return _mean([(score - low) / (high - low) for score, _ in found], cost, [reason for _, reason in found])
 
@@ -86,7 +86,7 @@ class RankingReward(Endpoint):
         if len(texts) == 1:
             return [Score(total=0.5)] * len(completions)
         orders, contents = list[list[str]](), list[str]()
-        for index in range(len(self._models)):
+        for index in range(len(self.model)):
             drawn = random.Random(f"{index // 2} {prompt!r} {texts}")
             order, mark = drawn.sample(texts, len(texts)), f"{drawn.getrandbits(32):08x}"  # which no answer can know
             orders.append(order[::-1] if index % 2 else order)

@@ -4,13 +4,16 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from hocket.common.tasks import run_in_thread
+from hocket.config.sections import Dtype
 from hocket.rewards.base import failure, no_score, queued, reward
 from hocket.types import Rollout, Score
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Count = Annotated[int, Field(ge=1)]
 SECTION = "rewards.functions.reward_model"
 
 
@@ -26,9 +29,9 @@ class ModelReward:
 
     path: str  # folder, or name on the hub
     device: str = "cpu"  # of torch: "cuda:1"
-    dtype: str = "auto"  # "bfloat16", "float32"; "auto": that of its files
-    batch_size: int = 8  # completions in one forward pass; 1 for a model without pad_token_id
-    max_length: int | None = None  # tokens of prompt and completion; None: what the model can read
+    dtype: Dtype = "auto"  # that of its files
+    batch_size: Count = 8  # completions in one forward pass; 1 for a model without pad_token_id
+    max_length: Count | None = None  # tokens of prompt and completion; None: what the model can read
     label: int | None = None  # index of the logit, for a model that has several
     probability: bool = False  # in its place: the sigmoid; of several labels, the softmax
 
@@ -44,12 +47,6 @@ class ModelReward:
             raise ValueError(f"{self.path} is no sequence classifier: config.json names the architecture {kind}")
         if self.label not in range(labels) and (labels, self.label) != (1, None):
             raise ValueError(f"{self.path} has {labels} labels: set label to the index of one, {config.id2label}")
-        most = 1 if self.max_length is None else self.max_length
-        for name, value in ("batch_size", self.batch_size), ("max_length", most):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be at least 1 and whole, got {value!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype} is none of {', '.join(DTYPES)}")
         text = config.get_text_config()
         readable = self._tokenizer.model_max_length, getattr(text, "max_position_embeddings", None)
         self._longest = min(filter(None, (self.max_length, *readable)))
