@@ -8,7 +8,8 @@ import pytest
 from hocket.common.registry import Registry
 from hocket.errors import ConfigError
 from hocket.rewards import base
-from hocket.rewards.base import Reward, as_score, bind, reward
+from hocket.rewards.base import Reward, bind, reward
+from hocket.rewards.scores import as_score
 from hocket.types import Rollout, Score, TokenSequence
 
 

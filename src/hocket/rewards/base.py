@@ -1,4 +1,4 @@
-"""Register rewards, check the options of the config against them, read their results, and make totals of those.
+"""Register rewards, and bind them to the options of the config.
 
 A reward is a function, or a class whose instances are called and set up and torn down as context managers. It scores
 one rollout, or a whole group where it names `completions` or `rollouts`. It runs inline, or async (at most
@@ -14,29 +14,22 @@ as 0.
 import dataclasses
 import importlib.util
 import inspect
-import math
-import numbers
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hocket.common.registry import Registry, options_of, try_out
 from hocket.errors import ConfigError
+from hocket.rewards.scores import as_scores, failure
 from hocket.types import Rollout, Score
-
-if TYPE_CHECKING:
-    from hocket.config import RewardSpec  # its import would take most of a worker's start
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
-
-MAX_TEXT = 2000  # characters of an error, of a note, or of the name of a part
 
 _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
     "completion": lambda rollout: rollout.text,  # what the policy wrote, without the end-of-sequence token
@@ -55,8 +48,6 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "rollouts": list,
 }
 _ROW = "; the row's answer is the argument answer, its other columns are in meta"
-LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
-_EPS = 1e-6
 SPENT: ContextVar[Counter[str]] = ContextVar("spent")  # by the attempts of one call of an async reward
 
 
@@ -202,106 +193,3 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], size: int |
         return as_scores(function(**arguments), size)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
         return [failure(error)] * (size or 1)
-
-
-def as_scores(returned: Any, size: int | None) -> list[Score]:
-    """Return the score for a return value, or those of a group of `size`, each of which may be an error."""
-    if size is None:
-        return [as_score(returned)]
-    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
-        kind = "None" if returned is None else type(returned).__name__
-        return [no_score(f"returned {kind} instead of a list of {size} results, one per completion")] * size
-    if len(returned) != size:
-        return [no_score(f"returned {len(returned)} results for {size} completions")] * size
-    return [as_score(one) for one in returned]
-
-
-def as_score(returned: Any) -> Score:
-    """Return the unweighted score of one rollout; an error if what was returned is no finite number."""
-    try:
-        if isinstance(returned, Mapping):
-            if not returned:
-                raise ValueError("returned no parts")
-            returned = Score(total=math.fsum(map(_number, returned.values())), parts=returned)
-        score = returned if isinstance(returned, Score) else Score(total=returned)
-        if score.error is not None:
-            return no_score(score.error, note=score.note)
-        parts = {_plain(name): _number(value) for name, value in score.parts.items()}
-        return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
-    except ValueError as error:
-        return no_score(str(error))
-    except Exception as error:  # noqa: BLE001 - a Score of anything; those beside it in a group are none the worse
-        return failure(error)
-
-
-def no_score(error: str, parts: Mapping[str, float] | None = None, note: str = "") -> Score:
-    """Return the score of a rollout that has none, for this reason."""
-    return Score(total=math.nan, parts=parts or {}, error=_plain(error), note=_plain(note))
-
-
-def failure(error: BaseException) -> Score:
-    """Return the score of a function that raised; the error names the line."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    text = _plain(error)[: MAX_TEXT // 2]
-    return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
-
-
-def compose(
-    specs: Mapping[str, "RewardSpec"], before: Sequence[Score], results: Mapping[str, Sequence[Score]]
-) -> list[Score]:
-    """Return the scores of a group with more results, by reward, and their totals: the sums of weight · value.
-
-    A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
-    of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
-    """
-    scores = [_add(one, {name: of[i] for name, of in results.items()}) for i, one in enumerate(before)]
-    totals, gates = [0.0] * len(scores), [name for name, spec in specs.items() if spec.gate]
-    locked = [any(score.parts.get(gate, 0.0) <= 0 for gate in gates) for score in scores]
-    for name, spec in specs.items():
-        low, high = spec.clip or (-math.inf, math.inf)
-        values = {i: min(max(one.parts[name], low), high) for i, one in enumerate(scores) if name in one.parts}
-        if spec.normalize and values:
-            mean = sum(values.values()) / len(values)
-            squares = sum((value - mean) * (value - mean) for value in values.values())
-            deviation = math.sqrt(squares / max(len(values) - 1, 1))
-            values = {i: (value - mean) / (deviation + _EPS) for i, value in values.items()}
-        for i, value in values.items():
-            term = spec.weight * value
-            totals[i] += min(term, 0.0) if locked[i] and not spec.gate else term
-    for i, (score, total) in enumerate(zip(scores, totals, strict=True)):
-        if score.error is None:
-            whole = Score(total=total, parts=score.parts, note=score.note)
-            fits = all(abs(value) <= LARGEST for value in (total, *score.parts.values()))
-            problem = f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}"
-            scores[i] = whole if fits else no_score(problem)
-    return scores
-
-
-def _add(score: Score, results: Mapping[str, Score]) -> Score:
-    """Return a rollout's score with the values or errors of more rewards as its parts or error."""
-    parts, errors, note = dict(score.parts), [score.error] if score.error is not None else [], score.note
-    for name, result in results.items():
-        if result.note:
-            note = _plain(f"{note}\n{name}: {result.note}".lstrip("\n"))
-        if result.error is not None:
-            errors.append(f"{name}: {result.error}")
-            continue
-        parts[name] = result.total
-        parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
-    return no_score("; ".join(errors), parts, note) if errors else Score(total=score.total, parts=parts, note=note)
-
-
-def _plain(value: object) -> str:
-    """Return its text as files and the console can take it: not too much, no half surrogate pair."""
-    try:
-        return str(value)[:MAX_TEXT].encode("utf-8", "replace").decode()
-    except Exception:  # noqa: BLE001 - code of others, too
-        return f"a {type(value).__name__} without a text"
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"returned {'None' if value is None else type(value).__name__} instead of a number")
-    if not math.isfinite(value):
-        raise ValueError(f"returned {float(value)}, which is not a finite number")
-    return float(value)

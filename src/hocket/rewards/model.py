@@ -10,7 +10,8 @@ from pydantic import Field
 
 from hocket.common.tasks import run_in_thread
 from hocket.config.sections import Dtype
-from hocket.rewards.base import failure, no_score, queued, reward
+from hocket.rewards.base import queued, reward
+from hocket.rewards.scores import failure, no_score
 from hocket.types import Rollout, Score
 
 Count = Annotated[int, Field(ge=1)]

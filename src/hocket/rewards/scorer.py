@@ -38,14 +38,11 @@ from hocket.rewards.base import (
     Ready,
     RetryError,
     Reward,
-    as_scores,
     bind,
     call,
     clocked,
-    compose,
-    failure,
-    no_score,
 )
+from hocket.rewards.scores import as_scores, compose, failure, no_score
 from hocket.types import Group, Rollout, Score
 
 if TYPE_CHECKING:
@@ -67,41 +64,44 @@ class RewardScorer:
     """
 
     def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
-        self._calls, self._specs = calls, {name: calls.specs[name] for name in names}
+        self._calls = calls
+        self._specs = {name: calls.specs[name] for name in names}
         self._of_group = [name for name in self._specs if calls.rewards[name].of_group]
-        self._each = [name for name in self._specs if name not in self._of_group]
-        self._wants_group = bool(self._of_group) or any(spec.normalize for spec in self._specs.values())
+        self._each = [name for name in self._specs if not calls.rewards[name].of_group]
 
     async def score(self, rollout: Rollout) -> Score:
-        """Return a rollout's total and the unweighted values of its rewards; an error if one of them fails."""
-        if rollout.error is not None:
-            return no_score(rollout.error)
-        (score,) = await self._ask(self._each, [rollout], [Score(total=0.0)])
+        """Return the score of a rollout that stands alone."""
+        (score,) = await self.settle([rollout], [await self.ask(rollout)])
         return score
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> tuple[Score, ...]:
         """Return the scores of all rollouts of one prompt."""
-        scores = await asyncio.gather(*map(self.score, rollouts))
-        return (await self.settle(Group(id="", rollouts=tuple(rollouts), scores=tuple(scores)))).scores
+        return await self.settle(rollouts, await asyncio.gather(*map(self.ask, rollouts)))
 
-    async def settle(self, group: Group) -> Group:
-        """Return a group of scored rollouts with what needs all of them: rewards of groups, and normalised values."""
-        ended = [i for i, rollout in enumerate(group.rollouts) if rollout.error is None]
-        if not self._wants_group or not ended:
-            return group
-        scores = list(group.scores)
-        asked = await self._ask(self._of_group, [group.rollouts[i] for i in ended], [scores[i] for i in ended])
-        for i, score in zip(ended, asked, strict=True):
-            scores[i] = score
-        return dataclasses.replace(group, scores=tuple(scores))
+    async def ask(self, rollout: Rollout) -> dict[str, Score]:
+        """Return what a rollout gets from each reward that needs no other one; {} where its episode failed."""
+        if rollout.error is not None:
+            return {}
+        results = await self._ask(self._each, [rollout])
+        return {name: score for name, (score,) in results.items()}
 
-    async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[Score]:
-        """Return the scores of one rollout or one group with the results of more rewards."""
+    async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
+        """Return the scores of a group of which each rollout was given these; ask the rewards that need all of it."""
+        results = {i: dict(given[i]) for i, rollout in enumerate(rollouts) if rollout.error is None}
+        if self._of_group and results:
+            asked = await self._ask(self._of_group, [rollouts[i] for i in results])
+            for name, scores in asked.items():
+                for mine, score in zip(results.values(), scores, strict=True):
+                    mine[name] = score
+        composed = compose(self._specs, results)
+        return tuple(composed.get(i) or no_score(rollout.error) for i, rollout in enumerate(rollouts))
+
+    async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, list[Score]]:
+        """Return what one rollout or one group gets from each of the rewards."""
         if len(names) == 1:  # a task for each of thousands of short calls would cost more than the calls
-            results = [await self._calls.ask(names[0], rollouts)]
-        else:
-            results = await asyncio.gather(*(self._calls.ask(name, rollouts) for name in names))
-        return compose(self._specs, scores, dict(zip(names, results, strict=True)))
+            return {names[0]: await self._calls.ask(names[0], rollouts)}
+        results = await asyncio.gather(*(self._calls.ask(name, rollouts) for name in names))
+        return dict(zip(names, results, strict=True))
 
 
 class RewardCalls:
