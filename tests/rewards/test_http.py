@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hocket.errors import ConfigError
-from hocket.rewards import RewardScorer, scorer
+from hocket.rewards import RewardScorer, runners
 from hocket.rewards.http import retry_after
 from hocket.types import Rollout
 from service import Answer, Headers, Service
@@ -89,7 +89,7 @@ async def test_a_service_is_asked_again_only_where_that_can_help_and_errors_say_
     result: Any,
     requests: int,
 ) -> None:
-    monkeypatch.setattr(scorer, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
     retries, todo = len(answers) - 1 or 1, iter(answers)
 
     async def answer(headers: Headers, body: Any) -> Answer | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hocket.errors import ConfigError, RewardError
-from hocket.rewards import RewardScorer, endpoint, scorer
+from hocket.rewards import RewardScorer, endpoint, runners
 from hocket.rewards.judge import ranking_in, score_in
 from hocket.types import Rollout
 from service import (
@@ -37,7 +37,7 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
     scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(endpoint, "MINUTE_S", 1.0)
-    monkeypatch.setattr(scorer, "BACK_OFF_S", 0.1)
+    monkeypatch.setattr(runners, "BACK_OFF_S", 0.1)
     limits = {"requests_per_minute": 100, "max_concurrent": 16, "timeout_s": 0.5, "cache": str(tmp_path / "cache.db")}
     size = 1 if name == "judge" else 4
     groups = [[make_rollout(str(group * size + i)) for i in range(size)] for group in range(200)]
@@ -58,7 +58,7 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
 async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_lied(
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
     said = {"a": iter(["8", "2"]), "b": iter([True, "6"])}
     asked: list[Any] = []
 
@@ -354,7 +354,7 @@ async def test_what_an_endpoint_answers_instead_of_a_score_is_the_error_of_the_s
     calls: int,
     error: str,
 ) -> None:
-    monkeypatch.setattr(scorer, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
 
     async def say(headers: Headers, body: Any) -> Answer | None:
         return answer

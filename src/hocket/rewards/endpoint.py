@@ -23,8 +23,9 @@ from pydantic import Field
 
 from hocket.config.sections import Names
 from hocket.errors import RewardError
-from hocket.rewards.base import SPENT, RetryError, queued
+from hocket.rewards.base import RetryError
 from hocket.rewards.http import AGAIN, MAX_SHOWN, RefusedError, Service
+from hocket.rewards.runners import clock, clocked, retried
 
 Models = Annotated[Names, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -58,6 +59,7 @@ class Endpoint(Service):
     price: tuple[Dollars, Dollars] = (0.0, 0.0)  # per million tokens of prompts, of answers
     budget: Dollars | None = None  # that end the run; counted in the cache, so that a resumed run counts on
     cache: str | None = None  # file with the answers by content; None: in memory
+    retries: int  # of a call
 
     def __post_init__(self) -> None:
         if "" in self.model:
@@ -79,6 +81,7 @@ class Endpoint(Service):
         self._url += "/chat/completions"
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it
         self._next_to_pay = asyncio.Lock()
+        self.seconds = clock()  # of its calls, without what they wait for
         self._broken: sqlite3.Error | None = None  # after which no statement is tried: nothing would be counted
 
     async def __aenter__(self) -> Self:
@@ -111,10 +114,12 @@ class Endpoint(Service):
         `form` is the JSON schema of an answer; if `read` finds nothing in one (ValueError), the model is asked again.
         """
         contents = [one.encode("utf-8", "replace").decode() for one in contents]  # half a surrogate pair can't be sent
-        paid, lock = SPENT.get(Counter()), self._wanted.setdefault(contents[0], asyncio.Lock())
-        async with lock:  # who wants the same at the same time finds the answers in the cache
-            ask = functools.partial(self._verdict, form, read, paid)
-            found = [await ask(index, content) for index, content in enumerate(contents)]
+        paid = Counter[str]()
+        found = list[Any]()
+        async with self._wanted.setdefault(contents[0], asyncio.Lock()):  # the next one finds the answers in the cache
+            for index, content in enumerate(contents):
+                ask = functools.partial(self._verdict, form, read, paid, index, content)
+                found.append(await retried(ask, self.retries))
         return found, {name: float(paid[name]) for name in ("calls", "tokens", "dollars")}
 
     def _execute(self, statement: str, *values: Any) -> Future[Any]:
@@ -147,12 +152,13 @@ class Endpoint(Service):
             return read(stored)
         requests, tokens = _windows(self.base_url, model)
         sizes = [len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)]
-        async with queued(tokens.room(sum(sizes)), requests.room(1)) as (used, _):
+        async with tokens.room(sum(sizes)) as used, requests.room(1):
             held = await self._hold(self._dollars([len(question), self.max_tokens]))  # at most a token each
             paid["calls"] += 1
             UNDER_WAY[self.cache] += 1
             try:
-                text = await self._ask(model, content, request, sizes)
+                with clocked(self.seconds):
+                    text = await self._ask(model, content, request, sizes)
                 used[0] = sum(sizes)
             finally:  # a call that is late, cancelled or not understood may be billed, too
                 dollars = self._dollars(sizes)

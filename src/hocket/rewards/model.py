@@ -10,7 +10,8 @@ from pydantic import Field
 
 from hocket.common.tasks import run_in_thread
 from hocket.config.sections import Dtype
-from hocket.rewards.base import queued, reward
+from hocket.rewards.base import reward
+from hocket.rewards.runners import clock, clocked
 from hocket.rewards.scores import failure, no_score
 from hocket.types import Rollout, Score
 
@@ -56,6 +57,7 @@ class ModelReward:
         if self._tokenizer.pad_token is None:
             self.batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
         self._one_at_a_time = asyncio.Lock()
+        self.seconds = clock()  # of its calls, without what they wait for
 
     async def __aenter__(self) -> "ModelReward":
         self._model = await run_in_thread(self._load)
@@ -74,8 +76,9 @@ class ModelReward:
         return loaded.to(self.device).eval().requires_grad_(False)
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
-        async with queued(self._one_at_a_time):
-            return await run_in_thread(self._scores, rollouts)
+        async with self._one_at_a_time:
+            with clocked(self.seconds):
+                return await run_in_thread(self._scores, rollouts)
 
     def _scores(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
         try:
