@@ -1,5 +1,6 @@
 """One registry for what users add, and plugins as plain files."""
 
+import builtins
 import functools
 import sys
 from pathlib import Path
@@ -57,6 +58,21 @@ def test_an_annotation_that_can_not_be_checked_is_refused_in_words() -> None:
 
     with pytest.raises(ConfigError, match=r"task\(bounds\) has an annotation that pydantic can't check: "):
         options_of("task", odd, {}, section="task")
+
+
+def test_modules_are_imported_when_one_of_their_names_is_used_or_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry: Registry[object] = Registry("reward", lazy="lazy_of_tests", lazier="lazy_of_tests")
+    monkeypatch.setitem(vars(builtins), "registry_of_tests", registry)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lazy_of_tests.py").write_text("for name in 'lazy', 'lazier': registry_of_tests.register(name)(name)")
+    with pytest.raises(ConfigError, match=r"no reward 'laz' \(did you mean 'lazy'\?\); known: lazier, lazy;"):
+        registry.get("laz")
+    assert "lazy_of_tests" not in sys.modules
+    with pytest.raises(ConfigError, match="'lazy' is registered twice"):
+        registry.register("lazy")(object())
+    assert [registry.get(name) for name in ("lazy", "lazier")] == ["lazy", "lazier"]
 
 
 def test_a_plugin_runs_once_however_often_it_is_named_and_two_of_one_name_are_two(tmp_path: Path) -> None:

@@ -21,12 +21,16 @@ PLUGIN_PREFIX = "hocket_plugin_"  # of the module names that load_plugins makes
 
 
 class Registry(Generic[T]):
-    """Named things of one kind, filled by a decorator; `kind` is the word for them in error messages ("reward")."""
+    """Named things of one kind, filled by a decorator; `kind` is the word for them in error messages ("reward").
+
+    `modules` are imported when a name that they register is first used.
+    """
 
     every: ClassVar[list["Registry[Any]"]] = []
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, **modules: str) -> None:
         self.kind = kind
+        self._modules = modules
         self.items: dict[str, T] = {}
         self.unfinished: set[str] = set()  # names from a plugin that failed, which may be registered again
         self.every.append(self)
@@ -35,7 +39,7 @@ class Registry(Generic[T]):
         """Decorate a class or function to add it under `name`. Raise ConfigError if the name is taken."""
 
         def add(item: Any) -> Any:
-            if name in self.items and name not in self.unfinished:
+            if self._has(name) and name not in self.unfinished:
                 raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
             self.unfinished.discard(name)
             self.items[name] = item
@@ -43,19 +47,29 @@ class Registry(Generic[T]):
 
         return add
 
+    def _has(self, name: str) -> bool:
+        """Return whether a name is known; import the module that registers it."""
+        if name in self._modules:
+            importlib.import_module(self._modules.pop(name))
+        return name in self.items
+
+    @property
+    def names(self) -> set[str]:
+        return self.items.keys() | self._modules.keys()
+
     def forget(self, name: str) -> None:
         """Remove what was registered under `name`."""
         del self.items[name]
 
     def get(self, name: str) -> T:
         """Return the object called `name`. Raise ConfigError that lists the known names."""
-        if name not in self.items:
+        if not self._has(name):
             plugins = [module for key, module in sys.modules.items() if key.startswith(PLUGIN_PREFIX)]
             files = [Path(str(one.__file__)).name for one in plugins if callable(getattr(one, name, None))]
             forgotten = f'{files[0]} has a function {name} without @{self.kind}("{name}")' if files else ""
             raise ConfigError(
-                f"there is no {self.kind} {name!r}{nearest(name, self.items)}; known: "
-                f"{', '.join(sorted(self.items))}; {forgotten or 'add your own as a Python file under plugins'}"
+                f"there is no {self.kind} {name!r}{nearest(name, self.names)}; known: "
+                f"{', '.join(sorted(self.names))}; {forgotten or 'add your own as a Python file under plugins'}"
             )
         return self.items[name]
 
@@ -151,7 +165,7 @@ def load_plugins(paths: Iterable[str]) -> None:
         name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
         if name in sys.modules:
             continue
-        before = [(registry, {*registry.items}) for registry in Registry.every]
+        before = [(registry, registry.names) for registry in Registry.every]
         spec: Any = importlib.util.spec_from_file_location(name, file)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:

@@ -89,7 +89,14 @@ class Reward:
         return of_group | {name: _ARGUMENTS[name](rollouts[0]) for name in self.asks_for if name not in of_group}
 
 
-REWARDS: Registry[Reward] = Registry("reward")
+REWARDS: Registry[Reward] = Registry(
+    "reward",
+    code="hocket.rewards.code",
+    http="hocket.rewards.http",
+    judge="hocket.rewards.judge",
+    judge_ranking="hocket.rewards.judge",
+    reward_model="hocket.rewards.model",
+)
 
 
 def reward(

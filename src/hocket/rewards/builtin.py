@@ -5,17 +5,13 @@ import hashlib
 import json
 import logging
 import re
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from hocket.common import sandbox
 from hocket.common.arithmetic import compute
 from hocket.rewards.base import reward
-from hocket.types import Rollout, Score
+from hocket.types import Rollout
 
-MAX_SHOWN = 800  # characters of what a program wrote, of each stream
 _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTALL)
 
 
@@ -86,15 +82,14 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
     """
     from jsonschema import Draft202012Validator, validators
 
-    schema = meta.get("schema") if schema is None else schema
-    schema = json.loads(schema) if isinstance(schema, str) else schema
+    schema = column(meta if schema is None else {"schema": schema}, "schema")
     if not isinstance(schema, Mapping | bool):
         raise ValueError(
             f"there is no schema: set the option schema, or give the row a column 'schema', got {schema!r}"
         )
     kind = validators.validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
-    said = _after_thought(completion, opening)
+    said = after_thought(completion, opening)
     try:
         return float(kind(schema).is_valid(json.loads(last_block(said) or said, parse_constant=_refuse)))
     except (ValueError, RecursionError):
@@ -110,11 +105,11 @@ def countdown(
     The task of TinyZero: the rows have `target` (data.answer_column) and `nums` (`numbers` names another column). An
     <answer> that is wrong gets `format_score`, there 0.1; a completion without one 0.
     """
-    given = meta.get(numbers)
-    given = json.loads(given) if isinstance(given, str) else given
+    given = column(meta, numbers)
     if not isinstance(given, Sequence):
         raise ValueError(f"the row has no list of numbers in the column {numbers!r}: set the option numbers")
-    target, (said, closed, _) = float(_reference(answer)), completion.rpartition("</answer>")
+    target = float(_reference(answer))
+    said, closed, _ = completion.rpartition("</answer>")
     _, opened, told = said.rpartition("<answer>")
     if not (opened and closed):
         return 0.0
@@ -123,59 +118,6 @@ def countdown(
     except (ArithmeticError, SyntaxError, ValueError):
         return format_score
     return 1.0 if sorted(used) == sorted(given) and abs(value - target) < 1e-5 else format_score
-
-
-@reward("code")
-def code(
-    completion: str,
-    meta: Mapping[str, Any],
-    opening: str = "",
-    tests: str = "tests",
-    timeout_s: float = 10.0,
-    partial: bool = False,
-) -> Score:
-    """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0.
-
-    The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]. All tests
-    of a program share `timeout_s`. Parts: the shares of tests passed, wrong, failed (exit status), late or not begun;
-    note: the first of them that was not passed, and the ends of what the program wrote there.
-    """
-    given = meta.get(tests)
-    given = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(given, Sequence) or not given:
-        raise ValueError(f"the row has no tests in the column {tests!r}: set the option tests")
-    verdicts, ends = dict.fromkeys(("passed", "wrong", "failed", "late"), 0), time.monotonic() + timeout_s
-    program = last_block(_after_thought(completion, opening))
-    note = "there is no program in a fenced block" if program is None else ""
-    for number, test in enumerate(given if program is not None else (), 1):
-        left_s = ends - time.monotonic()
-        verdict, wrote = _verdict(f"{program}\n", test, left_s) if left_s > 0 else ("late", "")
-        verdicts[verdict] += 1
-        if verdict != "passed":
-            note = note or f"test {number} of {len(given)}: {verdict}\n{wrote}"
-        if verdict == "late" or (verdict != "passed" and not partial):
-            break
-    shares = {name: number / len(given) for name, number in verdicts.items()}
-    return Score(total=shares["passed"] if partial else float(shares["passed"] == 1), parts=shares, note=note)
-
-
-def _verdict(program: str, test: Any, timeout_s: float) -> tuple[str, str]:
-    """Run one test; return its verdict and the ends of what the program wrote.
-
-    A program that ends well before its assert, or writes what it expects, has not passed it.
-    """
-    end = secrets.token_hex(8)
-    is_pair = isinstance(test, Mapping)
-    source, stdin, wanted = (
-        (program, test["input"], test["output"]) if is_pair else (f"{program}\n{test}\nprint({end!r})", "", end)
-    )
-    status, stdout, stderr = sandbox.run(source, stdin, timeout_s)
-    wrote = f"stdout: {stdout[-MAX_SHOWN:]}\nstderr: {stderr[-MAX_SHOWN:]}"
-    if status != 0:
-        return "late" if status is None else "failed", wrote
-    lines = [line.rstrip() for line in stdout.rstrip().splitlines()]
-    expected = [line.rstrip() for line in str(wanted).rstrip().splitlines()]
-    return "passed" if (lines if is_pair else lines[-1:]) == expected else "wrong", wrote
 
 
 @reward("env", inline=True)
@@ -209,8 +151,14 @@ def math(completion: str, answer: str | None, opening: str = "") -> float:
     gold: list[Any] = parse(reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify can't read the reference answer {reference!r}")
-    given: list[Any] = parse(_after_thought(completion, opening), parsing_timeout=None)
+    given: list[Any] = parse(after_thought(completion, opening), parsing_timeout=None)
     return float(verify(gold, given, timeout_seconds=None))
+
+
+def column(meta: Mapping[str, Any], name: str) -> Any:
+    """Return what a row has in a column, where text is JSON."""
+    given = meta.get(name)
+    return json.loads(given) if isinstance(given, str) else given
 
 
 def last_block(text: str) -> str | None:
@@ -219,7 +167,7 @@ def last_block(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _after_thought(completion: str, opening: str) -> str:
+def after_thought(completion: str, opening: str) -> str:
     """Return what follows the thought; nothing where it was not closed, wherever it was opened."""
     said = (opening + completion).rpartition("</think>")[2]
     return "" if "<think>" in said else said
