@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -12,7 +11,7 @@ from hocket.common.tasks import run_in_thread
 from hocket.config.sections import Dtype
 from hocket.rewards.base import reward
 from hocket.rewards.runners import clock, clocked
-from hocket.rewards.scores import failure, no_score
+from hocket.rewards.scores import NoScoreError, failure
 from hocket.types import Rollout, Score
 
 Count = Annotated[int, Field(ge=1)]
@@ -25,8 +24,7 @@ class ModelReward:
     """Return the logit that a reward model gives the prompt's messages with a completion.
 
     It reads them by its own chat template; without one, prompt and completion: as a pair if its tokenizer has a
-    separator, else as one text. The completions of a prompt are scored in batches, those of one prompt at a time. What
-    has more than `max_length` tokens is an error.
+    separator, else as one text. The completions of a prompt are scored in batches, those of one prompt at a time.
     """
 
     path: str  # folder, or name on the hub
@@ -81,38 +79,42 @@ class ModelReward:
                 return await run_in_thread(self._scores, rollouts)
 
     def _scores(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
-        try:
-            return self._in_batches(rollouts)
-        except Exception as error:  # noqa: BLE001 - of one text, as a half surrogate pair
-            if len(rollouts) == 1:
-                return [failure(error)]
-            return [score for one in rollouts for score in self._scores([one])]
-
-    def _in_batches(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
-        columns = self._columns(rollouts)
-        encode = partial(self._tokenizer, add_special_tokens=not self._tokenizer.chat_template, verbose=False)
-        lengths = [len(ids) for ids in encode(*columns)["input_ids"]]
-        too_long = f"tokens, more than the {self._longest} that {self.path} may read ({SECTION}.max_length)"
-        scores: list[float | Score] = [no_score(f"prompt and completion have {n} {too_long}") for n in lengths]
-        fit = sorted((i for i, n in enumerate(lengths) if n <= self._longest), key=lengths.__getitem__)
-        for start in range(0, len(fit), self.batch_size):
-            batch = fit[start : start + self.batch_size]
-            texts = [[column[i] for i in batch] for column in columns]
-            padded = encode(*texts, padding=len(batch) > 1, padding_side="right", return_tensors="pt")
+        scores = dict[int, float | Score]()
+        encoded = dict[int, Any]()
+        for i, rollout in enumerate(rollouts):
+            try:
+                encoded[i] = self._encoded(rollout)
+            except Exception as error:  # noqa: BLE001 - of this text, as a half surrogate pair
+                scores[i] = failure(error)
+        by_length = sorted(encoded, key=lambda i: len(encoded[i]["input_ids"]))
+        for start in range(0, len(by_length), self.batch_size):
+            batch = by_length[start : start + self.batch_size]
+            inputs = [encoded[i] for i in batch]
+            padded = self._tokenizer.pad(
+                inputs, len(batch) > 1, padding_side="right", return_tensors="pt", verbose=False
+            )
             logits = self._model(**padded.to(self.device)).logits.float()
             if self.probability:
                 logits = logits.softmax(-1) if logits.shape[-1] > 1 else logits.sigmoid()
-            for i, score in zip(batch, logits[:, self.label or 0].tolist(), strict=True):
-                scores[i] = score
-        return scores
+            scores.update(zip(batch, logits[:, self.label or 0].tolist(), strict=True))
+        return [scores[i] for i in range(len(rollouts))]
 
-    def _columns(self, rollouts: Sequence[Rollout]) -> tuple[list[str], ...]:
-        """Return the texts to encode, or their first and second halves."""
-        prompt, said = rollouts[0].prompt, [one.text for one in rollouts]
-        if self._tokenizer.chat_template:
+    def _encoded(self, rollout: Rollout) -> Any:
+        """Return the tokens of prompt and completion. Raise NoScoreError if they are too many."""
+        prompt = rollout.prompt
+        template = self._tokenizer.chat_template
+        if template:
             asked = prompt.messages or ({"role": "user", "content": prompt.text},)
-            chats = [[*asked, {"role": "assistant", "content": text}] for text in said]
-            return ([self._tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats],)
-        if self._tokenizer.sep_token:
-            return [prompt.text] * len(said), said
-        return ([prompt.text + text for text in said],)
+            chat = [*asked, {"role": "assistant", "content": rollout.text}]
+            texts = [self._tokenizer.apply_chat_template(chat, tokenize=False)]
+        elif self._tokenizer.sep_token:
+            texts = [prompt.text, rollout.text]
+        else:
+            texts = [prompt.text + rollout.text]
+        lists = ([text] for text in texts)  # an empty second text would be taken for none
+        encoded = self._tokenizer(*lists, add_special_tokens=not template, verbose=False)
+        length = len(encoded["input_ids"][0])
+        if length > self._longest:
+            more = f"more than the {self._longest} that {self.path} may read ({SECTION}.max_length)"
+            raise NoScoreError(f"prompt and completion have {length} tokens, {more}")
+        return {name: values[0] for name, values in encoded.items()}
