@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import pickle
-import random
+import secrets
 import select
 import signal
 import socket
@@ -209,7 +209,6 @@ class Worker:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for the process that owns this one
             )
-        self._numbers = random.Random(os.urandom(16))  # the run's own are left as they are
         self._unasked = select.poll()
         self._unasked.register(self._socket, select.POLLIN)
         threading.Thread(target=_show, args=(self._process.stdout, printed), daemon=True).start()
@@ -222,23 +221,22 @@ class Worker:
 
     def ask(self, request: bytes, timeout_s: float, size: int = 1) -> list[Score]:
         """Send a pickled request, b"" to load; return `size` scores. A worker without an answer is killed."""
-        deadline, answer = time.monotonic() + timeout_s, bytearray()
-        number = f"{self._numbers.getrandbits(64):016x}" if request else ""
+        deadline = time.monotonic() + timeout_s
+        number = secrets.token_hex(8) if request else ""
+        answer = b""
         try:
             if self._socket.gettimeout() != timeout_s:  # a system call lets other threads go first
                 self._socket.settimeout(timeout_s)
             self._socket.sendall(number.encode() + request)
-            while b"\n" not in answer:
+            while b"\n" not in answer and len(answer) <= MAX_ANSWER * size:
                 if answer:
                     self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                if not (received := self._socket.recv(MAX_ANSWER)):
+                received = self._socket.recv(MAX_ANSWER)
+                if not received:
                     raise EOFError
                 answer += received
-                if len(answer) > MAX_ANSWER * size:
-                    raise ValueError
-            line, unasked = answer.split(b"\n", 1)
-            answers, *scores = json.loads(line)
-            if answers != number or unasked or len(scores) != size:
+            answers, *scores = json.loads(answer)
+            if answers != number or len(scores) != size:
                 raise ValueError
             return [Score(**one) for one in scores]
         except TimeoutError:
@@ -277,12 +275,13 @@ def _show(output: IO[bytes], printed: Iterator[int]) -> None:
     """Show what a worker prints; drop it after MAX_LINES lines of all workers, so that none waits."""
     with output:
         while line := output.readline(MAX_LINE):
-            if (number := next(printed)) > MAX_LINES:
+            number = next(printed)
+            if number > MAX_LINES:
+                line = b"rewards have printed more: it is not shown\n"
                 output.read1(1 << 16)  # type: ignore[attr-defined]
-            if number > MAX_LINES + 1:
-                continue
-            with contextlib.suppress(OSError):  # the console is closed
-                os.write(2, line if number <= MAX_LINES else b"rewards have printed more: it is not shown\n")
+            if number <= MAX_LINES + 1:
+                with contextlib.suppress(OSError):  # the console is closed
+                    os.write(2, line)
 
 
 def work() -> None:
