@@ -76,14 +76,13 @@ class RewardScorer:
 
     async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
         """Return the scores of a group of which each rollout was given these; ask the rewards that need all of it."""
-        results = {i: dict(given[i]) for i, rollout in enumerate(rollouts) if rollout.error is None}
-        if self._of_group and results:
-            asked = await self._ask(self._of_group, [rollouts[i] for i in results])
-            for name, scores in asked.items():
-                for mine, score in zip(results.values(), scores, strict=True):
-                    mine[name] = score
-        composed = compose(self._specs, results)
-        return tuple(composed.get(i) or no_score(rollout.error) for i, rollout in enumerate(rollouts))
+        played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
+        if not played:
+            return tuple(no_score(rollout.error) for rollout in rollouts)
+        results = await self._ask(self._of_group, [rollouts[i] for i in played])
+        results |= {name: [given[i][name] for i in played] for name in self._each}
+        scores = dict(zip(played, compose(self._specs, results), strict=True))
+        return tuple(scores.get(i) or no_score(rollout.error) for i, rollout in enumerate(rollouts))
 
     async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, list[Score]]:
         """Return what one rollout or one group gets from each of the rewards."""
@@ -235,8 +234,9 @@ class Worker:
                 if not received:
                     raise EOFError
                 answer += received
-            answers, *scores = json.loads(answer)
-            if answers != number or len(scores) != size:
+            line, unasked = answer.split(b"\n", 1)
+            answers, *scores = json.loads(line)
+            if answers != number or unasked or len(scores) != size:
                 raise ValueError
             return [Score(**one) for one in scores]
         except TimeoutError:

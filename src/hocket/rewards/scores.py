@@ -3,7 +3,7 @@
 import math
 import numbers
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.types import Score
@@ -64,26 +64,38 @@ def failure(error: BaseException) -> Score:
     return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
 
 
-def compose(specs: Mapping[str, "RewardSpec"], group: Mapping[int, Mapping[str, Score]]) -> dict[int, Score]:
-    """Return the scores of a group's rollouts from what each reward gave them; a total is the sum of weight · value.
+def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Score]]) -> list[Score]:
+    """Return the scores of a group from what each reward gave its rollouts; a total is the sum of weight · value.
 
     A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
     of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
     """
-    scores = {i: _side_by_side(results) for i, results in group.items()}
-    totals = dict.fromkeys(scores, 0.0)
-    gates = [name for name, spec in specs.items() if spec.gate]
-    locked = {i for i, score in scores.items() if any(score.parts.get(gate, 0.0) <= 0 for gate in gates)}
+    rows = list(zip(*results.values(), strict=True))
+    totals = [0.0] * len(rows)
+    gates = [results[name] for name, spec in specs.items() if spec.gate]
     for name, spec in specs.items():
-        values = {i: score.parts[name] for i, score in scores.items() if name in score.parts}
+        values = {i: score.total for i, score in enumerate(results[name]) if score.error is None}
         for i, value in _adjusted(values, spec).items():
             term = spec.weight * value
-            totals[i] += min(term, 0.0) if i in locked and not spec.gate else term
-    return {i: _of_total(score, totals[i]) for i, score in scores.items()}
+            is_open = spec.gate or all(gate[i].total > 0 for gate in gates)
+            totals[i] += term if is_open else min(term, 0.0)
+    return [_whole(dict(zip(results, row, strict=True)), total) for row, total in zip(rows, totals, strict=True)]
 
 
-def _side_by_side(results: Mapping[str, Score]) -> Score:
-    """Return a rollout's score without a total: the values of its rewards as parts, their errors and notes as one."""
+def _adjusted(values: Mapping[int, float], spec: "RewardSpec") -> Mapping[int, float]:
+    """Return the values of a reward, by rollout, as they count in the totals."""
+    low, high = spec.clip or (-math.inf, math.inf)
+    values = {i: min(max(value, low), high) for i, value in values.items()}
+    if not spec.normalize or not values:
+        return values
+    mean = sum(values.values()) / len(values)
+    squares = sum((value - mean) * (value - mean) for value in values.values())
+    deviation = math.sqrt(squares / max(len(values) - 1, 1))
+    return {i: (value - mean) / (deviation + _EPS) for i, value in values.items()}
+
+
+def _whole(results: Mapping[str, Score], total: float) -> Score:
+    """Return a rollout's score, with the values of its rewards as parts, and all that they said."""
     parts = dict[str, float]()
     errors = list[str]()
     notes = list[str]()
@@ -95,28 +107,11 @@ def _side_by_side(results: Mapping[str, Score]) -> Score:
             continue
         parts[name] = result.total
         parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
-    error = _plain("; ".join(errors)) if errors else None
-    return Score(total=math.nan, parts=parts, error=error, note=_plain("\n".join(notes)))
-
-
-def _adjusted(values: Mapping[int, float], spec: "RewardSpec") -> Mapping[int, float]:
-    """Return the values of a reward, by rollout, as they count in the totals: clipped, and normalised."""
-    if spec.clip is not None:
-        low, high = spec.clip
-        values = {i: min(max(value, low), high) for i, value in values.items()}
-    if not (spec.normalize and values):
-        return values
-    mean = sum(values.values()) / len(values)
-    squares = sum((value - mean) * (value - mean) for value in values.values())
-    deviation = math.sqrt(squares / max(len(values) - 1, 1))
-    return {i: (value - mean) / (deviation + _EPS) for i, value in values.items()}
-
-
-def _of_total(score: Score, total: float) -> Score:
-    if score.error is not None:
-        return score
-    if all(abs(value) <= LARGEST for value in (total, *score.parts.values())):
-        return Score(total=total, parts=score.parts, note=score.note)
+    note = _plain("\n".join(notes))
+    if errors:
+        return Score(total=math.nan, parts=parts, error=_plain("; ".join(errors)), note=note)
+    if max(map(abs, (total, *parts.values()))) <= LARGEST:
+        return Score(total=total, parts=parts, note=note)
     return no_score(f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}")
 
 
