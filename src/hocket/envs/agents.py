@@ -53,6 +53,8 @@ class Agent(Environment):
         concurrency: how many run at the same time.
     """
 
+    keeps_messages = False
+
     def __init__(
         self, function: str | None = None, command: str | None = None, concurrency: Annotated[int, Field(ge=1)] = 64
     ) -> None:
@@ -63,6 +65,9 @@ class Agent(Environment):
         self._command = shlex.split(command or "")
         if command is not None and (not self._command or shutil.which(self._command[0]) is None):
             raise ValueError(f"there is no program {command!r}; is it installed, and on the PATH?")
+
+    def player(self, players: Any) -> Any:
+        return players.agents(self)
 
     async def run(self, task: Task) -> float | str | None:
         """Play one episode. Raise whatever the agent raises; cancellation ends a program."""

@@ -87,8 +87,14 @@ class Environment:
     """Base of every environment: one episode, whose state is the instance's own."""
 
     toolbox: Toolbox | None = None  # the tools that the chat template shows to the model, and how it calls them
+    keeps_messages = True  # what was said is in its rollouts as a chat, to be learned by sft
+    thinking_tokens = 0  # that come before an answer of rollout.max_tokens
     gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
     step_timeout_s: float = 0.0  # each step has a deadline of its own; env.timeout_s counts only what is beyond
+
+    def player(self, players: Any) -> Any:
+        """Return how its episodes are played: one of the ways of rollout/players.py."""
+        return players.episodes()
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         """Start the episode, with random numbers by `seed`; return what the model sees beside the prompt, or None."""
@@ -126,6 +132,9 @@ class SingleTurn(Environment):
     def __init__(self, thinking_tokens: Annotated[int, Field(ge=0)] = 0) -> None:
         self.thinking_tokens = thinking_tokens
         self._thinks = thinking_tokens > 0
+
+    def player(self, players: Any) -> Any:
+        return players.episodes() if self.thinking_tokens else players.single_turns()
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         self._opening = prompt.opening

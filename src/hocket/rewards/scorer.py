@@ -79,8 +79,8 @@ class RewardScorer:
         played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
         if not played:
             return tuple(no_score(rollout.error) for rollout in rollouts)
-        results = await self._ask(self._of_group, [rollouts[i] for i in played])
-        results |= {name: [given[i][name] for i in played] for name in self._each}
+        results = {name: [given[i][name] for i in played] for name in self._each}
+        results |= await self._ask(self._of_group, [rollouts[i] for i in played])
         scores = dict(zip(played, compose(self._specs, results), strict=True))
         return tuple(scores.get(i) or no_score(rollout.error) for i, rollout in enumerate(rollouts))
 
