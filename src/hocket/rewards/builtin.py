@@ -1,4 +1,4 @@
-"""The rewards that ship with hocket. Each docstring gives the value and the options."""
+"""The rewards that ship with hocket and ask nothing else (docs/rewards.md)."""
 
 import dataclasses
 import hashlib
@@ -24,10 +24,9 @@ def exact_match(completion: str, answer: str | None) -> float:
 @reward("length", inline=True)
 @dataclasses.dataclass(eq=False)
 class LengthReward:
-    """Return −min(1, |length − target| / target): 0 at the target, −1 for an empty text and from twice the target on.
+    """Return −min(1, |length − target| / target), or min(1, length / up_to): longer is better.
 
-    With `up_to` instead of the target longer is better: min(1, length / up_to). The unit "tokens" counts sampled
-    tokens, the end-of-sequence token included; "characters" counts the text.
+    Tokens are those sampled in the episode, the end-of-sequence token included; characters are those of the text.
     """
 
     target: int = 0
@@ -49,8 +48,7 @@ class LengthReward:
 def think_format(completion: str, opening: str = "") -> float:
     """Return 1 for `<think>a thought</think> an answer`: one pair of tags at the start, no part empty; else 0.
 
-    Where the template opens the thought in the prompt, the completion closes it; where the template closes it, too, the
-    completion is the answer alone.
+    The template may open the thought, and close it: then the completion is the rest.
     """
     text = opening + completion
     match = _THINK.fullmatch(text)
@@ -70,8 +68,9 @@ def repetition(completion: str, n: int = 3) -> float:
 
 @reward("regex")
 def regex(completion: str, pattern: str, full: bool = False) -> float:
-    """Return 1 if the pattern (Python's re; a dot is any character) is found, with `full` if it is all; else 0."""
-    return float(bool((re.fullmatch if full else re.search)(pattern, completion, re.DOTALL)))
+    """Return 1 if the pattern is found, with `full` if it is all; else 0. A dot is any character."""
+    find = re.fullmatch if full else re.search
+    return float(bool(find(pattern, completion, re.DOTALL)))
 
 
 @reward("json_schema", imports=("jsonschema",))
@@ -84,9 +83,8 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
 
     schema = column(meta if schema is None else {"schema": schema}, "schema")
     if not isinstance(schema, Mapping | bool):
-        raise ValueError(
-            f"there is no schema: set the option schema, or give the row a column 'schema', got {schema!r}"
-        )
+        advice = "set the option schema, or give the row a column 'schema'"
+        raise ValueError(f"there is no schema: {advice}, got {schema!r}")
     kind = validators.validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
     said = after_thought(completion, opening)
@@ -102,8 +100,8 @@ def countdown(
 ) -> float:
     """Return 1 if the last <answer> is an expression that uses each of the row's numbers once and gives the answer.
 
-    The task of TinyZero: the rows have `target` (data.answer_column) and `nums` (`numbers` names another column). An
-    <answer> that is wrong gets `format_score`, there 0.1; a completion without one 0.
+    The task of TinyZero, whose rows have `target` (data.answer_column) and `nums`; its `format_score`, of an <answer>
+    that is wrong, is 0.1.
     """
     given = column(meta, numbers)
     if not isinstance(given, Sequence):
@@ -122,7 +120,7 @@ def countdown(
 
 @reward("env", inline=True)
 def env(rollout: Rollout) -> float:
-    """Return the environment's reward: the sum over the turns, and over the end if a limit cut the episode off."""
+    """Return the sum of the environment's rewards, or what an agent returned."""
     if rollout.reward is None:
         raise ValueError("the episode has no reward: set env.name, let the agent return one, or name another reward")
     return rollout.reward
@@ -130,7 +128,7 @@ def env(rollout: Rollout) -> float:
 
 @reward("random", inline=True)
 def random(rollout: Rollout, seed: int = 0) -> float:
-    """Return 0 or 1 with equal chances, by seed and rollout id: the control from which nothing can be learned."""
+    """Return 0 or 1 with equal chances: the control from which nothing can be learned."""
     return float(hashlib.sha256(f"{seed}:{rollout.id}".encode()).digest()[0] & 1)
 
 
@@ -138,15 +136,15 @@ def random(rollout: Rollout, seed: int = 0) -> float:
 def math(completion: str, answer: str | None, opening: str = "") -> float:
     """Return 1 if the last expression after </think> equals the answer mathematically (math-verify); else 0.
 
-    The answer is a number, a plain expression or LaTeX, with or without dollar signs or \\boxed. A thought that is not
-    closed, wherever it was opened, is no answer.
+    The answer is a number, a plain expression or LaTeX, with or without dollar signs or \\boxed.
     """
     from math_verify import parse, verify
 
     # Its own time limits are alarm signals, which only work on a main thread; the deadline here is the worker's.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # An escaped dollar sign is a currency; the parser takes it for the start of a formula.
-    reference, completion = (text.replace(r"\$", "") for text in (_reference(answer), completion))
+    reference = _reference(answer).replace(r"\$", "")
+    completion = completion.replace(r"\$", "")
     delimited = "$" in reference or r"\boxed" in reference
     gold: list[Any] = parse(reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None)
     if not gold:

@@ -24,9 +24,8 @@ def code(
 ) -> Score:
     """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0.
 
-    The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]. All tests
-    of a program share `timeout_s`. Parts: the shares of tests passed, wrong, failed (exit status), late or not begun;
-    note: the first of them that was not passed, and the ends of what the program wrote there.
+    The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]; they share
+    `timeout_s`. Parts: the shares of tests by verdict; note: the first that was not passed, and what was written.
     """
     given = column(meta, tests)
     if not isinstance(given, Sequence) or not given:

@@ -110,7 +110,7 @@ class Endpoint(Service):
     ) -> tuple[list[Any], dict[str, float]]:
         """Return what `read` finds in each model's answer to its text, and the calls, tokens and dollars of them.
 
-        `form` is the JSON schema of an answer; if `read` finds nothing in one (ValueError), the model is asked again.
+        `form` is the JSON schema of an answer; where `read` finds nothing (ValueError), the model is asked again.
         """
         contents = [one.encode("utf-8", "replace").decode() for one in contents]  # half a surrogate pair can't be sent
         paid = Counter[str]()
@@ -152,9 +152,9 @@ class Endpoint(Service):
     async def _paid(
         self, body: Mapping[str, Any], expected: Tokens, held: float, paid: Counter[str]
     ) -> tuple[str, Tokens]:
-        """Return what the endpoint answers, and its tokens; count them, and what they cost in place of what was held.
+        """Return what the endpoint answers, and its tokens; count their cost in place of what was held.
 
-        A call that is late or cancelled, or that the endpoint does not count, may be billed, too: as it was expected.
+        A call that is late, cancelled or not counted may be billed, too: as it was expected.
         """
         paid["calls"] += 1
         UNDER_WAY[self.cache] += 1
@@ -187,10 +187,7 @@ class Endpoint(Service):
         return (self.price[0] * tokens[0] + self.price[1] * tokens[1]) / 1e6
 
     async def _hold(self, dollars: float) -> float:
-        """Count what a call may cost before it is made, and return it; wait while calls under way may cost less.
-
-        Raise RewardError where the budget has not so much left.
-        """
+        """Count what a call may cost before it is made, and return it; wait while calls under way may cost less."""
         if self.budget is None:
             return 0.0
         async with self._next_to_pay:

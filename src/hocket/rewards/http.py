@@ -28,7 +28,7 @@ class RefusedError(RetryError):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Service:
-    """A service that gets POST requests, of no more of the environment than the key that is named; and its options."""
+    """The options of a service that gets POST requests, and of the environment no more than the key that is named."""
 
     uses_proxies: ClassVar[bool] = True  # of the environment
     timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of one request
@@ -83,11 +83,9 @@ class Service:
 class HttpReward(Service):
     """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them.
 
-    It gets POST {"samples": [{"id", "prompt", "messages", "answer", "meta", "opening", "completion", "finish_reason",
-    "token_ids"}, ...]} and answers {"scores": [...]}: for each sample a number, an object of parts that add up,
-    {"total", "parts", "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it gets {"query",
-    "prompts", "labels"}, lists of prompt + completion (without a chat template), prompt and answer, and answers
-    {"rewards": [...]}.
+    It answers {"samples": [{"id", "prompt", "completion", ...}, ...]} by {"scores": [...]}: a number, an object of parts
+    that add up, {"total", "parts", "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it
+    answers {"query", "prompts", "labels"}, a list each, by {"rewards": [...]}.
     """
 
     uses_proxies = False
@@ -118,7 +116,7 @@ class HttpReward(Service):
 
 
 def _score(one: Any) -> Any:
-    """Return the score that an object with an error, or with total and parts, stands for; others as they are."""
+    """Return the score for an object with an error, or with total and parts; others as they are."""
     if isinstance(one, dict) and ("error" in one or {"total", "parts"} <= one.keys()):
         total = one.get("total", math.nan)
         return Score(total=total, parts=one.get("parts", {}), error=one.get("error"), note=one.get("note") or "")

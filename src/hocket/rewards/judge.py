@@ -75,9 +75,8 @@ class JudgeReward(Endpoint):
 class RankingReward(Endpoint):
     """Return the mean place that one or several language models give a completion among those of its prompt.
 
-    The best one gets 1, the worst 0, those between them equal steps; equal completions share a place, and a completion
-    that stands alone gets 0.5. One request shows all of them, in an order drawn by their content, the next request in
-    the reverse one. The completions share the costs.
+    The best one gets 1, the worst 0, those between them equal steps; one that stands alone gets 0.5. A request shows
+    all different ones, in an order drawn by their content, the next request in the reverse one. They share the costs.
     """
 
     rubric: str  # what makes one answer better than another
@@ -136,7 +135,7 @@ def _filler(template: str, shared: Mapping[str, Any], needed: str, **others: Any
 
 
 def score_in(text: str, low: float, high: float) -> tuple[float, str]:
-    """Return the score in the one JSON object that the text holds, and its reason. Raise ValueError at any doubt."""
+    """Return the score and the reason in a model's answer. Raise ValueError at any doubt."""
     score, reason = _only("score", text)
     if type(score) not in (int, float) or not low <= score <= high:  # a bool, a text and NaN are none
         raise ValueError(f"its score must be a number from {low:g} to {high:g}")
@@ -144,7 +143,7 @@ def score_in(text: str, low: float, high: float) -> tuple[float, str]:
 
 
 def ranking_in(text: str, count: int) -> tuple[list[int], str]:
-    """Return the numbers 1 to `count` as the one JSON object of the text orders them, and its reason, or ValueError."""
+    """Return the numbers 1 to `count` as a model's answer orders them, and its reason, or raise ValueError."""
     ranking, reason = _only("ranking", text)
     numbers = isinstance(ranking, list) and all(type(number) is int for number in ranking)
     if not numbers or sorted(ranking) != list(range(1, count + 1)):
@@ -153,7 +152,7 @@ def ranking_in(text: str, count: int) -> tuple[list[int], str]:
 
 
 def _only(key: str, text: str) -> tuple[Any, str]:
-    """Return the value of a key that the text must hold once: a judge that quotes the answer might repeat another."""
+    """Return the value of a key, and the reason; an answer that is quoted might hold the key once more."""
     if text.count(f'"{key}"') != 1:
         raise ValueError(f"it must hold one {key}")
     verdict = json.loads(text[text.find("{") : text.rfind("}") + 1])

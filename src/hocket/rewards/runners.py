@@ -1,4 +1,4 @@
-"""Call rewards where they run: here, in this thread or in the event loop; scorer.py has the worker processes."""
+"""Call rewards in this thread, or in the event loop; scorer.py has the worker processes."""
 
 import asyncio
 import math
@@ -81,7 +81,7 @@ class InLoop(Runner):
         await asyncio.shield(self._made)
 
     async def call(self, call: Call) -> Any:
-        """Return what it returns; a call that raises RetryError keeps its slot while it waits to be made again."""
+        """Return what it returns; a call that waits to be made again keeps its slot."""
         async with self._slots:
             return await retried(partial(self._in_time, call), call.reward.retries)
 
@@ -109,7 +109,7 @@ class InLoop(Runner):
             raise NoScoreError(failure(error).error) from error
 
     async def _hold(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
-        """Keep it set up until the event loop cancels its tasks; then tear it down, in the same task."""
+        """Keep it set up until the event loop ends; then tear it down, in the same task."""
         async with AsyncExitStack() as stack:
             try:
                 made: Any = reward.made()
@@ -124,7 +124,7 @@ class InLoop(Runner):
 
 
 async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
-    """Return the result of a call; make it again, after a while, where it raises RetryError."""
+    """Return what a call returns; make it again, after a while, where it raises RetryError."""
     attempt = 0
     while True:
         try:
@@ -140,8 +140,7 @@ async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
 
 
 def clock() -> deque[float]:
-    """Return what holds the seconds of the last calls."""
-    return deque(maxlen=1000)
+    return deque(maxlen=1000)  # of the seconds of the last calls
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Score rollouts: call every configured reward with a deadline. An error is never counted as a number.
+"""Score rollouts, and call rewards in worker processes, because a thread that hangs can't be ended.
 
-Plain functions are called in worker processes, because a thread that hangs can't be ended. A request goes to a worker
-pickled: 16 characters that no other has, then (reward name, options, arguments, size of the group). The answer is one
-line of JSON that begins with them: a reward may run code that a model wrote, and what that writes there is no answer.
+A request to a worker is 16 characters that no other has, and pickled (reward name, options, arguments, size of the
+group). The answer is a line of JSON that begins with them: a reward may run code that a model wrote, and what that
+writes there is no answer.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class RewardScorer:
         return {name: score for name, (score,) in results.items()}
 
     async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
-        """Return the scores of a group of which each rollout was given these; ask the rewards that need all of it."""
+        """Return the scores of a group, of which each rollout was given these; ask the rewards that need all of it."""
         played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
         if not played:
             return tuple(no_score(rollout.error) for rollout in rollouts)
@@ -285,7 +285,7 @@ def _show(output: IO[bytes], printed: Iterator[int]) -> None:
 
 
 def work() -> None:
-    """Run a worker process; its arguments are the file descriptor of a socket and the modules to load."""
+    """Run a worker process: sys.argv has the file descriptor of a socket, and the modules to load."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
     pid = os.getpid()

@@ -21,7 +21,7 @@ class NoScoreError(Exception):
 
 
 def as_scores(returned: Any, size: int | None) -> list[Score]:
-    """Return the score for a return value, or those of a group of `size`, each of which may be an error."""
+    """Return the score of one rollout, or those of a group of `size`, each of which may be an error."""
     if size is None:
         return [as_score(returned)]
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
@@ -33,7 +33,7 @@ def as_scores(returned: Any, size: int | None) -> list[Score]:
 
 
 def as_score(returned: Any) -> Score:
-    """Return the unweighted score of one rollout; an error if what was returned is no finite number."""
+    """Return the score for what was returned: an error if it is no finite number."""
     try:
         score = returned
         if isinstance(returned, Mapping):
