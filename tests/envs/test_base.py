@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy
 import pytest
 
 from hocket.common.registry import load_plugins
@@ -62,18 +63,20 @@ def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str
     [
         ({"messages": [{}], "text": "a"}, "not both"),
         ({"messages": [{}], "goes_on": True}, "goes_on puts text into the model's mouth, messages end its turn"),
-        ({"max_tokens": 0}, "at least 1"),
-        ({"max_tokens": 2.5}, "a whole number"),
-        ({"text": b"hi"}, "text must be a str, got bytes"),
-        ({"stop": "ab"}, "stop must be a tuple of strings"),
-        ({"stop": (5,)}, "stop must be a tuple of strings"),
-        ({"reward": "1"}, "must be a number, got str"),
+        ({"max_tokens": 0}, "max_tokens\n  Input should be greater than or equal to 1"),
+        ({"max_tokens": 2.5}, "max_tokens\n  Input should be a valid integer"),
+        ({"text": b"hi"}, "text\n  Input should be a valid string"),
+        ({"stop": "ab"}, "stop\n  Input should be a valid tuple"),
+        ({"stop": (5,)}, "stop.0\n  Input should be a valid string"),
+        ({"stop": ("",)}, "stop.0\n  String should have at least 1 character"),
+        ({"reward": "1"}, "reward.*\n  Input should be a valid number"),
     ],
 )
 def test_nonsense_is_refused_where_it_is_said(fields: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Step(**fields)
     assert Observation(max_tokens=1).stop is None
+    assert [Step(reward=number).reward for number in (True, 2, numpy.float32(0.5))] == [1, 2, 0.5]
 
 
 def test_half_a_surrogate_pair_which_has_no_encoding_is_told_as_a_question_mark() -> None:

@@ -10,12 +10,12 @@ import concurrent.futures
 import dataclasses
 import functools
 import inspect
-import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictStr
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from hocket.common.registry import Registry
 from hocket.config import EnvConfig
@@ -33,34 +33,6 @@ class Action:
     tool_calls: tuple[ToolCall, ...] = ()  # found in the text, if the environment has a toolbox
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What the model reads before its next turn, and how that turn is sampled.
-
-    Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
-    """
-
-    messages: Sequence[Message] = ()  # rendered by the chat template
-    text: str = ""  # instead of messages: follows as it stands
-    max_tokens: int | None = None  # longest next turn; None: rollout.max_tokens
-    stop: tuple[str, ...] | None = None  # strings that end the next turn; None: rollout.stop
-    goes_on: bool = False  # the model's turn is not over: the text is put in its mouth, and it goes on behind it
-
-    def __post_init__(self) -> None:
-        if self.messages and self.text:
-            raise ValueError("an observation is messages or text, not both")
-        if self.messages and self.goes_on:
-            raise ValueError("goes_on puts text into the model's mouth, messages end its turn: leave one of them out")
-        if not isinstance(self.text, str):
-            raise ValueError(f"text must be a str, got {type(self.text).__name__}")
-        if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
-            raise ValueError(f"max_tokens must be a whole number, at least 1, got {self.max_tokens!r}")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop or ()):
-            raise ValueError(f"stop must be a tuple of strings that are not empty, got {self.stop!r}")
-        for told in ("messages", "text"):
-            object.__setattr__(self, told, _encodable(getattr(self, told)))  # the instance is frozen
-
-
 def _encodable(value: Any) -> Any:
     """Replace what UTF-8 can't encode in all strings of the value."""
     if isinstance(value, str):
@@ -70,17 +42,32 @@ def _encodable(value: Any) -> Any:
     return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic_dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the model reads before its next turn, and how that turn is sampled.
+
+    Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
+    """
+
+    messages: Annotated[Sequence[Message], BeforeValidator(_encodable)] = ()  # rendered by the chat template
+    text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""  # instead of messages: follows as it is
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # longest next turn; None: rollout.max_tokens
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None  # ends the next turn; None: rollout.stop
+    goes_on: bool = False  # the model's turn is not over: the text is put in its mouth, and it goes on behind it
+
+    def __post_init__(self) -> None:
+        if self.messages and self.text:
+            raise ValueError("an observation is messages or text, not both")
+        if self.messages and self.goes_on:
+            raise ValueError("goes_on puts text into the model's mouth, messages end its turn: leave one of them out")
+
+
+@pydantic_dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Observation):
     """The answer to an action: what comes next, and a reward for the turn. `done`: the episode is over."""
 
-    reward: float = 0.0
+    reward: StrictFloat | StrictBool = 0.0
     done: bool = False
-
-    def __post_init__(self) -> None:
-        Observation.__post_init__(self)
-        if not isinstance(self.reward, numbers.Real):
-            raise ValueError(f"reward must be a number, got {type(self.reward).__name__}")
 
 
 class Environment:

@@ -83,7 +83,7 @@ class Service:
 class HttpReward(Service):
     """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them.
 
-    It answers {"samples": [{"id", "prompt", "completion", ...}, ...]} by {"scores": [...]}: a number, an object of parts
+    It answers {"samples": [{"id", "prompt", "completion", ...}, ...]} by {"scores": [...]}: numbers, objects of parts
     that add up, {"total", "parts", "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it
     answers {"query", "prompts", "labels"}, a list each, by {"rewards": [...]}.
     """
