@@ -143,11 +143,15 @@ def try_out(make: Callable[[], Any], called: str, section: str) -> None:
 
 def explain(item: Mapping[str, Any]) -> str:
     """Return what pydantic finds wrong with a value, one of its `errors()`."""
-    message, value = str(item["msg"]).removeprefix("Value error, "), item["input"]
+    message = str(item["msg"]).removeprefix("Value error, ")
+    value = item["input"]
     if item["type"] in ("dict_type", "model_type"):  # pydantic's text names the class
-        written = value if isinstance(value, str) else str(item["loc"][-1])
-        message = "must be a mapping of key: value" + ("; write a space after the colon" if ":" in written else "")
-    return message + (nearest(str(value), re.findall("'(.*?)'", message)) if item["type"] == "literal_error" else "")
+        message = "must be a mapping of key: value"
+        if ":" in (value if isinstance(value, str) else str(item["loc"][-1])):
+            message += "; write a space after the colon"
+    if item["type"] == "literal_error":
+        message += nearest(str(value), re.findall("'(.*?)'", message))
+    return message
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -174,8 +178,11 @@ def load_plugins(paths: Iterable[str]) -> None:
             del sys.modules[name]  # a later attempt must import it again, not find half a module
             for registry, names in before:
                 registry.unfinished |= registry.items.keys() - names
-            frames = traceback.walk_tb(error.__traceback__)
-            lines = [1, *(line for frame, line in frames if frame.f_code.co_filename == str(file))]
-            line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(file) else lines[-1]
+            line = 1
+            for frame, number in traceback.walk_tb(error.__traceback__):
+                if frame.f_code.co_filename == str(file):
+                    line = number
+            if isinstance(error, SyntaxError) and error.filename == str(file):
+                line = error.lineno or 1
             cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
             raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
