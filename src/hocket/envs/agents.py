@@ -47,10 +47,7 @@ class Task:
 class Agent(Environment):
     """The user's own code: it returns the reward, a text for the rewards to score, or None to score the last turn.
 
-    Options:
-        function: name of a registered function.
-        command: instead of it, a program with its arguments.
-        concurrency: how many run at the same time.
+    It is a registered function or, instead, the command line of a program.
     """
 
     keeps_messages = False
@@ -74,11 +71,11 @@ class Agent(Environment):
         if self._function is None:
             return await _run(self._command, task)
         returned = await invoke(self._function, {"task": task})
-        if isinstance(returned, numbers.Real):
-            return float(returned)
-        if returned is not None and not isinstance(returned, str):
+        if returned is None or isinstance(returned, str):
+            return returned
+        if not isinstance(returned, numbers.Real):
             raise TypeError(f"an agent returns a number, text or None, not {type(returned).__name__}")
-        return returned
+        return float(returned)
 
 
 async def _run(command: Sequence[str], task: Task) -> float | str | None:

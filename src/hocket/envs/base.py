@@ -1,8 +1,7 @@
 """Define environments: classes under a name, of which every episode gets an instance (docs/environments.md).
 
-Which tokens are trained follows from who produced them: the model's own are, those of an environment never. What a
-method raises ends its episode with an error, which is never a reward of 0, and no other episode. Methods share the
-event loop with all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions).
+The model's own tokens are trained, those of an environment never. What a method raises ends its episode with an error,
+which is never a reward of 0, and no other episode. Methods share the event loop: what takes long is awaited.
 """
 
 import asyncio

@@ -34,10 +34,7 @@ def tool(function: F) -> F:
 class Tools(Environment):
     """The model calls tools, several at once if it likes, until it answers without a call; that answer is rewarded.
 
-    Options:
-        tools: names of the functions that it may call.
-        parser: how the model writes a call, in vLLM's words: "hermes" for Qwen2.5 and Qwen3, "llama3_json", ...
-        call_timeout_s: deadline of one call; env.timeout_s does not count so much of any turn.
+    `parser` is vLLM's word for how the model writes a call. env.timeout_s does not count `call_timeout_s` of a turn.
     """
 
     def __init__(
