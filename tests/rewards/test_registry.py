@@ -347,11 +347,11 @@ async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
 
     class Queues:
         def __init__(self) -> None:
-            self.seconds = clock()
+            self.call_seconds = clock()
 
         async def __call__(self, completion: str) -> float:
             passes(100.0)  # it waits for others
-            with clocked(self.seconds):
+            with clocked(self.call_seconds):
                 return passes(5.0)
 
     monkeypatch.setattr("hocket.rewards.runners.time", time)

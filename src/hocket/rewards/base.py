@@ -151,14 +151,15 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         options["retries"] = retries
         reserved.remove("retries")
         retries = 0
-    for key in reserved:
-        raise ConfigError(f"{called}: {key!r} is a key of every reward's section; rename the argument")
+    if reserved:
+        raise ConfigError(f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument")
     if found.is_class:
         options = read(found.function, options)
         read(scores, {}, keys=known)  # a call gets none
     else:
-        for key in known & options.keys():
-            raise ConfigError(f"{called}: {key!r} comes from the rollout and can't be set as an option")
+        if known & options.keys():
+            taken = min(known & options.keys())
+            raise ConfigError(f"{called}: {taken!r} comes from the rollout and can't be set as an option")
         options = read(scores, options, keys=known, row=_ROW)
     bound = dataclasses.replace(
         found,

@@ -81,7 +81,7 @@ class Endpoint(Service):
         self._windows = [_windows(self.base_url, model) for model in self.model]
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it
         self._next_to_pay = asyncio.Lock()
-        self.seconds = clock()  # of its calls, without what they wait for
+        self.call_seconds = clock()  # of its calls, without what they wait for
         self._broken: RewardError | None = None  # after which no statement is tried: nothing would be counted
 
     async def __aenter__(self) -> Self:
@@ -160,7 +160,7 @@ class Endpoint(Service):
         UNDER_WAY[self.cache] += 1
         used = expected
         try:
-            with clocked(self.seconds):
+            with clocked(self.call_seconds):
                 answer = await self._post(f"{self.base_url}/chat/completions", body, AGAIN | set(range(500, 600)))
             used = _counted(answer) or expected
         except (RefusedError, ValueError):

@@ -55,7 +55,7 @@ class ModelReward:
         if self._tokenizer.pad_token is None:
             self.batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
         self._one_at_a_time = asyncio.Lock()
-        self.seconds = clock()  # of its calls, without what they wait for
+        self.call_seconds = clock()  # of its calls, without what they wait for
 
     async def __aenter__(self) -> "ModelReward":
         self._model = await run_in_thread(self._load)
@@ -75,7 +75,7 @@ class ModelReward:
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
         async with self._one_at_a_time:
-            with clocked(self.seconds):
+            with clocked(self.call_seconds):
                 return await run_in_thread(self._scores, rollouts)
 
     def _scores(self, rollouts: Sequence[Rollout]) -> list[float | Score]:

@@ -118,7 +118,7 @@ class InLoop(Runner):
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
                 self._made.set_exception(NoScoreError(f"can't be set up: {type(error).__name__}: {error}"))
                 return
-            seconds[reward.name] = getattr(made, "seconds", self._seconds)  # its own: without what calls wait for
+            seconds[reward.name] = getattr(made, "call_seconds", self._seconds)  # its own: without waits
             self._made.set_result(made)
             await asyncio.Event().wait()
 
