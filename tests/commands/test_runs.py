@@ -145,7 +145,7 @@ def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_lea
     got = []
 
     def train(config: Config, *, serve: bool, on_step: object) -> None:
-        rewards = [bind(name, {}).runs for name in config.rewards.functions]
+        rewards = [bind(name, spec).runs for name, spec in config.rewards.functions.items()]
         got.append((config.trainer.steps, config.trainer.seed, serve, *rewards))
 
     async def slow(answer: str) -> None: ...
