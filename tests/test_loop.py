@@ -26,7 +26,7 @@ from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import Group, OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -69,14 +69,15 @@ class World:
             self.diary.append(("play", label, self.current))
         return played(prompt, seat.id, seat.id.rpartition("/")[2], sampled=2, version=self.current)
 
-    async def score(self, rollout: Rollout) -> Score:
+    async def ask(self, rollout: Rollout) -> dict[str, Score]:
         what, step, *_ = rollout.id.replace("/", " ").split()
         await asyncio.sleep(self.score_s)
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
-        return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
+        error = Score(total=0.0, error="broke")
+        return {"one": error if value is None else Score(total=value, parts={"exact_match": value})}
 
-    async def settle(self, group: Group) -> Group:
-        return group
+    async def settle(self, rollouts: Sequence[Rollout], given: Sequence[dict[str, Score]]) -> tuple[Score, ...]:
+        return tuple(one["one"] for one in given)
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
         if self.reference is None:

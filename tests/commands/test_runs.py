@@ -145,7 +145,7 @@ def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_lea
     got = []
 
     def train(config: Config, *, serve: bool, on_step: object) -> None:
-        rewards = [bind(name, {}).runs for name in config.rewards.functions]
+        rewards = [bind(name, spec).runs for name, spec in config.rewards.functions.items()]
         got.append((config.trainer.steps, config.trainer.seed, serve, *rewards))
 
     async def slow(answer: str) -> None: ...
@@ -191,8 +191,8 @@ def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_ru
         ("", [], False),
         ("0", [], True),
         ("0,1", [], True),  # both take the first one
-        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], False),  # as `launch` says it
-        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], True),
+        ("1", ["launch.gpus_apart=true"], False),  # as `launch` says it
+        ("0", ["launch.gpus_apart=false", "server.urls=[http://10.0.0.5:8000]"], True),
         ("0", ["server.urls=[http://10.0.0.5:8000]"], False),
         ("", ["launch.share_gpu=true"], True),
     ],
@@ -227,8 +227,8 @@ def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_mem
     [
         ("", [], 0, False),
         ("0", [], 0, False),  # a server here may be on the same one
-        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], 1, True),
-        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], 0, False),
+        ("1", ["launch.gpus_apart=true"], 1, True),
+        ("0", ["launch.gpus_apart=false", "server.urls=[http://10.0.0.5:8000]"], 0, False),
         ("0", ["server.urls=[http://10.0.0.5:8000]"], 1, True),
         ("0", ["server.host=0.0.0.0", "server.token=known-to-both"], 0, False),  # of this machine, by another name
         ("0", [f"server.urls=[http://{socket.gethostname()}:8000]"], 0, False),

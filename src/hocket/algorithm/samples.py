@@ -78,7 +78,6 @@ def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Return whether a sequence of a scored rollout is trained."""
     return any(sequence.mask) and not (algorithm.mask_truncated and sequence.finish_reason == "length")
 
 
@@ -99,7 +98,6 @@ def signal_metrics(groups: Sequence[Shaped], pass_reward: str | None = None) -> 
 
 
 def values_of(group: Group, reward: str) -> list[float]:
-    """Return a reward function's values on the scored rollouts of a group."""
     return [score.parts[reward] for score in group.scores if score.error is None and reward in score.parts]
 
 

@@ -106,7 +106,6 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trainer = config.trainer.unmeasured()
     rank = memory.needed(named_models(config), trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
-    together = set(",".join(where.servers).split(",")) & set(where.ranks.split(","))
     share = server.gpu_memory_utilization
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad or config.model.lora) * dtype.itemsize / size
     text = model.config.get_text_config()
@@ -118,7 +117,7 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     )
     kv_tokens = max(0, int(kv_cache / kv_token))
     stays = 0.0 if config.launch.share_gpu else weights + kv_cache / size  # of a server that sleeps, vLLM's own
-    room = (1 - memory.MARGIN) * (gpu.gib * GIB - (stays + ENGINE_GIB * GIB if together else 0.0))
+    room = (1 - memory.MARGIN) * (gpu.gib * GIB - (stays + ENGINE_GIB * GIB if not where.apart else 0.0))
     per_token = rank.activations / int(trainer.micro_batch_tokens)
     free = room - (rank.total - rank.activations)
     micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))
@@ -138,7 +137,7 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
         stage=default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True),
         trained=trained + sum(p.numel() for one in critic for p in one.parameters()),
         published=2 * trained,
-        broadcasts=config.sync.backend == "nccl" or (config.sync.backend == "auto" and not together),
+        broadcasts=config.sync.backend == "nccl" or (config.sync.backend == "auto" and where.apart),
         host={},
         seconds={},
     )
@@ -163,7 +162,6 @@ def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
 
 
 def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
-    """Return the seconds of each phase of a step."""
     rollout, peak = config.rollout, flops.PEAKS[gpu.name]
     length, prompt = LENGTH * rollout.max_tokens, config.data.max_prompt_tokens or PROMPT_TOKENS
     count = rollout.prompts_per_step * rollout.group_size

@@ -22,7 +22,6 @@ from hocket.common.registry import load_plugins
 from hocket.config import Config, load, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
-from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, DataError, ServerError, SyncError, door
 from hocket.observe.console import SHORT, Console
@@ -327,7 +326,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     config = load(run / "config.yaml", [])
     load_plugins(config.plugins)
     made = environments.bind(config.env.name, config.env.model_extra or {})()
-    if isinstance(made, Agent):
+    if not made.keeps_messages:
         raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
     tools = {"tools": made.toolbox.tools} if made.toolbox else {}
     files = sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True)

@@ -333,7 +333,8 @@ class LaunchConfig(Section):
         None, ge=1, description="Servers. Default: as many as half of the GPUs hold, or those that `trainers` leaves."
     )
     trainers: int | None = Field(None, ge=1, description="Trainer ranks. Default: one per GPU left; 1 on a CPU.")
-    server_gpus: str | None = Field(None, description="GPUs of the servers, e.g. 0,1. Default: divided.")
-    trainer_gpus: str | None = Field(None, description="GPUs of the trainer ranks, e.g. 2,3. Default: divided.")
+    gpus_apart: bool | None = Field(
+        None, description="Servers and ranks have GPUs of their own. Default: `launch` says it, or no server is here."
+    )
     gpus_per_node: int = Field(8, ge=0, description="GPUs of a cluster's node, for launch --engine. 0: CPUs only.")
     share_gpu: bool = Field(False, description="One GPU for both sides, which take turns on it; start both with it.")

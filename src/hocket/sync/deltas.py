@@ -54,5 +54,5 @@ class DeltaWriter:
 
         written = self._folders.write("deltas", version, fill)
         changed = sum(change.num_changed for change in changes.values())
-        numel = sum(map(torch.numel, self._last.values()))
-        return written._replace(source=DeltaSource, changed=changed / numel)
+        share = changed / sum(map(torch.numel, self._last.values()))
+        return written._replace(source=DeltaSource, metrics={"sync/changed": share})

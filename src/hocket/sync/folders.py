@@ -8,6 +8,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError
@@ -31,7 +32,7 @@ class WrittenVersion(NamedTuple):
     checksum: str
     num_bytes: int
     source: type[DiskSource | DeltaSource] = DiskSource  # how a server is to load it
-    changed: float | None = None  # share of elements whose bits differ from the previous version, of a delta
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class Folders:

@@ -5,6 +5,7 @@ sequence, the chosen experts, the output head over trained tokens, no norms, act
 """
 
 import dataclasses
+import functools
 import re
 import time
 from collections import Counter
@@ -74,6 +75,7 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
     return total
 
 
+@functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the device's peak operations per second: from its data sheet, else the best of some matrix products."""
     if device.type == "cuda" and dtype != torch.float32:
