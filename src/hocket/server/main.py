@@ -10,13 +10,14 @@ import threading
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from hocket.common.machine import bound_nccl, cpu_threads, holder, is_loopback
+from hocket.common.tasks import cancel
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError
@@ -26,6 +27,9 @@ from hocket.server.errors import ApiError
 from hocket.server.vllm_api import LOOK_S
 
 if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+
     from hocket.server.engine import Engine
 
 GRACE_S = 3
@@ -149,12 +153,19 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def http_server(app: "ASGIApp") -> "uvicorn.Server":
+    """Return what serves an app on sockets that are given to it."""
+    import uvicorn
+
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
+    config.timeout_keep_alive = KEEP_ALIVE_S
+    return uvicorn.Server(config)
+
+
 async def _serve(
     engine: "Engine", args: Namespace, sock: socket.socket, token: str | None, url: str, start: float
 ) -> None:
     """Serve until a signal comes. Raises ServerError where the engine is lost: this process is to be started again."""
-    import uvicorn
-
     from hocket.server.app import assemble
 
     app = await vllm_api.openai_app(engine.llm, args)
@@ -162,29 +173,25 @@ async def _serve(
     try:
         await engine.start()
     except ApiError as error:
-        raise await _lost(engine) if engine.llm.errored else error from error
-    config = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
-    config.timeout_keep_alive = KEEP_ALIVE_S
-    server = uvicorn.Server(config)
+        if engine.llm.errored:
+            raise await _lost(engine) from error
+        raise
+    server = http_server(served)
     server.capture_signals = contextlib.nullcontext  # type: ignore  # our handlers end the engine, too
     app.state.server = server
-    stopping = asyncio.Event()
+    signalled = asyncio.Event()
     for number in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     # Connections inherit this from the listening socket: the port is free again as soon as the server has ended.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.listen()  # who reads the line may ask at once
+    print(f"hocket: ready on {url} in {time.perf_counter() - start:.1f} s", flush=True)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    serving.add_done_callback(lambda _: stopping.set())
-    lost = asyncio.create_task(_lost(engine))
-    lost.add_done_callback(lambda _: stopping.set())
-    while not (server.started or stopping.is_set()):
-        await asyncio.sleep(0.01)
-    if server.started:
-        print(f"hocket: ready on {url} in {time.perf_counter() - start:.1f} s", flush=True)
-    await stopping.wait()
+    lost, stopping = asyncio.create_task(_lost(engine)), asyncio.create_task(signalled.wait())
+    await asyncio.wait([serving, lost, stopping], return_when=asyncio.FIRST_COMPLETED)
     print("hocket: stopping", flush=True)
     loss = lost.result() if lost.done() else None
-    lost.cancel()
+    await cancel([lost, stopping])
     await engine.stop()
     server.should_exit = True
     await serving
@@ -200,26 +207,28 @@ async def _lost(engine: "Engine") -> ServerError:
             await asyncio.sleep(LOOK_S)
         except ApiError as error:
             await asyncio.sleep(GRACE_S)
-            end = time.monotonic() + LAST_WORDS_S  # it says that it is lost, and then takes long to end
-            while not (why := vllm_api.last_words(engine.llm)) and _children() and time.monotonic() < end:
-                await asyncio.sleep(0.1)
-            why = why or "it was killed, perhaps for memory (dmesg)"
-            return ServerError(
-                f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}", code=error.body.code
-            )
+            why = await _last_words(engine) or "it was killed, perhaps for memory (dmesg)"
+            message = f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}"
+            return ServerError(message, code=error.body.code)
+
+
+async def _last_words(engine: "Engine") -> str:
+    """Return what the engine says as it ends, which takes it long; nothing if it was killed."""
+    end = time.monotonic() + LAST_WORDS_S
+    while _children() and not vllm_api.last_words(engine.llm) and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+    return vllm_api.last_words(engine.llm)
 
 
 @contextlib.contextmanager
 def _ending_children() -> Iterator[None]:
-    """End every process that was started in the body: terminate it first, then kill it."""
+    """Kill every process that was started in the body, and has not ended with the engine."""
     before = set(_children())
     try:
         yield
     finally:
         _ignore_signals()
-        left = [child for child in _children() if child not in before]
-        _send(signal.SIGTERM, left)
-        _send(signal.SIGKILL, psutil.wait_procs(left, timeout=GRACE_S)[1])
+        _kill(set(_children()) - before)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -234,10 +243,10 @@ def _children() -> list[psutil.Process]:
     return found
 
 
-def _send(number: signal.Signals, children: list[psutil.Process]) -> None:
+def _kill(children: Iterable[psutil.Process]) -> None:
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
-            child.send_signal(number)
+            child.kill()
 
 
 def _ignore_signals() -> None:
@@ -251,5 +260,5 @@ class _Interrupted(BaseException):
 
 def _interrupt(interrupted: threading.Event, number: int, frame: Any) -> None:
     interrupted.set()  # as Python drops what is raised within some callbacks, at a fork for example
-    _send(signal.SIGKILL, _children())  # they have no work to finish yet
+    _kill(_children())  # they have no work to finish yet
     raise _Interrupted

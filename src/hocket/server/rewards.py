@@ -15,7 +15,7 @@ from hocket.config import Config
 from hocket.errors import RewardError
 from hocket.observe.run_folder import rollout_of
 from hocket.rewards.scorer import RewardCalls, RewardScorer
-from hocket.server.main import GRACE_S, bind, check
+from hocket.server.main import bind, check, http_server
 from hocket.server.middleware import Guard, unless_client_leaves
 from hocket.types import Rollout
 
@@ -38,8 +38,6 @@ def serve(config: Config) -> None:
 
 
 async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> None:
-    import uvicorn
-
     app, scorer = FastAPI(title="hocket: rewards"), RewardScorer(calls, config.rewards.functions)
 
     @app.post("/score")
@@ -60,12 +58,10 @@ async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> Non
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise HTTPException(422, f"{type(error).__name__}: {error}; the body must be {WANTED}") from error
 
-    served = Guard(app, host=config.server.host, token=config.token)
     await calls.set_up()
     sock.listen()  # who reads the line may ask at once
     print(f"hocket: rewards {', '.join(calls.specs)} at {config.own_url}/score", flush=True)
-    settings = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
-    await uvicorn.Server(settings).serve(sockets=[sock])
+    await http_server(Guard(app, host=config.server.host, token=config.token)).serve(sockets=[sock])
 
 
 async def _answer(scorer: RewardScorer, rollouts: Sequence[Rollout]) -> Response:
