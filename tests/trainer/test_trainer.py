@@ -158,8 +158,7 @@ def test_in_another_thread_off_the_device_between_steps_and_resumed_all_is_the_s
     def work(leaves: bool) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
         measured = trainer.measure([sample.sequence for sample in make_samples()])
         samples = [
-            dataclasses.replace(sample, ref_logprobs=known.ref_logprobs)
-            for sample, known in zip(make_samples(), measured, strict=True)
+            dataclasses.replace(sample, columns=known) for sample, known in zip(make_samples(), measured, strict=True)
         ]
         steps = []
         for _ in range(3):
@@ -266,8 +265,8 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
 def test_an_entropy_bonus_or_a_kl_alone_moves_the_policy(
     ranks: Ranks, tied_model: str, name: str, sign: int, settings: tuple[str, ...]
 ) -> None:
-    fixed = {"advantages": (0.0,) * 9, "ref_logprobs": (0.0, 0.0, *[-4.0] * 7)}
-    samples = [dataclasses.replace(sample, **fixed) for sample in make_samples()]
+    columns = {"ref_logprobs": (0.0, 0.0, *[-4.0] * 7)}
+    samples = [dataclasses.replace(sample, advantages=(0.0,) * 9, columns=columns) for sample in make_samples()]
     with make_trainer(ranks, tied_model, *settings) as trainer:
         first, *_, last = (trainer.step(samples)[f"train/{name}"] for _ in range(10))
     assert sign * (last - first) > 0.1

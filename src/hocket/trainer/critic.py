@@ -59,10 +59,9 @@ class Critic:
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Return the value loss of a batch that holds the values before the step and the returns, and its metrics."""
         values_bt, num_tokens = self.engine.forward(batch), batch.num_tokens_global
-        assert batch.values_bt is not None  # every sample of a run with a critic has them
-        assert batch.returns_bt is not None
-        loss = value_loss(values_bt, batch.values_bt, batch.returns_bt, batch.mask_bt, num_tokens=num_tokens)
-        return LossOutput(loss=loss, metrics=moments(values_bt, batch.returns_bt, batch))
+        returns_bt = batch.columns["returns"]
+        loss = value_loss(values_bt, batch.columns["values"], returns_bt, batch.mask_bt, num_tokens=num_tokens)
+        return LossOutput(loss=loss, metrics=moments(values_bt, returns_bt, batch))
 
 
 def critic_metrics(done: Update) -> dict[str, float]:

@@ -14,12 +14,11 @@ from hocket.common.files import write_atomically
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
 from hocket.trainer.step import Update
-from hocket.types import COLUMNS, TrainSample
+from hocket.types import TrainSample
 
 MAX_SKIPPED_STEPS = 5  # in a row, without any update; then the run stops
 MAX_KEPT = 8  # batches of skipped steps that stay in a folder: the newest
-NUMBERS = ("advantages", *COLUMNS)  # of a sample, one per token
-LARGEST = 1e5  # of them, where nothing is wrong with the rewards
+LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 
 
@@ -63,7 +62,8 @@ def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: C
 
 
 def _numbers(sample: TrainSample) -> dict[str, list[float]]:
-    return {"rollout_logprobs": [*sample.sequence.logprobs], **{name: [*getattr(sample, name)] for name in NUMBERS}}
+    columns = {"rollout_logprobs": sample.sequence.logprobs, "advantages": sample.advantages, **sample.columns}
+    return {name: list(values) for name, values in columns.items()}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
-from hocket.types import COLUMNS, TokenSequence, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
 LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
@@ -189,12 +189,14 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
     """Run forward and backward of made-up sequences with a gradient that is not finite, which changes nothing."""
-    lengths = [*[longest] * (num_positions // longest), *([rest] if (rest := num_positions % longest) else [])]
+    full, rest = divmod(num_positions, longest)
+    lengths = [longest] * full
+    if rest:
+        lengths.append(rest)
     samples = []
     for zeros in ((0.0,) * (length + 1) for length in lengths):
         sequence = TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros)
-        columns: Any = dict.fromkeys(COLUMNS, zeros)
-        samples.append(TrainSample(sequence=sequence, advantages=zeros, **columns))
+        samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
     [[batch]] = pack(samples, micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(batch.to(ranks.device)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:

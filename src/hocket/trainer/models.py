@@ -18,7 +18,7 @@ from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
 from hocket.trainer.policy import Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import POLICY
-from hocket.trainer.step import Learner
+from hocket.trainer.step import Learner, always
 
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
@@ -58,7 +58,7 @@ class Models:
             )
 
         self._loss = loss or configured_loss(algorithm.loss(config.rollout.max_tokens))
-        self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # field of Measured → its numbers for a batch
+        self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # measured before a step: [b, t] of a batch
         options: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks}
         with ranks.deadline("loading the models"):
             self.policy: Policy = load(POLICY)
@@ -68,7 +68,8 @@ class Models:
             self.engine = DeepSpeedEngine(self.policy, settings.model_copy(update={"steps": own_steps}), **options)
             self.policy.check_architecture(ranks.device)
             self.engines: dict[str, DeepSpeedEngine | FrozenModel] = {POLICY: self.engine}
-            self.learners = [Learner(name=POLICY, engine=self.engine, loss=self._policy_loss)]  # what a step trains
+            learns = always
+            learners: list[Learner] = []
             if own_loss and algorithm.updates > 1 and algorithm.correction != "none":  # without: the engine's own
                 self.columns["old_logprobs"] = self.policy_logprobs
             if "reference" in models:
@@ -81,8 +82,12 @@ class Models:
                 critic = Critic(load("critic", ValueModel), config.critic, settings, **options)
                 self.engines["critic"] = critic.engine
                 self.columns["values"] = critic.engine.forward
-                policy = Learner(name=POLICY, engine=self.engine, loss=self._policy_loss, learns=critic.is_warm)
-                self.learners = [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
+                learners = [Learner(name="critic", engine=critic.engine, loss=critic.loss, reads=("values", "returns"))]
+                learns = critic.is_warm
+            policy = Learner(
+                name=POLICY, engine=self.engine, loss=self._policy_loss, reads=tuple(self.columns), learns=learns
+            )
+            self.learners = [policy, *learners]  # what a step trains
             self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
             fixed = settings.micro_batch_tokens
             self.micro_batch_tokens = self._fitted(config) if fixed == "auto" else fixed
@@ -173,8 +178,8 @@ def configured_loss(settings: LossConfig) -> BatchLoss:
             config=settings,
             num_tokens=batch.num_tokens_global,
             num_sequences=batch.num_sequences_global,
-            old_logprobs_bt=batch.old_logprobs_bt,
-            ref_logprobs_bt=batch.ref_logprobs_bt,
+            old_logprobs_bt=batch.columns.get("old_logprobs"),
+            ref_logprobs_bt=batch.columns.get("ref_logprobs"),
             entropy_bt=entropy_bt,
             sample_bt=batch.sample_bt,
         )

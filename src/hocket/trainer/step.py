@@ -14,6 +14,10 @@ from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.ranks import Ranks
 
 
+def always() -> bool:
+    return True
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
     """A model with its optimizer and its loss: the policy, or a critic."""
@@ -21,7 +25,8 @@ class Learner:
     name: str
     engine: DeepSpeedEngine
     loss: Callable[[TrainBatch], LossOutput]  # runs the forward pass; this batch's share of the loss of the whole step
-    learns: Callable[[], bool] = lambda: True  # False: only compute the loss, as during critic.warmup_steps
+    reads: Sequence[str] = ()  # columns of a batch that the loss reads
+    learns: Callable[[], bool] = always  # False: only compute the loss, as during critic.warmup_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from hocket.algorithm.samples import Measured, is_measured
+from hocket.algorithm.samples import is_measured
 from hocket.common.machine import cpu_threads, return_freed_memory
 from hocket.common.tasks import seed_of
 from hocket.config import Config
@@ -27,7 +27,7 @@ from hocket.trainer.models import BatchLoss, Models
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.step import Update, update
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import Columns, TokenSequence, TrainSample
 
 F = TypeVar("F", bound=Callable[..., Any])
 _METHODS: dict[str, Callable[..., Any]] = {}  # those that run on every rank; `follow` finds them here
@@ -288,7 +288,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         of_critic = critic_metrics(done["critic"]) if "critic" in done else {}
         return done, {f"train/{name}": value for name, value in metrics.items()} | of_critic
 
-    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
         """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing."""
         if not sequences or not self.models.columns:
             return []
@@ -296,8 +296,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         own = itertools.compress(sequences, used)
         samples = [TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own]
         numbers = self._numbers(self._divide(samples), False) if samples else {}
-        found = (Measured(**numbers[place]) for place in range(len(samples)))
-        return [next(found) if is_used else Measured() for is_used in used]
+        found = (numbers[place] for place in range(len(samples)))
+        return [next(found) if is_used else {} for is_used in used]
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Return the log-probs of each sample's tokens, 0 for those that its mask leaves out."""
