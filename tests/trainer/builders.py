@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
-from hocket.trainer.models import BatchLoss
+from hocket.trainer.models import BatchLoss, Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
@@ -25,7 +25,11 @@ CPU = torch.device("cpu")
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
     """Returns a trainer in float32 with small micro-batches, unless the settings say otherwise."""
     defaults = ("model.dtype=float32", "trainer.learning_rate=1e-3", "trainer.micro_batch_tokens=40")
-    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks, loss=loss)
+    return Trainer(
+        config_module.load(None, [*defaults, f"model.path={model}", *settings]),
+        ranks=ranks,
+        objective=Objective(loss=loss) if loss else None,
+    )
 
 
 def sequence(token_ids: Sequence[int], mask: Sequence[bool] | int = 2, *, logprob: float = -3.0) -> TokenSequence:

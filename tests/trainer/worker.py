@@ -37,6 +37,7 @@ from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.trainer import engine, policy, ranks
 from hocket.trainer.batching import TrainBatch
+from hocket.trainer.models import Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -296,7 +297,7 @@ def fail(scenario: str, model: str) -> None:
 
     timeout_s = 20 if cut_off or scenario == "rank_hangs" else 60
     settings = ("trainer.micro_batch_tokens=20", f"trainer.collective_timeout_s={timeout_s}", "trainer.zero_stage=2")
-    trainer = Trainer(make_config(model, *settings), loss=deadly)
+    trainer = Trainer(make_config(model, *settings), objective=Objective(loss=deadly))
     if not trainer.is_main:
         if between:
             happen()

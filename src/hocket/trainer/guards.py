@@ -22,8 +22,13 @@ LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 
 
-def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update]) -> str:
-    """Return which number of a step was extreme, or not finite first, and what to do about it; `updates` by learner."""
+def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update], rates: Mapping[str, str]) -> str:
+    """Return which number of a step was extreme, or not finite first, and what to do about it.
+
+    Args:
+        updates: by learner.
+        rates: the setting of each learner's learning rate.
+    """
     found = [
         (float(np.abs(values).max(initial=0.0)), index, name)  # nan where one is nan
         for index, sample in enumerate(samples)
@@ -37,8 +42,7 @@ def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update]) -
     bad = [f"the {name}'s {term}" for term, value in done.totals.items() if not math.isfinite(value)]
     bad += [f"the gradient of the {name}'s {parameter}" for parameter in done.bad_gradients]
     bad.append(f"the norm of the {name}'s gradient")
-    setting = "critic" if name == "critic" else "trainer"
-    return f"{bad[0]}. Lower {setting}.learning_rate, and start from weights before the fault"
+    return f"{bad[0]}. Lower {rates[name]}, and start from weights before the fault"
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:

@@ -7,7 +7,7 @@ decoder, and too high with 16-bit autocast (ZeRO-0).
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from hocket.trainer.step import Learner
 from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
+Models = Iterable[tuple[ModelConfig, bool]]  # each with whether it learns
 LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
 MAX_TRIES, WORTH_A_TRY = 40, 1.1  # number of sizes; least growth from one to the next
 BESIDE = 2 * GIB  # what a server on the same GPU takes once it works: new weights, layer by layer, and large batches
@@ -116,13 +117,11 @@ def estimate(
     )
 
 
-def needed(
-    models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool
-) -> Estimate:
-    """Return what a step needs with these models, by name; "reference" is frozen."""
+def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
+    """Return what a step needs with these models."""
     parts = [
         estimate(
-            skeleton(model).requires_grad_(False) if name == "reference" else skeleton(model),
+            skeleton(model) if learns else skeleton(model).requires_grad_(False),
             config,
             dtype=dtype,
             stage=default_zero_stage(config, dtype, num_ranks=num_ranks, on_gpu=on_gpu),
@@ -130,7 +129,7 @@ def needed(
             offloads=config.offload_optimizer and on_gpu,
             quantized=model.lora is not None and model.lora.quantize is not None,
         )
-        for name, model in models.items()
+        for model, learns in models
     ]
     return Estimate(
         weights=sum(part.weights for part in parts),
@@ -141,7 +140,7 @@ def needed(
     )
 
 
-def check(models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
+def check(models: Models, config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
     """Return what a step needs with these models. Raise ConfigError, with a way out, where it clearly can't fit."""
     together = needed(models, config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
     available = available_bytes(ranks.device)

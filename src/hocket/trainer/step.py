@@ -14,8 +14,15 @@ from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.ranks import Ranks
 
 
-def always() -> bool:
-    return True
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The outcome of an optimiser step, the same on every rank."""
+
+    totals: Mapping[str, float]  # "loss" and the loss function's metrics, summed over micro-batches and ranks
+    outcome: Literal["updated", "skipped", "idle"]  # skipped: not finite; idle: the learner does not learn yet
+    grad_norm: float = math.nan  # before clipping; nan if skipped
+    is_faulty: bool = False  # not finite the second time, too; False where only float16's loss scale was too high
+    bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +33,9 @@ class Learner:
     engine: DeepSpeedEngine
     loss: Callable[[TrainBatch], LossOutput]  # runs the forward pass; this batch's share of the loss of the whole step
     reads: Sequence[str] = ()  # columns of a batch that the loss reads
-    learns: Callable[[], bool] = always  # False: only compute the loss, as during critic.warmup_steps
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """The outcome of an optimiser step, the same on every rank."""
-
-    totals: Mapping[str, float]  # "loss" and the loss function's metrics, summed over micro-batches and ranks
-    outcome: Literal["updated", "skipped", "idle"]  # skipped: not finite; idle: the learner does not learn yet
-    grad_norm: float = math.nan  # before clipping; nan if skipped
-    is_faulty: bool = False  # not finite the second time, too; False where only float16's loss scale was too high
-    bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
+    rate: str = "trainer.learning_rate"  # its setting
+    metrics: Callable[[Update], dict[str, float]] = lambda done: {}  # beside the policy's
+    learns: Callable[[], bool] = lambda: True  # False: only compute the loss, as during critic.warmup_steps
 
 
 def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:

@@ -21,9 +21,8 @@ from hocket.observe.metrics import over_updates
 from hocket.protocol import Health, TensorLayout, TensorSpec, manifest, weight_group
 from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, minibatches, num_positions
-from hocket.trainer.critic import critic_metrics
 from hocket.trainer.logprobs import CHUNK_TOKENS
-from hocket.trainer.models import BatchLoss, Models
+from hocket.trainer.models import Models, Objective, configured
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.step import Update, update
@@ -64,18 +63,18 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks with the same cause.
 
     Args:
-        loss: computed on the model's own distribution; default: the configured policy loss at rollout.temperature.
+        objective: default: the configured algorithm's.
         ranks: an existing connection to share, which `close` leaves open; default: a new one.
     """
 
-    def __init__(self, config: Config, *, loss: BatchLoss | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
         self._owns_ranks, self._closed, self._broken = ranks is None, False, False
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = cpu_threads(config.model.path, processes=local_size)
         self.ranks = ranks or Ranks(config.trainer.collective_timeout_s, threads)
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
-        self._epochs, self._minibatches = (1, 1) if loss else (config.algorithm.epochs, config.algorithm.minibatches)
+        self._objective = objective or configured(config)
         self._skipped_in_row = 0
         self._longest = 0  # positions of this rank's longest sequence in the work that is being done
         self.untrained: dict[int, str] = {}  # groups of the last step that no update has trained, with the reason
@@ -83,7 +82,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._failure: Exception | None = None  # of rank 0's disk, or of its sink
         try:
             self.tokenizer = tokenizers.load(config.model.path)
-            self.models = Models(config, self.ranks, loss)
+            self.models = Models(config, self.ranks, self._objective)
         except BaseException as error:
             if self._owns_ranks:
                 self.ranks.destroy()
@@ -216,7 +215,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         metrics: list[dict[str, float]] = []
         fault, self.untrained = "", dict.fromkeys(groups, "stop_kl ended the step before its update")
         seed = seed_of(self._config.seed, "minibatches", number)
-        for places in minibatches(groups, epochs=self._epochs, count=self._minibatches, seed=seed):
+        epochs, count = self._objective.epochs, self._objective.minibatches
+        for places in minibatches(groups, epochs=epochs, count=count, seed=seed):
             part = [samples[place] for place in places]
             done, measured = self._update(self._divide(part), tuple(map(num_positions, part)))
             updates.append(done)
@@ -227,7 +227,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 else:
                     self.untrained[group] = NO_UPDATE[done[POLICY].outcome]
             if any(update.is_faulty for update in done.values()):
-                fault = guards.first_fault(part, done)
+                rates = {learner.name: learner.rate for learner in self.models.learners}
+                fault = guards.first_fault(part, done, rates)
                 if keep is not None:
                     guards.keep_batch(keep, part, fault, self.tokenizer.decode)
             if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
@@ -285,8 +286,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
-        of_critic = critic_metrics(done["critic"]) if "critic" in done else {}
-        return done, {f"train/{name}": value for name, value in metrics.items()} | of_critic
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        for learner in self.models.learners:
+            named |= learner.metrics(done[learner.name])
+        return done, named
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
         """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing."""
