@@ -116,7 +116,7 @@ def test_layout_stream_and_an_export_in_several_files_are_the_same_tensors(
     ranks: Ranks, model: str, dtype: str, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_small_files = functools.partial(save_torch_state_dict, max_shard_size=8192)
-    monkeypatch.setattr("hocket.trainer.policy.save_torch_state_dict", in_small_files)
+    monkeypatch.setattr("hocket.trainer.weights.save_torch_state_dict", in_small_files)
     path = request.getfixturevalue(model)
     with make_trainer(ranks, path, f"model.dtype={dtype}") as trainer:
         trainer.step(make_samples())
@@ -248,7 +248,7 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
 ) -> None:
     with monkeypatch.context() as patch:
         full = Mock(side_effect=OSError(28, "No space left on device"))
-        patch.setattr("hocket.trainer.policy.save_torch_state_dict", full)
+        patch.setattr("hocket.trainer.weights.save_torch_state_dict", full)
         with pytest.raises(OSError, match="No space left"):
             trainer.export(tmp_path / "model")
     trainer.export(tmp_path / "model")

@@ -246,7 +246,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from hocket.commands.runs import export
+    from hocket.trainer.export import export
 
     export(args.FOLDER, args.OUTPUT, base=args.config.model.path if args.settings else None)
     print(f"wrote {args.OUTPUT}; serve it with: {door()} serve model.path={args.OUTPUT}")

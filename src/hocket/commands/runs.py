@@ -17,7 +17,7 @@ from hocket.client.pool import ServerPool
 from hocket.cluster.launch import free_port
 from hocket.commands.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.common import machine, tasks
-from hocket.common.files import kind_of, newest_version, write_atomically
+from hocket.common.files import kind_of, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load, read_settings
 from hocket.data.prompts import columns_of
@@ -203,6 +203,8 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             if config.server.urls or config.server.discover:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
+            from hocket.trainer.export import export
+
             export(Path(config.model.path), Path(model), base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
@@ -297,24 +299,6 @@ def score_samples(config: Config, file: Path) -> int:
     failed = sum(one.error is not None for one in scores)
     print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
     return int(failed > 0 or not scores)
-
-
-def export(folder: Path, output: Path, *, base: str | None) -> None:
-    """Write a model from a checkpoint or a published adapter; `base` is the model it began with, if that has moved."""
-    from hocket.trainer import lora, state
-
-    folder = Path(newest_version(str(folder)))
-    kind = kind_of(folder)
-    if kind == "adapter":
-        return lora.merge(folder, output, base=base)
-    if kind == "model":
-        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers, as it is")
-    if kind != "checkpoint":
-        wanted = "RUN/checkpoints/step_N, or RUN/weights/vN of a run with model.lora"
-        raise ConfigError(f"{folder} is neither a checkpoint nor an adapter; name {wanted}")
-    saved = checkpoints.read(folder)
-    base = base or saved.config["model"]["path"]
-    state.export(folder, output, base=base, dtype=saved.trainer["dtype"], adapter=saved.trainer["adapter"])
 
 
 def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:

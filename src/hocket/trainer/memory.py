@@ -127,7 +127,7 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
             stage=default_zero_stage(config, dtype, num_ranks=num_ranks, on_gpu=on_gpu),
             num_ranks=num_ranks,
             offloads=config.offload_optimizer and on_gpu,
-            quantized=model.lora is not None and model.lora.quantize is not None,
+            quantized=model.quantizes,
         )
         for model, learns in models
     ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hocket.config import Config, ModelConfig, TrainerConfig
 from hocket.data import tokenizer as tokenizers
-from hocket.trainer import engine, lora, offload
+from hocket.trainer import engine, offload
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.extras import Base, Column, Extra, Loaded
 from hocket.trainer.policy import Policy
@@ -21,7 +21,7 @@ def reference(config: Config) -> Extra | None:
     path = config.algorithm.reference
     if config.algorithm.kl == "off":
         return None
-    if path is None and config.model.lora is not None:
+    if path is None and config.model.weights == "adapter":
         return Extra(column="ref_logprobs", load=lambda base: Loaded(measure=_under_adapter(base)))
     if path is not None:
         tokenizers.check_same_ids(path, "algorithm.reference", config.model)
@@ -31,7 +31,7 @@ def reference(config: Config) -> Extra | None:
 
 def _under_adapter(base: Base) -> Column:
     def logprobs(batch: TrainBatch) -> Tensor:
-        with lora.switched_off(base.policy.model):
+        with base.policy.weights.base(base.policy.model):
             return base.logprobs(batch)
 
     return logprobs

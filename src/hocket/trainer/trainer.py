@@ -93,7 +93,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             raise guards.out_of_memory(error, self._config, work="start", on_gpu=on_gpu, **sizes) from error
         self.policy, self.engine = self.models.policy, self.models.engine
         self.micro_batch_tokens = self.models.micro_batch_tokens
-        self.adapter = self.policy.adapter  # the only weights that are trained; None: all are
+        self.adapter = self.policy.weights.adapter
 
     def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
         try:
@@ -329,7 +329,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def export(self, folder: Path) -> dict[str, TensorSpec]:
-        """Write the weights in Hugging Face format (adapter: PEFT's) and return the specs of the tensors in memory."""
+        """Write the weights as published and return the specs of the tensors in memory."""
         named = [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
             for bucket in self.engine.buckets(EXPORT_BYTES)
@@ -361,7 +361,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             "skipped_in_row": self._skipped_in_row,
             "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self.models.fitted_for},
             "dtype": manifest.dtype_name(self.models.dtype),
-            "adapter": None if self.adapter is None else self.adapter.model_dump(),
         }
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
