@@ -76,21 +76,19 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._config, self._algorithm = config.trainer, config.algorithm
         self._objective = objective or configured(config)
         self._skipped_in_row = 0
-        self._longest = 0  # positions of this rank's longest sequence in the work that is being done
+        self._longest = 1  # positions of this rank's longest sequence in the work that is being done
+        self.micro_batch_tokens = CHUNK_TOKENS  # of the first rehearsal
         self.untrained: dict[int, str] = {}  # groups of the last step that no update has trained, with the reason
         self._away: offload.Offloaded | None = None
         self._failure: Exception | None = None  # of rank 0's disk, or of its sink
         try:
-            self.tokenizer = tokenizers.load(config.model.path)
-            self.models = Models(config, self.ranks, self._objective)
-        except BaseException as error:
+            with self._naming_memory("start"):
+                self.tokenizer = tokenizers.load(config.model.path)
+                self.models = Models(config, self.ranks, self._objective)
+        except BaseException:
             if self._owns_ranks:
                 self.ranks.destroy()
-            if not guards.is_out_of_memory(error):
-                raise
-            sizes = {"micro_batch_tokens": CHUNK_TOKENS, "longest": 1}  # of the first rehearsal
-            on_gpu = self.device.type == "cuda"
-            raise guards.out_of_memory(error, self._config, work="start", on_gpu=on_gpu, **sizes) from error
+            raise
         self.policy, self.engine = self.models.policy, self.models.engine
         self.micro_batch_tokens = self.models.micro_batch_tokens
         self.adapter = self.policy.weights.adapter
@@ -138,25 +136,31 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """Run this rank's part of a method `on_all_ranks`."""
         self._broken, self._longest = True, 0
         self.ranks.use_this_thread()
-        with self.ranks.deadline(f"doing the common {name.strip('_')}"):
-            try:
-                result = _METHODS[name](self, *args)
-            except Exception as error:
-                if not guards.is_out_of_memory(error):
-                    raise
-                raise guards.out_of_memory(
-                    error,
-                    self._config,
-                    micro_batch_tokens=self.micro_batch_tokens,
-                    work=name.strip("_"),
-                    longest=self._longest,
-                    on_gpu=self.device.type == "cuda",
-                ) from error
+        work = name.strip("_")
+        with self.ranks.deadline(f"doing the common {work}"), self._naming_memory(work):
+            result = _METHODS[name](self, *args)
         self._broken = False
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         return result
+
+    @contextlib.contextmanager
+    def _naming_memory(self, work: str) -> Iterator[None]:
+        """Context whose lack of memory is told with what to set."""
+        try:
+            yield
+        except Exception as error:
+            if not guards.is_out_of_memory(error):
+                raise
+            raise guards.out_of_memory(
+                error,
+                self._config,
+                micro_batch_tokens=self.micro_batch_tokens,
+                work=work,
+                longest=self._longest,
+                on_gpu=self.device.type == "cuda",
+            ) from error
 
     @contextlib.contextmanager
     def _of_rank_0(self) -> Iterator[None]:
@@ -213,7 +217,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         groups = [sample.group for sample in samples]
         updates: list[dict[str, Update]] = []
         metrics: list[dict[str, float]] = []
-        fault, self.untrained = "", dict.fromkeys(groups, "stop_kl ended the step before its update")
+        reasons = dict.fromkeys(groups, "stop_kl ended the step before its update")
+        trained: set[int] = set()
+        fault = ""
         seed = seed_of(self._config.seed, "minibatches", number)
         epochs, count = self._objective.epochs, self._objective.minibatches
         for places in minibatches(groups, epochs=epochs, count=count, seed=seed):
@@ -221,11 +227,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             done, measured = self._update(self._divide(part), tuple(map(num_positions, part)))
             updates.append(done)
             metrics.append(measured)
-            for group in self.untrained.keys() & {sample.group for sample in part}:
-                if done[POLICY].outcome == "updated":
-                    del self.untrained[group]
-                else:
-                    self.untrained[group] = NO_UPDATE[done[POLICY].outcome]
+            mine = {sample.group for sample in part}
+            if done[POLICY].outcome == "updated":
+                trained |= mine
+            else:
+                reasons |= dict.fromkeys(mine, NO_UPDATE[done[POLICY].outcome])
             if any(update.is_faulty for update in done.values()):
                 rates = {learner.name: learner.rate for learner in self.models.learners}
                 fault = guards.first_fault(part, done, rates)
@@ -233,8 +239,21 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                     guards.keep_batch(keep, part, fault, self.tokenizer.decode)
             if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
                 break
+        self.untrained = {group: reason for group, reason in reasons.items() if group not in trained}
         changed = {name for done in updates for name, update in done.items() if update.outcome == "updated"}
         self._end_step(tuple(changed))
+        self._count_skipped(updates, fault, keep)
+        seconds = time.perf_counter() - start
+        by_batch = "old_logprobs" in self.models.columns
+        timed = {"train/learning_rate": learning_rate, "time/train": seconds}
+        measured = over_updates(metrics, seconds, by_batch) | timed
+        if measured["train/mfu"] > 1:  # the peak was measured while others used the cores
+            self.models.peak_flops *= measured["train/mfu"]
+            measured["train/mfu"] = 1.0
+        return measured
+
+    def _count_skipped(self, updates: Sequence[Mapping[str, Update]], fault: str, keep: Path | None) -> None:
+        """Raise TrainerError after too many steps in a row without an update."""
         if all(any(update.is_faulty for update in done.values()) for done in updates):
             self._skipped_in_row += 1
         elif any(done[POLICY].outcome != "skipped" for done in updates):
@@ -245,14 +264,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
                 f"the first fault of the last one{kept}: {fault}"
             )
-        seconds = time.perf_counter() - start
-        by_batch = "old_logprobs" in self.models.columns
-        timed = {"train/learning_rate": learning_rate, "time/train": seconds}
-        measured = over_updates(metrics, seconds, by_batch) | timed
-        if measured["train/mfu"] > 1:  # the peak was measured while others used the cores
-            self.models.peak_flops *= measured["train/mfu"]
-            measured["train/mfu"] = 1.0
-        return measured
 
     @on_all_ranks
     def plan(self, steps: int) -> None:
