@@ -20,6 +20,7 @@ from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.memory import GIB, Estimate
 from hocket.trainer.models import configured
 from hocket.trainer.policy import skeleton
+from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES
 
 
@@ -110,10 +111,8 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     together = set(",".join(where.servers).split(",")) & set(where.ranks.split(","))
     share = server.gpu_memory_utilization
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad or config.model.lora) * dtype.itemsize / size
-    text = model.config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    kv_token = 2 * text.num_hidden_layers * heads * head * dtype.itemsize
+    shape = Shape.of(model)
+    kv_token = 2 * shape.layers * shape.key * dtype.itemsize
     kv_cache = size * (
         server.kv_cache_mib << 20 if server.kv_cache_mib else GIB * (gpu.gib * share - ENGINE_GIB) - weights
     )

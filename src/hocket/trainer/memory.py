@@ -21,6 +21,7 @@ from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
 from hocket.types import TokenSequence, TrainSample
 
@@ -73,18 +74,11 @@ def estimate(
     Micro-batches have the configured size; with "auto", that of one chunk of tokens. `offloads`: the optimizer's state
     is off the device. `quantized`: frozen linear layers, all but the output head, are held in 4 bits.
     """
-    parameters, head, text = list(model.parameters()), model.get_output_embeddings(), model.config.get_text_config()
+    parameters, head, shape = list(model.parameters()), model.get_output_embeddings(), Shape.of(model)
     sizes = [p.numel() for p in parameters if p.requires_grad]
     trained, largest = sum(sizes), max(sizes, default=0)
     linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
     small = sum(weight.numel() for weight in linear if quantized and not weight.requires_grad)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    query = size * text.num_attention_heads
-    key = size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    inner, experts = getattr(text, "intermediate_size", None), getattr(text, "num_experts_per_tok", None)
-    inner = (
-        experts * (getattr(text, "moe_intermediate_size", None) or inner) if experts else inner or 4 * text.hidden_size
-    )
 
     half = dtype.itemsize < 4
     zero = config.deepspeed.get("zero_optimization", {})
@@ -103,17 +97,17 @@ def estimate(
         gathered = min(count, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
     tokens = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
-    norms = (4 * itemsize + 8) * text.hidden_size  # computed in float32
-    layer = norms + itemsize * (3 * query + 2 * key + 4 * inner)
-    per_token = text.num_hidden_layers * layer + norms
+    norms = (4 * itemsize + 8) * shape.hidden  # computed in float32
+    layer = norms + itemsize * (3 * shape.query + 2 * shape.key + 4 * shape.inner)
+    per_token = shape.layers * layer + norms
     if config.gradient_checkpointing:
-        per_token = text.num_hidden_layers * itemsize * text.hidden_size + norms + layer
+        per_token = shape.layers * itemsize * shape.hidden + norms + layer
     return Estimate(
         weights=weights,
         gradients=trained * (whole + shared / num_ranks) + bucket,
         optimizer=0 if offloads else 8 * trained if stage == 0 else 12 * trained / num_ranks,
         activations=tokens * per_token if trained else 0,
-        logits=_HEAD_BYTES * min(tokens, CHUNK_TOKENS) * text.vocab_size,
+        logits=_HEAD_BYTES * min(tokens, CHUNK_TOKENS) * shape.vocab,
     )
 
 
