@@ -14,8 +14,8 @@ from hocket.config import ModelConfig
 from hocket.errors import TrainerError
 from hocket.protocol import TensorSpec, manifest
 from hocket.trainer import attention
+from hocket.trainer import kernels as kernel_sets
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.kernels import compile_layers, use_liger, use_onednn
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.lora import Adapter
 from hocket.trainer.weights import Weights, load_model, unshared
@@ -75,12 +75,7 @@ class Policy(nn.Module):
                 module.p = 0.0
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0
-        if kernels == "liger":
-            use_liger(model)
-        if kernels == "compile":
-            compile_layers(model)
-        else:
-            use_onednn(model)
+        kernel_sets.use(kernels, model)
         if config.float32_head:
             compute_in_float32(model.get_output_embeddings())
 
