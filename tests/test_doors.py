@@ -88,6 +88,8 @@ def entries(table: ast.expr | None, takes: object) -> Iterator[tuple[int, int, l
     if isinstance(table, ast.Dict):
         pairs = [(key, value) for key, value in zip(table.keys, table.values, strict=True) if takes(value)]
         yield from ((key.lineno, value.end_lineno or 0, []) for key, value in pairs if key is not None)
+    elif isinstance(table, ast.Call):
+        yield from ((one.lineno, one.end_lineno or 0, []) for one in table.keywords if takes(one.value))
     elif isinstance(table, ast.Tuple | ast.List):
         yield from ((one.lineno, one.end_lineno or 0, []) for one in table.elts if takes(one))
 
