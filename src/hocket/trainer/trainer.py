@@ -61,10 +61,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
     Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks with the same cause.
-
-    Args:
-        objective: default: the configured algorithm's.
-        ranks: an existing connection to share, which `close` leaves open; default: a new one.
+    The objective is the configured algorithm's by default; `ranks` that are given stay open.
     """
 
     def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
@@ -147,7 +144,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @contextlib.contextmanager
     def _naming_memory(self, work: str) -> Iterator[None]:
-        """Context whose lack of memory is told with what to set."""
+        """Context that names what to set where there is no memory."""
         try:
             yield
         except Exception as error:
@@ -221,8 +218,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         trained: set[int] = set()
         fault = ""
         seed = seed_of(self._config.seed, "minibatches", number)
-        epochs, count = self._objective.epochs, self._objective.minibatches
-        for places in minibatches(groups, epochs=epochs, count=count, seed=seed):
+        how = self._objective
+        for places in minibatches(groups, epochs=how.epochs, count=how.minibatches, seed=seed):
             part = [samples[place] for place in places]
             done, measured = self._update(self._divide(part), tuple(map(num_positions, part)))
             updates.append(done)
