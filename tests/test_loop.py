@@ -15,7 +15,7 @@ import pytest
 from batches import played
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import Measured, shape
+from hocket.algorithm.samples import shape
 from hocket.data.stream import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
@@ -26,7 +26,7 @@ from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Columns, OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -79,11 +79,11 @@ class World:
     async def settle(self, rollouts: Sequence[Rollout], given: Sequence[dict[str, Score]]) -> tuple[Score, ...]:
         return tuple(one["one"] for one in given)
 
-    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
         if self.reference is None:
             return []
         self.diary.append(("measure", len(sequences)))
-        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in sequences]
+        return [{"ref_logprobs": (0.0, *self.reference)} for _ in sequences]
 
     def step(self, samples: Sequence[TrainSample], *, number: int, keep: Path) -> dict[str, float]:
         self.keep.append(keep)

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from batches import drawing, scorer_of_all
 from hocket import config
 from hocket.client.pool import Deadline, ServerPool
-from hocket.commands.runs import Parts, select
+from hocket.commands.runs import Parts
 from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
 from hocket.data import tokenizer
@@ -22,6 +22,7 @@ from hocket.observe.console import Console
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Plan, collect
 from hocket.rollout.pipeline import sampling_params
+from hocket.stages.select import select
 from hocket.types import Group, TokenSequence
 from processes import ROOT, START_S, Command, free_port
 

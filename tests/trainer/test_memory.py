@@ -175,7 +175,7 @@ def test_a_rehearsed_step_of_every_learner_leaves_no_trace(
     ranks: Ranks, tied_model: str, stage: int, preset: str, tmp_path: Path
 ) -> None:
     zeros = (0.0,) * 65
-    work = [dataclasses.replace(sample, values=zeros, returns=zeros) for sample in samples(512, 62)]
+    work = [dataclasses.replace(sample, columns={"values": zeros, "returns": zeros}) for sample in samples(512, 62)]
     with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", f"algorithm.preset={preset}") as trainer:
         assert [learner.name for learner in trainer.models.learners[1:]] == ["critic"] * (preset == "ppo")
         builders.save(trainer, tmp_path / "state")

@@ -80,6 +80,16 @@ class ModelConfig(Section):
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.lora is not None and self.random_init, "lora adapts loaded weights; with random_init there are none"
 
+    @property
+    def weights(self) -> Literal["model", "adapter"]:
+        """What is trained: the whole model, or an adapter beside its frozen weights."""
+        return "model" if self.lora is None else "adapter"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether frozen weights are held in 4 bits."""
+        return self.lora is not None and self.lora.quantize is not None
+
     def beside(self, path: str | None) -> "ModelConfig":
         """Return the config of another whole model: at `path`, or the one that the run starts from."""
         other = {} if path is None else {"path": path, "random_init": False}
