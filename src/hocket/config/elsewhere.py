@@ -1,5 +1,7 @@
 """Say what the settings of TRL, OpenRLHF and verl are called here."""
 
+from hocket.common import markdown
+
 NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any section
     "model.path": "model_name_or_path pretrain actor_rollout_ref.model.path",
     "model.lora.rank": "lora_r lora_rank",
@@ -54,5 +56,5 @@ def name_here(key: str) -> str | None:
 
 
 def names_table() -> str:
-    rows = (f"| {here} | `{names.replace(' ', '`, `')}` |" for here, names in NAMES_ELSEWHERE.items())
-    return "\n".join(["| here | in TRL, OpenRLHF or verl |", "|---|---|", *rows])
+    rows = ((here, f"`{names.replace(' ', '`, `')}`") for here, names in NAMES_ELSEWHERE.items())
+    return markdown.table(("here", "in TRL, OpenRLHF or verl"), rows)

@@ -11,6 +11,7 @@ import pydantic_core
 import yaml
 from pydantic.fields import FieldInfo
 
+from hocket.common import markdown
 from hocket.common.files import kind_of
 from hocket.common.registry import nearest
 from hocket.config.elsewhere import name_here, names_table
@@ -124,11 +125,12 @@ def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
 def reference() -> str:
     """Return every key with its default and description, as a Markdown table."""
     rows = (
-        f"| `{key}` | `{_default(field)}` | {field.description} |"
+        (f"`{key}`", f"`{_default(field)}`", field.description)
         for key, field in _fields()
         if ("." in key or field.description) and not key.startswith("eval.data.")  # as in data; and no whole section
     )
-    return "\n".join(["| key | default | what it does |", "|---|---|---|", *rows, "", names_table()])
+    settings = markdown.table(("key", "default", "what it does"), rows)
+    return f"{settings}\n\n{names_table()}"
 
 
 def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
