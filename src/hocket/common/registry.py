@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -86,6 +86,21 @@ def check_options(
             close = nearest(name, [key for key in keys if key not in named])
             row = "; the row's answer is the argument answer, its other columns are in meta" if "meta" in keys else ""
             raise ConfigError(f"{called} needs the option {name!r}{close}: set {section}.{name}{row}")
+
+
+def refuse_owned(
+    where: str, given: Iterable[str], owned: Mapping[str, str], known: Collection[str], unknown: str
+) -> None:
+    """Raise ValueError that names all of `given` that are not `known`, or `owned` by a setting of hocket ("": none)."""
+    wrong = []
+    for name in given:
+        if name in owned:
+            advice = f"set {owned[name]}" if owned[name] else "leave it out"
+            wrong.append(f"{where}{name} can't be set, as hocket sets it: {advice}")
+        elif name not in known:
+            wrong.append(f"{where}{name}{unknown}{nearest(name, set(known) - owned.keys())}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
