@@ -16,6 +16,7 @@ from batches import played
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import Measured, shape
+from hocket.data.cache import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
@@ -122,7 +123,7 @@ async def trained(
         Console(config.trainer.steps) as console,
         Checkpoints(config, world.state, {}) as kept,
     ):
-        prompts, others = ([Prompt(id=f"{name}{i}", token_ids=(1,)) for i in range(3)] for name in "ph")
+        prompts, others = (Prompts(Prompt(id=f"{name}{i}", token_ids=(1,)) for i in range(3)) for name in "ph")
         stream = PromptStream(prompts, config.trainer.seed, retire_after=config.curriculum.retire_after)
         evaluation = Evaluation(
             prompts=others[:held_out],

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from hocket.config import CurriculumConfig
+from hocket.data.cache import Prompts
 from hocket.data.curriculum import Candidates, Curriculum, PassRates, Shuffle, Sorted, bind
 from hocket.errors import ConfigError
 from hocket.types import Prompt
@@ -22,7 +23,7 @@ def candidates(
     measured = PassRates(num)
     for index, (when, rate) in (rates or {}).items():
         measured.record(index, when, rate)
-    prompts = [Prompt(id=f"p{i}", token_ids=(1,), difficulty=(difficulties or {}).get(i)) for i in range(num)]
+    prompts = Prompts(Prompt(id=f"p{i}", token_ids=(1,), difficulty=(difficulties or {}).get(i)) for i in range(num))
     members = [i for i in reversed(range(num)) if i not in retired]
     return Candidates(epoch=epoch, prompts=prompts, members=members, measured=measured)
 

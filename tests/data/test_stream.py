@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import pytest
 
+from hocket.data.cache import Prompts
 from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Sorted
 from hocket.data.ledger import accounts
 from hocket.data.stream import Outcome, PromptStream
@@ -15,8 +16,8 @@ from hocket.types import Prompt
 TRAINED = Outcome(state="trained")
 
 
-def prompts(num: int, answer: str = "x", **known: Any) -> list[Prompt]:
-    return [Prompt(id=f"rows:{i}", token_ids=(i + 1,), answer=answer, **known) for i in range(num)]
+def prompts(num: int, answer: str = "x", **known: Any) -> Prompts:
+    return Prompts(Prompt(id=f"rows:{i}", token_ids=(i + 1,), answer=answer, **known) for i in range(num))
 
 
 def ids(taken: dict[int, Prompt]) -> list[str]:
@@ -165,7 +166,8 @@ class Growing(Curriculum):
 
 
 def test_a_curriculum_that_moves_on_ends_the_epoch_and_the_rest_is_accounted_for() -> None:
-    rows = [Prompt(id=str(i), token_ids=(1,), difficulty=level) for i, level in enumerate([0.0, 0.0, 0.0, 1.0])]
+    levels = enumerate([0.0, 0.0, 0.0, 1.0])
+    rows = Prompts(Prompt(id=str(i), token_ids=(1,), difficulty=level) for i, level in levels)
     stream = PromptStream(rows, 0, Growing())
     draws = stream.take(2)
     for draw in draws:
@@ -272,4 +274,4 @@ def test_a_position_among_other_prompts_is_refused() -> None:
         with pytest.raises(DataError, match=said):
             PromptStream(rows, seed).restore(state)
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):
-        PromptStream([], seed=0)
+        PromptStream(Prompts(), seed=0)

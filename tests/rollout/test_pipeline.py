@@ -13,6 +13,7 @@ from batches import ids, own_reward, played, scoring
 from hocket import config as config_module
 from hocket.common.tasks import seed_of
 from hocket.config import Config
+from hocket.data.cache import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError, ServerError
 from hocket.observe.run_folder import lines_of
@@ -20,7 +21,7 @@ from hocket.rollout.collect import Seat, collect
 from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
 from hocket.types import Group, Prompt, Rollout, Score
 
-PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
+PROMPTS = Prompts(Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40))
 
 
 class FakePlayer:

@@ -15,6 +15,7 @@ from hocket.client.server import ServerClient
 from hocket.cluster.launch import Child, stop, variables, visible_gpus
 from hocket.config import Config, DataConfig
 from hocket.data import tokenizer as tokenizers
+from hocket.data.cache import KeptPrompts, Prompts
 from hocket.data.curriculum import bind
 from hocket.data.prompts import Renderer, load_prompts
 from hocket.data.stream import PromptStream
@@ -71,7 +72,7 @@ class Parts:
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
             raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
 
-    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
+    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Prompts | KeptPrompts:
         """Return the prompts of a source that are short enough, and say how many were not."""
         made = self.environment()
         thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
@@ -111,7 +112,7 @@ class Parts:
             self.console.say(f"nothing is evaluated: {NO_ROWS}")
         return ()
 
-    def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
+    def stream(self, prompts: Prompts | KeptPrompts) -> PromptStream:
         """Return the stream that draws the prompts of the batches."""
         curriculum, size = self.config.curriculum, self.config.rollout.prompts_per_step
         seed, retire_after = self.config.trainer.seed, curriculum.retire_after

@@ -10,8 +10,7 @@ from typing import Any
 
 from hocket.common.registry import Registry
 from hocket.config import CurriculumConfig
-from hocket.data.cache import difficulty
-from hocket.types import Prompt
+from hocket.data.cache import KeptPrompts, Prompts
 
 
 class PassRates:
@@ -39,13 +38,13 @@ class Candidates:
     """The prompts to plan an epoch from; a prompt is named by its index in `prompts`."""
 
     epoch: int  # counts from 0
-    prompts: Sequence[Prompt]
+    prompts: Prompts | KeptPrompts
     members: Sequence[int]  # the prompts that are not retired, shuffled by (seed, epoch)
     measured: PassRates  # of all prompts
 
     def difficulty(self, index: int) -> float | None:
         """Return the number of data.difficulty_column, else 1 - pass rate; None if neither is known."""
-        given, rate = difficulty(self.prompts, index), self.measured.rates[index]
+        given, rate = self.prompts.difficulties[index], self.measured.rates[index]
         return given if given is not None or rate is None else 1 - rate
 
 

@@ -8,10 +8,10 @@ import collections
 import copy
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from hocket.data import cache
+from hocket.data.cache import KeptPrompts, Prompts
 from hocket.data.curriculum import Candidates, Curriculum, PassRates, Shuffle
 from hocket.errors import DataError
 from hocket.types import Prompt
@@ -36,7 +36,7 @@ class PromptStream:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts | KeptPrompts,
         seed: int,
         curriculum: Curriculum | None = None,  # default: all prompts, shuffled by (seed, epoch)
         *,
@@ -46,7 +46,7 @@ class PromptStream:
         if not prompts:
             raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
         self._prompts = prompts
-        self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": cache.fingerprint(prompts)}
+        self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": prompts.fingerprint}
         self._curriculum = curriculum or Shuffle()
         self._retire_after, self._prompts_per_step = retire_after, prompts_per_step
         self._measured = PassRates(len(prompts))
