@@ -310,8 +310,6 @@ def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_
     for reward, passes in (("format", "format"), ("null", "right"), ("exact_match", "right")):
         loaded = config.load(None, ["rewards.functions={right: 1.0, format: 0.1}", f"eval.reward={reward}"])
         assert loaded.pass_reward == passes
-    for curriculum, uses in (("{}", False), ("{name: sorted}", True), ("{retire_after: 2}", True)):
-        assert config.load(None, [f"curriculum={curriculum}"]).uses_pass_rates is uses
 
 
 def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from hocket.config import DataConfig
 from hocket.data import cache, sources
 from hocket.data.cache import KeptPrompts, Prompts
+from hocket.data.curriculum import Planner
 from hocket.data.prompts import Renderer, load_prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError
@@ -62,7 +63,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Load:
     ) -> Prompts | KeptPrompts:
         """Load prompts; without `cached`, prepare them as those of a small source."""
         monkeypatch.setattr(sources, "SMALL", 0 if cached else 1 << 40)
-        data = DataConfig(source=str(source), difficulty_column="level").model_copy(update=settings)
+        data = DataConfig(source=str(source)).model_copy(update=settings)
         return load_prompts(data, tok, max_prompt_tokens=longest, tools=tools)[0]
 
     return load
@@ -79,9 +80,9 @@ def test_a_second_start_has_the_same_prompts_without_rendering_one(
         assert list(map(repr, prompts)) == list(map(repr, plain))  # NaN is not equal to itself
         assert prompts[-1].id == plain[-1].id
         assert [prompt.id for prompt in prompts[1:9]] == ["rows.jsonl:2", "rows.jsonl:3"]
-        state, expected = PromptStream(prompts, 7).state(), PromptStream(plain, 7).state()
+        state, expected = PromptStream(Planner(prompts, 7)).state(), PromptStream(Planner(plain, 7)).state()
         assert state == expected
-        assert prompts.difficulties == [2.0, 0.5, 1.0]
+        assert prompts.column("level") == [2, 0.5, 1]
 
 
 def test_prompts_of_another_length_come_from_the_same_file(load: Load, rows: Path, folder: Path) -> None:
@@ -105,7 +106,6 @@ def test_what_the_prompts_follow_from_is_in_the_key(
     changes: list[dict[str, Any]] = [
         {},
         {"answer_column": None},
-        {"difficulty_column": None},
         {"prompt_column": "answer", "answer_column": None, "limit": 2},
         {"system_prompt": "Be brief."},
         {"chat_template": False, "limit": 1},

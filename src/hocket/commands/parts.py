@@ -114,9 +114,8 @@ class Parts:
 
     def stream(self, prompts: Prompts | KeptPrompts) -> PromptStream:
         """Return the stream that draws the prompts of the batches."""
-        curriculum, size = self.config.curriculum, self.config.rollout.prompts_per_step
-        seed, retire_after = self.config.trainer.seed, curriculum.retire_after
-        return PromptStream(prompts, seed, bind(curriculum), retire_after=retire_after, prompts_per_step=size)
+        planner = bind(self.config.curriculum, prompts, self.config.trainer.seed)
+        return PromptStream(planner, prompts_per_step=self.config.rollout.prompts_per_step)
 
     def play(self, servers: ServerPool) -> Play:
         """Return how episodes are played on these servers: single turns, turns with an environment, or agents."""

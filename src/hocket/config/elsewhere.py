@@ -46,7 +46,10 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "run.dir": "output_dir default_local_dir",
     "no setting: every step is logged": "logging_steps",
 }
-_HERE = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
+MOVED = {  # earlier name → the one now
+    "data.difficulty_column": "curriculum.difficulty_column, an option of sorted",
+}
+_HERE = MOVED | {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
 
 def name_here(key: str) -> str | None:

@@ -127,7 +127,7 @@ def reference() -> str:
     rows = (
         (f"`{key}`", f"`{_default(field)}`", field.description)
         for key, field in _fields()
-        if ("." in key or field.description) and not key.startswith("eval.data.")  # as in data; and no whole section
+        if field.description and not key.startswith("eval.data.")  # as in data
     )
     settings = markdown.table(("key", "default", "what it does"), rows)
     return f"{settings}\n\n{names_table()}"

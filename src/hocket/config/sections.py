@@ -100,7 +100,6 @@ class DataConfig(Section):
     prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
     answer_pattern: re.Pattern[str] | None = Field(None, description="Regular expression; its group 1 is the answer.")
-    difficulty_column: str | None = Field(None, description="Column of a number, higher for harder rows (curriculum).")
     response_column: str = Field("response", description="Column of the demonstration, for sft; `messages` needs none.")
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
     chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
@@ -119,7 +118,7 @@ class DataConfig(Section):
 
 class CurriculumConfig(Section, extra="allow"):
     name: str = Field("shuffle", description="Order of prompts: `shuffle`, `sorted` or a plugin's, with its options.")
-    retire_after: int = Field(0, ge=0, description="Epochs in a row, all solved, that retire a prompt. 0 disables it.")
+    retire_after: int = Field(0, ge=0)  # an option of each (curriculum.md)
 
 
 class RolloutConfig(Section):

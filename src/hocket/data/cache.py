@@ -5,7 +5,6 @@ hash of its content, so that a damaged one is never used. The cache only saves t
 prepared in memory.
 """
 
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -24,8 +23,8 @@ from hocket.errors import DataError
 from hocket.types import Prompt
 
 UNUSED_S = 30 * 86_400.0  # after which a folder is removed
-COLUMNS = {"length": "int32", "difficulty": "float64", "digest": "string", "others": "string"}  # and token_ids
-OTHERS = [field.name for field in fields(Prompt) if field.name not in ("token_ids", "difficulty")]
+COLUMNS = {"length": "int32", "digest": "string", "others": "string"}  # and token_ids
+OTHERS = [field.name for field in fields(Prompt) if field.name != "token_ids"]
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +32,11 @@ log = logging.getLogger(__name__)
 class Prompts(list[Prompt]):
     """Prompts in memory."""
 
-    @functools.cached_property
-    def difficulties(self) -> Sequence[float | None]:
-        return [prompt.difficulty for prompt in self]
+    def column(self, name: str) -> list[Any]:
+        """Return another column of the data; None where a row lacks it."""
+        return [prompt.meta.get(name) for prompt in self]
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """Hash of what training takes from the prompts."""
         return _sha256("".join(map(_digest, self)))
@@ -48,10 +47,12 @@ class KeptPrompts(Sequence[Prompt]):
 
     def __init__(self, table: Any, longest: int) -> None:
         self.lengths: list[int] = table["length"][:]  # of all
-        short = table.select([row for row, length in enumerate(self.lengths) if length <= longest])
-        self._rows = short.select_columns(["token_ids", "difficulty", "others"])
-        self.difficulties: Sequence[float | None] = short["difficulty"][:]
-        self.fingerprint = _sha256("".join(short["digest"]))
+        self._rows = table.select([row for row, length in enumerate(self.lengths) if length <= longest])
+        self.fingerprint = _sha256("".join(self._rows["digest"]))
+
+    def column(self, name: str) -> list[Any]:
+        """Return another column of the data; None where a row lacks it."""
+        return [_others(text)["meta"].get(name) for text in self._rows["others"]]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -60,7 +61,7 @@ class KeptPrompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         row = self._rows[index]
-        return Prompt(token_ids=tuple(row["token_ids"]), difficulty=row["difficulty"], **_others(row["others"]))
+        return Prompt(token_ids=tuple(row["token_ids"]), **_others(row["others"]))
 
 
 def load(
@@ -145,13 +146,8 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     text = json.dumps(others)
     if repr(_others(text)) != repr(others):
         raise TypeError(f"{prompt.id} has a column that JSON can't hold as it is")
-    return {
-        "token_ids": prompt.token_ids,
-        "length": len(prompt.token_ids),
-        "difficulty": prompt.difficulty,
-        "digest": _digest(prompt),
-        "others": text,
-    }
+    ids = prompt.token_ids
+    return {"token_ids": ids, "length": len(ids), "digest": _digest(prompt), "others": text}
 
 
 def _others(text: str) -> dict[str, Any]:
@@ -162,7 +158,7 @@ def _others(text: str) -> dict[str, Any]:
 
 
 def _digest(prompt: Prompt) -> str:
-    return _sha256(repr([prompt.id, prompt.token_ids, prompt.answer, prompt.difficulty]))[:16]
+    return _sha256(repr([prompt.id, prompt.token_ids, prompt.answer]))[:16]
 
 
 def _sha256(text: str) -> str:

@@ -152,7 +152,6 @@ class Renderer:
             "opening": opening_of(text),
             "options": data.chat_template_kwargs,
             "answer": self._answer(columns),
-            "difficulty": self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
         }
 
@@ -272,15 +271,6 @@ class Renderer:
             what = f"data.answer_pattern {pattern.pattern!r} finds no answer in column {column!r}"
             raise ValueError(f"{what}: {answer!r:.80}")
         return match[1].strip()
-
-    def _difficulty(self, columns: Mapping[str, Any]) -> float | None:
-        column = self._data.difficulty_column
-        if column is None:
-            return None
-        value = self.column(columns, "difficulty_column")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"column {column!r} (data.difficulty_column) must be a number, got {value!r:.80}")
-        return float(value)
 
     def column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
         """Return the value of the column that `setting` names; without it, raise ValueError with those there are."""
