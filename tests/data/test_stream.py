@@ -184,8 +184,8 @@ def test_a_curriculum_that_moves_on_ends_the_epoch_and_the_rest_is_accounted_for
     assert [entry for entry in stream.entries() if "draw" not in entry] == [
         {"epoch": 0, "prompt": "3", "state": "skipped", "why": "left out by Growing"},
         {"epoch": 0, "prompt": late, "state": "skipped", "why": "the curriculum moved on before its turn"},
-        {"epoch": 1, "prompt": "3", "state": "back"},
         {"epoch": 1, "prompt": late, "state": "back"},
+        {"epoch": 1, "prompt": "3", "state": "back"},
     ]
 
 
