@@ -13,7 +13,7 @@ import sys
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
-TEST_HELP = """Without arguments: everything that needs no GPU, real engines and whole runs too; 13 minutes on 2 cores.
+TEST_HELP = """Without arguments: everything that needs no GPU, real engines and whole runs too; 10 minutes on 2 cores.
 `run.py test -m "not engine and not ranks and not e2e and not gpu"` leaves those out: 1 to 2 minutes.
 `run.py test tests/algorithm` runs one folder, `run.py test -m gpu` what needs a GPU.
 Ctrl-C leaves nothing running."""
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
         os.chdir(ROOT)
         chosen = any(argument.startswith("tests") or argument == "gpu" for argument in argv[1:])  # which one GPU takes
-        parallel = [] if chosen else ["-n", "2", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
+        parallel = [] if chosen else ["-n", "3", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
         return contain([sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
     try:
         from hocket.commands import cli

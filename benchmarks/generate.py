@@ -142,7 +142,7 @@ def main(options: argparse.Namespace) -> None:
     config, _ = read_settings([f"server.port={free_port()}", *options.settings], default=QUICKSTART)
     parallel = config.server.tensor_parallel_size
     server_main.prepare_environment(parallel, cpu_threads(config.model.path, processes=parallel))
-    with beside(offline, config) as other:
+    with beside(offline, config, engine=True) as other:
         other.recv()  # two engines that start at once may misjudge a GPU's memory
         args = vllm_arguments.engine_arguments(config)
         llm = vllm_api.start_engine(args)

@@ -50,10 +50,15 @@ def parser(doc: str | None, settings: str = "", **options: tuple[Any, str]) -> a
 
 
 @contextlib.contextmanager
-def beside(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """Runs work(connection, *arguments) in a second process during the body: it ends once the connection is closed."""
+def beside(work: Callable[..., None], *arguments: Any, engine: bool = False) -> Iterator[Connection]:
+    """Runs work(connection, *arguments) in a second process during the body: it ends once the connection is closed.
+
+    Args:
+        engine: whether it starts an engine, which ends with the process that has started it.
+    """
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_work, args=(os.getpid(), work, theirs, *arguments))
+    context: Any = multiprocessing.get_context("spawn" if engine else "forkserver")
+    process = context.Process(target=_work, args=(os.getpid() if engine else None, work, theirs, *arguments))
     process.start()
     theirs.close()
     try:
@@ -65,10 +70,11 @@ def beside(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
         process.join()
 
 
-def _work(parent: int, work: Callable[..., None], *arguments: Any) -> None:
+def _work(parent: int | None, work: Callable[..., None], *arguments: Any) -> None:
     from hocket.common.processes import die_with_parent
 
-    die_with_parent(parent, signal.SIGKILL)
+    if parent is not None:
+        die_with_parent(parent, signal.SIGKILL)
     with contextlib.suppress(EOFError):
         work(*arguments)
 

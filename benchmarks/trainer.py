@@ -27,7 +27,6 @@ import os
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -73,6 +72,7 @@ from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
+from processes import Process
 
 SPREADS = (1, 4, 16)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -310,12 +310,15 @@ def logprob_step(num_tokens: int, vocabulary: int, in_chunks: bool) -> None:
 
 def in_child(options: Sequence[str], **measure: Any) -> Any:
     """Runs this file in a fresh process for one measurement and returns what it found."""
-    command = [sys.executable, "-W", "ignore", __file__, *options, "--measure", json.dumps(measure)]
-    environment = dict(os.environ)
+    environment = {"PYTHONWARNINGS": "ignore"}
     if measure["kind"] in ("memory", "logprobs"):  # blocks are given back at once: the resident set is what is in use
         environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=3600, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [*options, "--measure", json.dumps(measure)]
+    with tempfile.TemporaryDirectory() as folder:
+        with Process(command, Path(folder) / "log", program=[__file__], **environment) as child:
+            if child.wait_end(3600):
+                sys.exit(child.output())
+        return json.loads(next(line for line in reversed(child.output().splitlines()) if line[:1] in "{[0123456789"))
 
 
 def answer(options: argparse.Namespace) -> Any:

@@ -13,6 +13,13 @@ case ${1:-} in
     train) program=(${HOCKET_RANKS:+torchrun --standalone "--nproc-per-node=$HOCKET_RANKS" -m} hocket) log=trainer.log ;;
     *) exec hocket "$@" ;;
 esac
+command='' pending=''
+# shellcheck disable=SC2329
+forward() { # to hocket, or keep the signal until that has started; traps call it
+    if [[ $command ]]; then kill "-$1" "$command"; else pending=$1; fi
+}
+trap 'forward INT' INT
+trap 'forward TERM' TERM
 mkdir -p runs/logs
 exec 3> >(trap '' INT TERM; exec tee -a "runs/logs/$log")
 tee=$!
@@ -20,8 +27,7 @@ set -m # or a command in the background would ignore SIGINT
 "${program[@]}" "$@" >&3 2>&1 3>&- < /dev/null &
 command=$!
 exec 3>&-
-trap 'kill -INT "$command"' INT
-trap 'kill -TERM "$command"' TERM
+[[ ! $pending ]] || kill "-$pending" "$command"
 while kill -0 "$command" 2> /dev/null; do wait "$command"; done # a signal ends a wait
 wait "$command" && status=0 || status=$?
 wait "$tee"

@@ -12,7 +12,7 @@ from hocket.config.algorithm import PRESETS, LossConfig, PresetName
 from hocket.protocol import SamplingParams
 from hocket.rewards import RewardCalls, RewardScorer
 from hocket.rollout.collect import Batch, Plan, Play, collect
-from hocket.types import FinishReason, Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import FinishReason, Prompt, Rollout, Score, TokenSequence
 
 SAMPLING = SamplingParams(max_tokens=8, seed=77)
 
@@ -39,10 +39,13 @@ def scorer_of_all(config: RewardsConfig) -> Iterator[RewardScorer]:
 def scoring(score: Callable[[Rollout], Awaitable[Score]]) -> Any:
     """Returns a scorer of one function, whose groups need nothing more."""
 
-    async def settle(group: Group) -> Group:
-        return group
+    async def ask(rollout: Rollout) -> Mapping[str, Score]:
+        return {"one": await score(rollout)}
 
-    return SimpleNamespace(score=score, settle=settle)
+    async def settle(rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
+        return tuple(one["one"] for one in given)
+
+    return SimpleNamespace(ask=ask, settle=settle)
 
 
 async def gathered(

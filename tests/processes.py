@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,9 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[1]
+FORK_SERVER: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+FORKS = "HOCKET_TEST_FORKS"
+"""Variable of a forked program whose own `Process`es are forked, too."""
 EPOCH = 2048
 """Prompts of the quickstart task."""
 START_S = 300.0
@@ -63,9 +66,10 @@ class Forked:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["preload"])
         with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where it looks for preload
-            multiprocessing.forkserver.ensure_running()
+            FORK_SERVER.ensure_running()
+        what = (list(command), str(log), variables, FORK_SERVER._forkserver_address)
         # A daemon, or a test process that ends would wait for it.
-        self._process = context.Process(target=_run, args=(list(command), str(log), variables), daemon=True)
+        self._process = context.Process(target=_run, args=what, daemon=True)
         self._process.start()
         self.pid = self._process.pid
 
@@ -86,8 +90,13 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
+def _run(command: list[str], log: str, variables: dict[str, str], fork_server: str) -> None:
     vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may start others
+    FORK_SERVER._forkserver_address = fork_server  # from the one that has started it
+    FORK_SERVER.ensure_running = lambda: None
+    if FORKS in variables:
+        Process.forked = True
+        _fork_children()
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
@@ -95,10 +104,36 @@ def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     os.chdir(ROOT)
     sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+def _fork_children() -> None:
+    """Have a launch in this process fork its servers and ranks."""
+    from hocket.cluster import launch
+    from hocket.commands import parts
+
+    class Child(launch.Child):
+        def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
+            self.log, self.begin = log, 0
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                log.touch()
+            output = log or os.readlink("/proc/self/fd/1")
+            self._forked = Forked(["run.py", *command[2:]], Path(output), {**os.environ, **env})
+            self.pid = self._forked.pid
+            self.returncode = None
+            self.poll, self.wait, self.send_signal = self._forked.poll, self._forked.wait, self._forked.send_signal
+
+        def __getattribute__(self, name: str) -> Any:
+            return self.poll() if name == "returncode" else super().__getattribute__(name)
+
+        def __del__(self) -> None: ...
+
+    launch.Child = parts.Child = Child  # type: ignore[misc]
 
 
 def started(mark: str) -> set[str]:
@@ -123,7 +158,7 @@ class Process:
         self.log = log
         self.seen: set[psutil.Process] = set()
         with log.open("ab") as output:
-            if self.forked:
+            if self.forked and program[0] != "-c":
                 variables = os.environ | environment
                 self.popen: Forked | subprocess.Popen[bytes] = Forked([*program, *command], log, variables)
             else:
@@ -271,6 +306,7 @@ class Run(Command):
                 *settings,
             ],
             folder / f"{name}.log",
+            **environment,
         )
 
     def steps(self) -> list[dict[str, Any]]:

@@ -149,6 +149,13 @@ def test_arguments_are_parsed_before_anything_heavy_is_imported(module: str) -> 
         assert not HEAVY & {target.split(".")[0] for target in imports(FILES[name], at_import_time=True)}, name
 
 
+def test_rewards_that_ask_others_are_imported_by_their_name_alone() -> None:
+    """A run without a judge has nothing of it: the registry's table is the one place that knows it."""
+    doors = {f"hocket.rewards.{name}" for name in ("code", "endpoint", "http", "judge", "model")}
+    entered = {name: own(imports(path)) & doors for name, path in FILES.items() if name not in doors}
+    assert {name: found for name, found in entered.items() if found} == {}
+
+
 @pytest.mark.parametrize("name", BEFORE_ANY_PACKAGE)
 def test_what_runs_before_there_is_an_environment_needs_only_the_standard_library(name: str) -> None:
     path = ROOT / name if name == "run.py" else SOURCE / "hocket" / name

@@ -111,6 +111,18 @@ except KeyboardInterrupt:
 """
 
 
+def test_a_signal_that_comes_before_hocket_starts_reaches_it_all_the_same(tmp_path: Path) -> None:
+    slow = tmp_path / "mkdir"
+    slow.write_text('#!/bin/sh\necho waits >&2\nsleep 1\nexec /bin/mkdir "$@"\n')
+    slow.chmod(0o755)
+    with logged(tmp_path, "train") as container:
+        assert container.stdout is not None
+        assert container.stdout.readline() == "waits\n"
+        container.send_signal(signal.SIGTERM)
+        container.communicate(timeout=30)
+    assert container.returncode == 143
+
+
 def logged(folder: Path, *command: str, **variables: str) -> "subprocess.Popen[str]":
     """Start a command as a container does, in an empty folder, with programs that say how they were started."""
     for name in ("hocket", "torchrun"):
@@ -156,6 +168,15 @@ def test_a_signal_to_a_container_reaches_hocket(tmp_path: Path, signum: str, sta
         container.send_signal(signal.Signals[signum])
         assert container.communicate(timeout=60)[0].startswith(said)
     assert container.returncode == status
+
+
+def test_the_trainer_is_told_whether_its_gpus_are_its_own() -> None:
+    def told(**variables: str) -> list[str]:
+        words = shlex.split(services(COMPOSE, **variables)["trainer"]["command"])
+        return [word for word in words if word.startswith("launch.gpus_apart=")]
+
+    assert told()[-1] == "launch.gpus_apart=false"
+    assert told(HOCKET_SERVER_GPUS="0", HOCKET_TRAINER_GPUS="1,2")[-1] == "launch.gpus_apart=true"
 
 
 def test_no_run_no_history_and_no_environment_file_is_in_the_build() -> None:

@@ -15,7 +15,7 @@ import pytest
 from batches import played
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import Measured, shape
+from hocket.algorithm.samples import shape
 from hocket.data.cache import Prompts
 from hocket.data.curriculum import bind
 from hocket.data.stream import PromptStream
@@ -28,7 +28,7 @@ from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import Group, OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Columns, OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -71,20 +71,21 @@ class World:
             self.diary.append(("play", label, self.current))
         return played(prompt, seat.id, seat.id.rpartition("/")[2], sampled=2, version=self.current)
 
-    async def score(self, rollout: Rollout) -> Score:
+    async def ask(self, rollout: Rollout) -> dict[str, Score]:
         what, step, *_ = rollout.id.replace("/", " ").split()
         await asyncio.sleep(self.score_s)
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
-        return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
+        error = Score(total=0.0, error="broke")
+        return {"one": error if value is None else Score(total=value, parts={"exact_match": value})}
 
-    async def settle(self, group: Group) -> Group:
-        return group
+    async def settle(self, rollouts: Sequence[Rollout], given: Sequence[dict[str, Score]]) -> tuple[Score, ...]:
+        return tuple(one["one"] for one in given)
 
-    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
         if self.reference is None:
             return []
         self.diary.append(("measure", len(sequences)))
-        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in sequences]
+        return [{"ref_logprobs": (0.0, *self.reference)} for _ in sequences]
 
     def step(self, samples: Sequence[TrainSample], *, number: int, keep: Path) -> dict[str, float]:
         self.keep.append(keep)

@@ -83,7 +83,7 @@ def test_children_find_the_source_and_the_environments_programs(
 @pytest.mark.parametrize(
     ("given", "parallel"),
     [
-        (["-k", "config", "-m", "engine"], ["-n", "2", "--no-loadscope-reorder"]),
+        (["-k", "config", "-m", "engine"], ["-n", "3", "--no-loadscope-reorder"]),
         (["-m", "gpu"], []),
         (["--durations=5", "tests/test_config.py::test_defaults"], []),
     ],

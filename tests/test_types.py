@@ -21,12 +21,17 @@ SAMPLE = TrainSample(sequence=SEQUENCE, advantages=(0.0, 0.0, 1.0, 1.0))
     ("value", "field"),
     [
         *((SEQUENCE, field) for field in ("token_ids", "mask", "logprobs")),
-        *((SAMPLE, field) for field in ("advantages", "ref_logprobs", "values", "returns")),
+        (SAMPLE, "advantages"),
     ],
 )
 def test_what_belongs_to_each_token_has_one_length(value: TokenSequence | TrainSample, field: str) -> None:
     with pytest.raises(ValueError, match=rf"equal lengths.*'{field}': 2"):
         dataclasses.replace(value, **{field: (0, 1)})
+
+
+def test_a_column_has_one_number_per_token() -> None:
+    with pytest.raises(ValueError, match=r"equal lengths.*'values': 2"):
+        dataclasses.replace(SAMPLE, columns={"values": (0.0, 1.0)})
 
 
 def test_a_group_has_one_score_per_rollout() -> None:

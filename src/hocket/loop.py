@@ -5,7 +5,6 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -142,11 +141,12 @@ class Run:
 
     def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:
         """Settle the prompts; write metrics, ledger and checkpoint of the step."""
-        numbers = itertools.count()  # of the groups with a signal, in the trainer
+        with_signal = [one.group.id for one in shaped if one.reason is None]  # numbered so in the trainer
+        untrained = {name: self.trainer.untrained.get(number) for number, name in enumerate(with_signal)}
         for one in shaped:
-            untrained = self.trainer.untrained.get(next(numbers)) if one.reason is None else None
+            why = untrained.get(one.group.id)
             if one.group.draw is not None:  # a replay draws nothing
-                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, untrained=untrained))
+                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, untrained=why))
         self.folder.finish(step, metrics, self.stream.entries())  # 8 records  observe/run_folder.py
         self.checkpoints.complete(step, metrics)
         self.console.step(step, metrics)

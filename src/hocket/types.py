@@ -13,6 +13,7 @@ OnStep = Callable[[int, dict[str, float]], object] | None  # (number of a step, 
 InFlight = Literal["keep", "drain", "abort"]  # requests that run while weights load: go on, end before, are aborted
 Message = Mapping[str, Any]  # one chat message, {"role": ..., "content": ...}
 Metrics = dict[str, float]
+Columns = Mapping[str, Sequence[float]]  # numbers of a sequence by name: one per token, 0.0 where it was not sampled
 VersionSpan = tuple[int, int, int]  # (weight version, start, end): it sampled tokens start..end of a completion
 TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]  # gives the trainer the GPU, where both share one
 
@@ -104,26 +105,18 @@ class Group:
         check_lengths(rollouts=self.rollouts, scores=self.scores)
 
 
-COLUMNS = ("old_logprobs", "ref_logprobs", "values", "returns")
-"""Fields of a TrainSample that an algorithm may leave empty."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One sequence with what it is trained on. Every sequence: [t], 0.0 where the mask is False, () if unused."""
+    """One sequence with what it is trained on."""
 
     sequence: TokenSequence
-    advantages: Sequence[float]
-    old_logprobs: Sequence[float] = ()  # the policy's before the step
-    ref_logprobs: Sequence[float] = ()  # the reference policy's
-    values: Sequence[float] = ()  # the critic's estimate before the step
-    returns: Sequence[float] = ()  # the critic's target
+    advantages: Sequence[float]  # [t] 0.0 where the mask is False
+    columns: Columns = dataclasses.field(default_factory=dict)  # what else the losses read
     id: str = ""  # of the sequence, for reports
     group: int = 0  # number in the batch of its prompt's group, which no mini-batch divides
 
     def __post_init__(self) -> None:
-        given = {name: column for name in COLUMNS if (column := getattr(self, name))}
-        check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **given)
+        check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **self.columns)
         if len(self.sequence.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
 

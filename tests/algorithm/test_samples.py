@@ -6,7 +6,6 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.samples import (
-    Measured,
     Shaped,
     fate,
     is_measured,
@@ -17,7 +16,7 @@ from hocket.algorithm.samples import (
 )
 from hocket.config import AlgorithmConfig
 from hocket.data.stream import Outcome
-from hocket.types import FinishReason, Group, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Columns, FinishReason, Group, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 MAX_TOKENS = 10
 
@@ -68,7 +67,7 @@ def shaped(groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT) -> lis
 def sampled(
     groups: Sequence[Group],
     algorithm: AlgorithmConfig = DEFAULT,
-    measured: Sequence[Measured] = (),
+    measured: Sequence[Columns] = (),
     kl_coef: float = 0.0,
 ) -> tuple[list[TrainSample], dict[str, float]]:
     return train_samples(shaped(groups, algorithm), measured, algorithm, kl_coef)
@@ -89,7 +88,7 @@ def test_each_rollout_gets_its_group_normalised_advantage() -> None:
     assert [s.sequence.token_ids[-1] for s in samples] == [10, 11, 12, 13]
     assert list(samples[0].advantages[:2]) == [0.0, 0.0]
     assert samples[0].sequence == make_rollout(-0.5).sequences[0]
-    assert (samples[0].ref_logprobs, samples[0].values, samples[0].returns) == ((), (), ())
+    assert samples[0].columns == {}
     assert shaping == {}
 
 
@@ -156,13 +155,13 @@ def test_rewards_that_are_no_pass_rates_are_counted() -> None:
 def test_the_kl_of_all_tokens_is_taken_from_a_reward_and_tells_equal_scores_apart() -> None:
     groups = [of_rollouts(make_rollout(-1.0, None, -2.0), make_rollout(-3.0), rewards=[1.0, 1.0])]
     # k2: ½ · (1² + 3²) = 5 and ½ · 2² = 2; the token between was not sampled. Rewards 1 − 0.5, 1 − 0.2; mean 0.65
-    measured = [Measured(ref_logprobs=(0.0, 0.0, -2.0, 0.0, -5.0)), Measured(ref_logprobs=(0.0, 0.0, -5.0))]
+    measured = [{"ref_logprobs": (0.0, 0.0, -2.0, 0.0, -5.0)}, {"ref_logprobs": (0.0, 0.0, -5.0)}]
     algorithm = settings("kl=k2", "kl_in=reward", "kl_coef=0.1", "scale=none")
     assert kept(groups, algorithm) == ["g"]
     samples, shaping = sampled(groups, algorithm, measured, 0.1)
     assert samples[0].advantages == pytest.approx((0.0, 0.0, -0.15, 0.0, -0.15))
     assert samples[1].advantages == pytest.approx((0.0, 0.0, 0.15))
-    assert samples[0].ref_logprobs == measured[0].ref_logprobs
+    assert samples[0].columns == measured[0]
     assert shaping == {"rollout/kl": pytest.approx(7 / 3), "rollout/kl_coef": 0.1}
 
 
@@ -177,7 +176,7 @@ def test_a_rollout_without_a_score_is_left_out_of_samples_and_mean() -> None:
 
 def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -> None:
     groups = [of_rollouts(make_rollout(-1.0, None, -1.0), make_rollout(-1.0), rewards=[1.0, 0.0])]
-    measured = [Measured(ref_logprobs=(0.0, 0.0, -2.0, 0.0, 0.0)), Measured(ref_logprobs=(0.0, 0.0, -1.0))]
+    measured = [{"ref_logprobs": (0.0, 0.0, -2.0, 0.0, 0.0)}, {"ref_logprobs": (0.0, 0.0, -1.0)}]
     # k1 = 1, −1 | 0; token rewards with coefficient ½: −½, 1 + ½ | 0; returns with discount 1: 1, 1.5 | 0
     # mean 2.5/3, unbiased variance (1/36 + 16/36 + 25/36) / 2 = 42/72
     samples, shaping = sampled(groups, settings("preset=reinforce_pp", "kl_coef=0.5"), measured, 0.5)
@@ -234,14 +233,14 @@ def test_ppo_passes_over_tokens_of_the_environment() -> None:
     # λ ½ and discount ½ over the two sampled tokens: δ = 0 + ½ · 1 − 2 = −1.5, 3 − 1 = 2; A = −1.5 + ¼ · 2 = −1, 2;
     # returns A + V = 1, 3
     knobs = "preset=ppo", "gae_lambda=0.5", "discount=0.5"
-    (sample,), _ = sampled(groups, settings(*knobs, "scale=none"), [Measured(values=values)])
+    (sample,), _ = sampled(groups, settings(*knobs, "scale=none"), [{"values": values}])
     assert list(sample.advantages) == [0.0, 0.0, -1.0, 0.0, 0.0, 2.0]
-    assert list(sample.returns) == [0.0, 0.0, 1.0, 0.0, 0.0, 3.0]
-    assert sample.values == values
+    assert list(sample.columns["returns"]) == [0.0, 0.0, 1.0, 0.0, 0.0, 3.0]
+    assert sample.columns["values"] == values
     # whitened: mean ½, deviations ∓1.5, the unbiased one √4.5; the critic's targets stay
-    (white,), _ = sampled(groups, settings(*knobs), [Measured(values=values)])
+    (white,), _ = sampled(groups, settings(*knobs), [{"values": values}])
     assert white.advantages == pytest.approx((0.0, 0.0, -1 / math.sqrt(2), 0.0, 0.0, 1 / math.sqrt(2)))
-    assert white.returns == sample.returns
+    assert white.columns["returns"] == sample.columns["returns"]
 
 
 def test_the_overlong_penalty_grows_over_the_end_of_the_longest_turn_and_is_taken_from_the_reward() -> None:
@@ -285,7 +284,7 @@ def test_models_measure_only_what_something_depends_on(overrides: tuple[str, ...
 def test_a_masked_rollout_of_which_nothing_is_known_is_passed_over() -> None:
     algorithm = settings("preset=reinforce_pp", "kl=k1", "kl_in=reward", "kl_coef=0.5", "mask_truncated=true")
     rollouts = make_rollout(-1.0), make_rollout(-1.0, finish_reason="length"), make_rollout(-1.0)
-    known = [Measured(ref_logprobs=(0.0, 0.0, -2.0)), Measured(), Measured(ref_logprobs=(0.0, 0.0, -1.0))]
+    known = [{"ref_logprobs": (0.0, 0.0, -2.0)}, {}, {"ref_logprobs": (0.0, 0.0, -1.0)}]
     # k1 = 1 and 0: returns 1 - 0.5 and 0; mean 0.25, unbiased deviation sqrt(2 * 0.25^2) = 0.353553
     samples, _ = sampled([of_rollouts(*rollouts, rewards=[1.0, 1.0, 0.0])], algorithm, known, 0.5)
     assert last_advantages(samples) == pytest.approx([0.707107, -0.707107], abs=1e-5)
@@ -311,8 +310,8 @@ def test_a_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None
     several = joined(make_rollout(-0.5, name="x"), make_rollout(-0.5))
     groups = [of_rollouts(several, make_rollout(-0.5, name="b"), rewards=[1.0, 1.0])]
     # x = −0.5 − ref = 1 and 3 in the first episode, 1 in the second: rewards 1 − 0.5 · 4 = −1 and 0.5; mean −0.25
-    measured = [Measured(ref_logprobs=(0.0, 0.0, ref)) for ref in (-1.5, -3.5, -1.5)]
+    measured = [{"ref_logprobs": (0.0, 0.0, ref)} for ref in (-1.5, -3.5, -1.5)]
     samples, shaping = sampled(groups, algorithm, measured, 0.5)
     assert last_advantages(samples) == pytest.approx([-0.75, -0.75, 0.75])
     assert shaping["rollout/kl"] == pytest.approx(5 / 3)
-    assert [sample.ref_logprobs[-1] for sample in samples] == [-1.5, -3.5, -1.5]
+    assert [sample.columns["ref_logprobs"][-1] for sample in samples] == [-1.5, -3.5, -1.5]

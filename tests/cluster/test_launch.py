@@ -204,17 +204,16 @@ def placed(gpus: str, settings: list[str]) -> launch.Placement:
         ("0123", ["server.tensor_parallel_size=2"], ["0,1"], ("2,3", 2)),
         ("01234567", ["server.tensor_parallel_size=2", "launch.trainers=2"], ["0,1", "2,3", "4,5"], ("6,7", 2)),
         ("01234567", ["launch.servers=6"], ["0", "1", "2", "3", "4", "5"], ("6,7", 2)),
-        ("01234567", ["launch.server_gpus=4,5", "launch.servers=1"], ["4"], ("0,1,2,3,6,7", 6)),
-        ("0123", ["launch.trainer_gpus=0"], ["1", "2", "3"], ("0", 1)),
-        ("0123", ["launch.server_gpus=0, 1"], ["0", "1"], ("2,3", 2)),
-        ("0123", ["launch.server_gpus=0", "launch.trainer_gpus=0"], ["0"], ("0", 1)),
+        ("45012367", ["launch.servers=1"], ["4"], ("5,0,1,2,3,6,7", 7)),
+        ("1230", ["launch.trainers=1"], ["1", "2", "3"], ("0", 1)),
         ("0123", ["launch.share_gpu=true"], ["0"], ("0", 1)),
     ],
 )
 def test_gpus_are_divided_between_servers_and_ranks(
     gpus: str, settings: list[str], servers: list[str], ranks: tuple[str, int]
 ) -> None:
-    assert placed(gpus, settings) == (servers, *ranks)
+    apart = len(gpus) > 1 and "launch.share_gpu=true" not in settings
+    assert placed(gpus, settings) == (servers, *ranks, apart)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +249,7 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     said = capsys.readouterr().out
     assert [f"server_{i}: http://localhost:{port} on GPU {i}" in said for i, port in enumerate(ports)] == [True, True]
     assert "trainer: 2 ranks on GPU 2,3" in said
-    chosen = [*settings, "launch.servers=2", "launch.trainers=2"]
-    chosen += ["launch.server_gpus=0,1", "launch.trainer_gpus=2,3"]  # the run's config.yaml has them
+    chosen = [*settings, "launch.servers=2", "launch.trainers=2", "launch.gpus_apart=true"]  # config.yaml has them
     serve = [f"-m hocket serve {shlex.join(chosen)} server.port={port}" for port in ports]
     urls = "'server.urls=[http://localhost:8100,http://localhost:8101]'"
     train = f"-m hocket train {shlex.join(chosen)} server.discover=null {urls}"

@@ -34,13 +34,13 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hocket.trainer import lora
+    from hocket.trainer.lora import Adapter
 
     for name in ("metrics.jsonl", "weights/v1/COMPLETE", "weights/v2/COMPLETE", "weights/v2/adapter_config.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     asked: list[object] = []
-    monkeypatch.setattr(lora, "merge", lambda *args, base: asked.append((*map(str, args), base)))
+    monkeypatch.setattr(Adapter, "export", lambda *args, base: asked.append((*map(str, args), base)))
     newest = f"{tmp_path}/weights/v2"
     assert main(["export", f"{tmp_path}", "out"]) == 0  # a run is its newest version
     assert main(["export", newest, "out", "model.path=elsewhere"]) == 0

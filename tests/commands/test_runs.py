@@ -5,22 +5,19 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 import hocket
 from hocket.client.server import ServerClient
 from hocket.commands import parts
 from hocket.commands import runs as commands
-from hocket.config import Config, DataConfig, dump, load
+from hocket.config import Config, load
 from hocket.data import sources
 from hocket.data.cache import KeptPrompts
-from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import ConfigError, RewardError, ServerError
 from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
@@ -145,7 +142,7 @@ def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_lea
     got = []
 
     def train(config: Config, *, serve: bool, on_step: object) -> None:
-        rewards = [bind(name, {}).runs for name in config.rewards.functions]
+        rewards = [bind(name, spec).runs for name, spec in config.rewards.functions.items()]
         got.append((config.trainer.steps, config.trainer.seed, serve, *rewards))
 
     async def slow(answer: str) -> None: ...
@@ -191,8 +188,8 @@ def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_ru
         ("", [], False),
         ("0", [], True),
         ("0,1", [], True),  # both take the first one
-        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], False),  # as `launch` says it
-        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], True),
+        ("1", ["launch.gpus_apart=true"], False),  # as `launch` says it
+        ("0", ["launch.gpus_apart=false", "server.urls=[http://10.0.0.5:8000]"], True),
         ("0", ["server.urls=[http://10.0.0.5:8000]"], False),
         ("", ["launch.share_gpu=true"], True),
     ],
@@ -227,8 +224,8 @@ def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_mem
     [
         ("", [], 0, False),
         ("0", [], 0, False),  # a server here may be on the same one
-        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], 1, True),
-        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], 0, False),
+        ("1", ["launch.gpus_apart=true"], 1, True),
+        ("0", ["launch.gpus_apart=false", "server.urls=[http://10.0.0.5:8000]"], 0, False),
         ("0", ["server.urls=[http://10.0.0.5:8000]"], 1, True),
         ("0", ["server.host=0.0.0.0", "server.token=known-to-both"], 0, False),  # of this machine, by another name
         ("0", [f"server.urls=[http://{socket.gethostname()}:8000]"], 0, False),
@@ -246,75 +243,3 @@ def test_with_gpus_apart_batches_overlap_and_weights_are_broadcast(
     monkeypatch.delenv("HOCKET_DEVICE", raising=False)
     config = parts.chosen(load(None, settings))
     assert (config.pipeline.max_staleness, config.sync.backend) == (ahead, "nccl" if broadcasts else "disk")
-
-
-def recorded(number: int, prompt: str, reward: float | None, completion: str, **more: Any) -> dict[str, Any]:
-    """A rollout as its run has recorded it."""
-    chat = [{"role": "user", "content": f"Sort: {prompt}"}]
-    row = {"prompt_id": prompt, "prompt": f"Sort: {prompt}", "messages": chat, "completion": completion}
-    return {**row, "reward": reward, "finish_reason": "stop", "step": number, **more}
-
-
-def run_of(folder: Path, rows: Sequence[Mapping[str, Any]], *settings: str) -> Path:
-    """Makes the folder of a run with rollouts."""
-    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump(load(None, [f"run.dir={folder}", *settings])))
-    (folder / "rollouts" / "eval_000001.jsonl").write_text(json.dumps(recorded(1, "held out", 9.0, "x")) + "\n")
-    for row in rows:
-        with (folder / "rollouts" / f"step_{row['step']:06d}.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-    return folder
-
-
-def test_select_writes_the_best_whole_rollouts_of_each_prompt_the_newest_of_equal_ones(tmp_path: Path) -> None:
-    rows = [
-        recorded(1, "ba", 1.0, "ab of step 1"), recorded(1, "ba", 0.5, "half"), recorded(1, "dc", 0.0, "dc"),
-        recorded(2, "ba", 1.0, "ab"), recorded(2, "ba", 1.0, "ab"), recorded(2, "dc", 0.4, "cd?"),
-        recorded(2, "fe", None, "ef"), recorded(2, "fe", 2.0, "e", finish_reason="length"),
-    ]  # fmt: skip
-    run, output = run_of(tmp_path / "lr=1e-5", rows), tmp_path / "rows.jsonl"
-
-    def chosen(**options: Any) -> list[tuple[str, str, float]]:
-        said = commands.select(run, output, **options)
-        assert f"data.source={output} model.path=checkpoints/tiny-sort sft.epochs=3 " in said
-        assert "trainer.learning_rate=1e-05 run.dir=NEW" in said
-        found = [json.loads(line) for line in output.read_text().splitlines()]
-        assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in found)
-        return [(row["prompt_id"], row["messages"][1]["content"], row["reward"]) for row in found]
-
-    assert chosen(min_reward=None, per_prompt=1) == [("ba", "ab", 1.0)]  # the mean of six is .65
-    best = [("ba", "ab", 1.0), ("ba", "ab of step 1", 1.0)]
-    assert chosen(min_reward=0.4, per_prompt=2) == [*best, ("dc", "cd?", 0.4)]
-    assert chosen(min_reward=0.0, per_prompt=9) == [*best, ("ba", "half", 0.5), ("dc", "cd?", 0.4), ("dc", "dc", 0.0)]
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
-    shown = tokenizer.decode(load_demonstrations(DataConfig(source=str(output)), tokenizer, 99)[0].token_ids)
-    assert shown == "<|user|>Sort: ba<|end|><|assistant|>ab<|end|>"
-    with pytest.raises(ConfigError, match=r"no rollout of .* has a reward of at least 3: the highest is 1"):
-        commands.select(run, output, min_reward=3, per_prompt=1)
-    with pytest.raises(ConfigError, match="--per-prompt=0 would choose nothing: set 1 or more"):
-        commands.select(run, output, min_reward=None, per_prompt=0)
-
-
-def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can_not(tmp_path: Path) -> None:
-    says = {"role": "assistant", "content": "<tool_call>{}</tool_call>"}
-    dialogue = [says, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
-    told = [says, {"role": "environment", "content": "hint"}, says]
-    rows = [recorded(1, "ba", 1.0, "1", dialogue=dialogue)]
-    rows += [recorded(1, "dc", 1.0, "1", dialogue=between) for between in (told, [says, says])]
-    tools = ("env.name=tools", "env.tools=[calculate]", "env.parser=hermes")
-    output = tmp_path / "rows.jsonl"
-    assert "1 of 3 rollouts, of 1 prompts" in commands.select(
-        run_of(tmp_path / "tools", rows, *tools), output, min_reward=None, per_prompt=1
-    )
-    row = json.loads(output.read_text())
-    assert row["messages"] == [{"role": "user", "content": "Sort: ba"}, *dialogue]
-    assert [tool["function"]["name"] for tool in row["tools"]] == ["calculate"]
-
-    plain = run_of(tmp_path / "plain", [recorded(1, "ba", 1.0, "ab", messages=None)])
-    assert " data.chat_template=false " in commands.select(plain, output, min_reward=None, per_prompt=1)
-    row = json.loads(output.read_text())
-    assert (row["prompt"], row["response"]) == ("Sort: ba", "ab")
-    settings = ("env.name=agent", "env.function=guess", f"plugins=[{ROOT}/config/guess_agent.py]")
-    agent = run_of(tmp_path / "agent", rows, *settings)
-    with pytest.raises(ConfigError, match=r"of an agent's calls it has the tokens, not the messages"):
-        commands.select(agent, output, min_reward=None, per_prompt=1)

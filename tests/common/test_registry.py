@@ -1,11 +1,14 @@
 """One registry for what users add, and plugins as plain files."""
 
+import builtins
+import functools
 import sys
 from pathlib import Path
+from typing import Literal, TypedDict
 
 import pytest
 
-from hocket.common.registry import Registry, load_plugins
+from hocket.common.registry import Registry, load_plugins, options_of
 from hocket.data.sources import TASKS
 from hocket.errors import ConfigError
 
@@ -24,6 +27,52 @@ def test_what_was_registered_stays_what_it_was_and_an_unknown_name_lists_it() ->
         rewards.get("mth")
     with pytest.raises(ConfigError, match="no reward 'zzz'; known"):
         rewards.get("zzz")
+
+
+def plugin(answer: str, words: set[str], share: float = 1.0, unit: Literal["tokens", "characters"] = "tokens") -> None:
+    """Has an argument that is no option."""
+
+
+def test_options_are_read_as_annotations_say_and_each_fault_names_its_key() -> None:
+    read = functools.partial(options_of, "reward mine", plugin, section="rewards.functions.mine", keys=("answer",))
+    assert read({"words": ["a", "a"], "share": 2}) == {"words": {"a"}, "share": 2.0}
+    with pytest.raises(ConfigError) as refused:
+        read({"shares": 2, "unit": "token"}, row="; rows have none")
+    called = "reward mine(answer, words, share, unit)"
+    assert str(refused.value).splitlines() == [
+        f"{called} needs the option 'words': set rewards.functions.mine.words; rows have none",
+        "rewards.functions.mine.unit: Input should be 'tokens' or 'characters' (did you mean 'tokens'?)",
+        f"{called} has no option 'shares' (did you mean 'share'?)",
+    ]
+
+
+def test_a_plugin_that_takes_any_option_gets_all_as_they_are() -> None:
+    def takes_all(known: "no_such_type", **others: object) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    given = {"known": 1, "other": ["a"]}
+    assert options_of("task", takes_all, given, section="task") == given
+
+
+def test_an_annotation_that_can_not_be_checked_is_refused_in_words() -> None:
+    def odd(bounds: TypedDict("Bounds", {"low": int})) -> None: ...  # type: ignore[valid-type]
+
+    with pytest.raises(ConfigError, match=r"task\(bounds\) has an annotation that pydantic can't check: "):
+        options_of("task", odd, {}, section="task")
+
+
+def test_modules_are_imported_when_one_of_their_names_is_used_or_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry: Registry[object] = Registry("reward", lazy="lazy_of_tests", lazier="lazy_of_tests")
+    monkeypatch.setitem(vars(builtins), "registry_of_tests", registry)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lazy_of_tests.py").write_text("for name in 'lazy', 'lazier': registry_of_tests.register(name)(name)")
+    with pytest.raises(ConfigError, match=r"no reward 'laz' \(did you mean 'lazy'\?\); known: lazier, lazy;"):
+        registry.get("laz")
+    assert "lazy_of_tests" not in sys.modules
+    with pytest.raises(ConfigError, match="'lazy' is registered twice"):
+        registry.register("lazy")(object())
+    assert [registry.get(name) for name in ("lazy", "lazier")] == ["lazy", "lazier"]
 
 
 def test_a_plugin_runs_once_however_often_it_is_named_and_two_of_one_name_are_two(tmp_path: Path) -> None:

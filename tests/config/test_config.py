@@ -259,7 +259,7 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("launch.share_gpu=true sync.backend=nccl", "NCCL can't connect two processes on one GPU"),
         ("launch.share_gpu=true server.urls=[http://a:1,http://b:1]", "one server"),
         ("launch.share_gpu=true server.discover=a:1", "is for one server that server.urls names: leave server.disc"),
-        ("launch.share_gpu=true launch.server_gpus=0 launch.trainer_gpus=1", "needs equal launch.server_gpus"),
+        ("launch.share_gpu=true launch.gpus_apart=true", "launch.share_gpu contradicts launch.gpus_apart=true"),
     ],
 )
 def test_a_mistake_is_answered_with_its_name_or_the_fix(overrides: str, answer: str) -> None:

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 SMALL = ("eval.num_prompts=0", "sync.check_every=1", "checkpoint.every_steps=0", "trainer.steps=12")
-BESIDE = ("server.kv_cache_mib=256", "launch.server_gpus=0", "launch.trainer_gpus=0")  # both on one GPU
+BESIDE = ("server.kv_cache_mib=256",)  # both on one GPU, as `run` shows one
 
 
 def steps_of(run_dir: Path) -> list[dict[str, float]]:
@@ -36,10 +36,11 @@ def has_steps(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists()
 
 
-def run(tmp_path: Path, *settings: str, command: str = "quickstart") -> list[dict[str, float]]:
+def run(tmp_path: Path, *settings: str, command: str = "quickstart", gpus: str = "0") -> list[dict[str, float]]:
     """Runs the quickstart's policy with these settings to its end; returns the rows of its steps."""
     place = (f"run.dir={tmp_path / 'runs' / 'a'}", f"server.port={free_port()}")
-    with Process([command, "config/quickstart.yaml", *SMALL, *place, *settings], tmp_path / "log") as process:
+    words = [command, "config/quickstart.yaml", *SMALL, *place, *settings]
+    with Process(words, tmp_path / "log", CUDA_VISIBLE_DEVICES=gpus) as process:
         assert process.wait_end(START_S + 300) == 0, process.output()
         process.assert_gone()
     return steps_of(tmp_path / "runs" / "a")
@@ -182,7 +183,7 @@ def test_nccl_carries_every_byte_and_does_not_wait_for_ever_for_a_rank_that_does
 
 @TWO_GPUS
 def test_with_gpus_of_their_own_both_sides_overlap_and_weights_go_from_gpu_to_gpu(tmp_path: Path) -> None:
-    steps = run(tmp_path, "launch.servers=1", "launch.trainers=1", command="launch")
+    steps = run(tmp_path, "launch.servers=1", "launch.trainers=1", command="launch", gpus="0,1")
     config: dict[str, Any] = yaml.safe_load((tmp_path / "runs" / "a" / "config.yaml").read_text())
     assert (config["sync"]["backend"], config["pipeline"]["max_staleness"]) == ("nccl", 1)
     assert all(step["sync/fallbacks"] == 0 for step in steps)
@@ -194,9 +195,8 @@ def test_two_ranks_train_as_one_does_to_rounding(tmp_path: Path) -> None:
     rewards = []
     for ranks in (1, 2):
         (tmp_path / str(ranks)).mkdir()
-        settings = ("pipeline.max_staleness=0", "sync.backend=disk", f"launch.trainers={ranks}", *BESIDE)
-        gpus = "0" if ranks == 1 else "0,1"
-        steps = run(tmp_path / str(ranks), *settings, f"launch.trainer_gpus={gpus}", "launch.server_gpus=0")
+        settings = ("launch.share_gpu=true", f"launch.trainers={ranks}")
+        steps = run(tmp_path / str(ranks), *settings, gpus="0" if ranks == 1 else "0,1")
         rewards.append(steps[0]["train/loss"])
     assert rewards[1] == pytest.approx(rewards[0], abs=2e-3)
 

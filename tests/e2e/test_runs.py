@@ -7,8 +7,6 @@ import json
 import re
 import signal
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from processes import ROOT, START_S, Command, Process, Run, Server, free_port
+from hocket.cluster.launch import what_next
+from processes import FORKS, ROOT, START_S, Command, Process, Run, Server, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -108,12 +107,14 @@ def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_t
             assert one[name] == other[name], (one["step"], name)
 
 
-def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    settings = ["model.lora={}", "sync.backend=nccl", "trainer.learning_rate=2e-3", "eval.every_steps=0"]
-    with running("quickstart", log, f"run.dir={run_dir}", "trainer.steps=15", *settings) as process:
-        assert process.wait_end(START_S + 300) == 0, log.read_text()
-    out = log.read_text()
+def test_an_adapter_alone_learns_and_merges_into_a_model(tmp_path: Path) -> None:
+    settings = ["model.lora={}", "sync.backend=nccl", "trainer.learning_rate=2e-3", "trainer.steps=15"]
+    measured = ["eval.num_prompts=256", "eval.every_steps=0"]
+    with Server(tmp_path, free_port(), *settings).wait_ready() as server:
+        with Run(tmp_path, "lora", [server], *settings, *measured) as run:
+            assert run.wait_end(START_S + 300) == 0, run.output()
+        server.end()
+    out, run_dir = run.output(), run.dir
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["before"] <= 0.35, out
     assert summary["after"] >= summary["before"] + 0.3, out
@@ -124,11 +125,13 @@ def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_p
     mebibytes = 2 * sum(16 * (i + o) for i, o in widths) * 4 / 2**20
     assert all(mebibytes <= step["sync/mebibytes"] <= mebibytes + 0.02 for step in steps)
     assert all(step.get("sync/fallbacks", 0) == 0 for step in steps)
-    # What is printed at the end works, word by word.
-    words = next(line for line in out.splitlines() if "run.py export" in line).split("python3 ")[1].split()
-    assert subprocess.run([sys.executable, *words], cwd=ROOT, timeout=START_S, check=False).returncode == 0
+    # What a launch says at its end works, word by word.
+    said = what_next(run_dir, ["config/quickstart.yaml", *settings])
+    words = next(line for line in said.splitlines() if " export " in line).partition(" export ")[2].split()
+    with Command(["export", *words], tmp_path / "export.log") as process:
+        assert process.wait_end() == 0, process.output()
     merged = [f"model.path={run_dir}/model", f"run.dir={tmp_path}/runs/b", f"server.port={free_port()}"]
-    with Command(["eval", "config/quickstart.yaml", *merged], tmp_path / "eval.log") as process:
+    with Command(["eval", "config/quickstart.yaml", *merged], tmp_path / "eval.log", **{FORKS: "1"}) as process:
         assert process.wait_end(START_S) == 0, process.output()
     line = next(row for row in process.output().splitlines() if row.startswith("eval/accuracy"))
     assert abs(float(line.split()[1]) - summary["after"]) < 0.1
@@ -145,33 +148,43 @@ def untimed(run_dir: Path) -> list[dict[str, float]]:
 
 def test_two_ranks_that_share_their_gpu_end_bit_for_bit_as_two_that_do_not_and_leave_no_process(tmp_path: Path) -> None:
     sizes = ["trainer.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.num_prompts=16"]
-    settings = [*sizes, "launch.trainers=2", "sync.check_every=2"]
-    for name, shares in (("apart", "false"), ("shared", "true")):
-        run_dir, log = tmp_path / name, tmp_path / f"{name}.log"
-        with running("quickstart", log, f"run.dir={run_dir}", f"launch.share_gpu={shares}", *settings) as process:
-            process.wait_for((run_dir / "metrics.jsonl").exists, "the first evaluation")
-            assert sorted(ranks_of(process.members())) == ["0 of 2", "1 of 2"], log.read_text()
-            assert process.wait_end() == 0, log.read_text()
-            process.assert_gone()
-        assert "error: " not in log.read_text()
-        assert [line["step"] for line in metrics_of(run_dir)] == [0, 1, 2, 3]
-        assert ("time/turn" in metrics_of(run_dir)[1]) == (name == "shared")
-    assert untimed(tmp_path / "shared") == untimed(tmp_path / "apart")
-    weights = [
-        (tmp_path / name / "weights" / "v000004" / "model.safetensors").read_bytes() for name in ("apart", "shared")
-    ]
+    folders = []
+    for shares in ("false", "true"):
+        settings = [*sizes, "sync.check_every=2", f"launch.share_gpu={shares}"]
+        together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        with Server(tmp_path, free_port(), *settings) as server:
+            ranks = [
+                Run(tmp_path, f"shares-{shares}", [server], *settings, RANK=rank, LOCAL_RANK=rank, **together)
+                for rank in ("0", "1")
+            ]
+            with ranks[0], ranks[1]:
+                ranks[0].wait_step(1)
+                assert all(rank.members() for rank in ranks)
+                assert [rank.wait_end() for rank in ranks] == [0, 0], ranks[0].output()
+                for rank in ranks:
+                    rank.assert_gone()
+            server.end()
+        folders.append(ranks[0].dir)
+        assert "error: " not in ranks[0].output()
+        assert [line["step"] for line in metrics_of(folders[-1])] == [0, 1, 2, 3]
+        assert ("time/turn" in metrics_of(folders[-1])[1]) == (shares == "true")
+    assert untimed(folders[0]) == untimed(folders[1])
+    weights = [(folder / "weights" / "v000004" / "model.safetensors").read_bytes() for folder in folders]
     assert weights[0] == weights[1]
     assert weights[0] != (ROOT / "checkpoints" / "tiny-sort" / "model.safetensors").read_bytes()
 
 
 def test_agents_teach_an_adapter_on_a_shared_gpu(tmp_path: Path) -> None:
-    folder = tmp_path / "agents"
+    folder, port = tmp_path / "agents", free_port()
     sizes = ["trainer.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.num_prompts=0"]
-    settings = ["model.lora={rank: 4}", "launch.share_gpu=true", "sync.check_every=2"]
-    with Process(
-        ["quickstart", "config/agent.yaml", *sizes, *settings, f"run.dir={folder}"], tmp_path / "log"
-    ) as process:
-        assert process.wait_end(600) == 0, process.output()
+    settings = ["model.lora={rank: 4}", "launch.share_gpu=true", "sync.check_every=2", f"server.port={port}"]
+    words = ["config/agent.yaml", *sizes, *settings, f"run.dir={folder}"]
+    with (
+        Command(["serve", *words, "server.kv_cache_mib=64"], tmp_path / "serve.log") as server,
+        Command(["train", *words], tmp_path / "train.log") as trainer,
+    ):
+        assert trainer.wait_end(600) == 0, trainer.output()
+        server.end()
     steps = metrics_of(folder)[1:]
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert "time/turn" in steps[0]
@@ -190,9 +203,8 @@ def test_the_judge_of_the_example_teaches_what_another_checker_measures(tmp_path
     here = [f"run.dir={run_dir}", "trainer.steps=15", "eval.every_steps=0", f"server.port={free_port()}"]
     here += [f"rewards.functions.judge.base_url=http://127.0.0.1:{port}/v1"]
     judging = Process([str(port)], tmp_path / "judge.log", program=judge.split())
-    with judging, Process([*train.split()[1:], *here], log) as process:
+    with judging, Command([*train.split()[1:], *here], log, **{FORKS: "1"}) as process:
         assert process.wait_end(START_S + 300) == 0, log.read_text()
-        process.assert_gone()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["after"] >= summary["before"] + 0.2, log.read_text()
     steps = metrics_of(run_dir)[1:]
@@ -241,11 +253,11 @@ def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> 
 
 def test_a_killed_launch_takes_its_servers_and_ranks_along(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    with running("launch", log, f"run.dir={run_dir}", "launch.servers=2", "launch.trainers=2") as process:
+    with running("launch", log, f"run.dir={run_dir}", "launch.trainers=2") as process:
         process.wait_for((run_dir / "rollouts" / "step_000001.jsonl").exists, "step_000001")
         members = process.members()
         assert sorted(ranks_of(members)) == ["0 of 2", "1 of 2"]
-        assert len([member for member in members if member.cmdline()[1:4] == ["-m", "hocket", "serve"]]) == 2
+        assert len([member for member in members if member.cmdline()[1:4] == ["-m", "hocket", "serve"]]) == 1
         process.kill()
         process.assert_gone()
 

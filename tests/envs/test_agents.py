@@ -70,7 +70,10 @@ async def test_a_function_returns_a_number_text_or_nothing_or_has_raised(name: s
         ({"function": "text_of_test"}, "no agent 'text_of_test' .did you mean 'text_of_tests'"),
         ({"command": "no-such-program --fast"}, "there is no program 'no-such-program --fast'"),
         ({"command": " "}, "there is no program ' '"),
-        ({"function": "text_of_tests", "concurrency": 0}, "concurrency must be at least 1"),
+        (
+            {"function": "text_of_tests", "concurrency": 0},
+            "env.concurrency: Input should be greater than or equal to 1",
+        ),
     ],
 )
 def test_options_that_can_not_be_are_refused_with_the_fix(options: dict[str, Any], says: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from processes import START_S, Process, Run, Server, free_port, wait_for
+from processes import START_S, Command, Run, Server, free_port, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -246,7 +246,7 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     again.assert_whole(6, 4, 4)
 
     model = tmp_path / "runs" / "model"
-    made = Process(["export", f"{again.dir}/checkpoints/step_000006", str(model)], tmp_path / "export.log")
+    made = Command(["export", f"{again.dir}/checkpoints/step_000006", str(model)], tmp_path / "export.log")
     processes.append(made)
     assert made.popen.wait(START_S) == 0, made.output()
     assert (model / "model.safetensors").read_bytes() == weights[1].read_bytes()  # and that, the server has loaded
@@ -298,7 +298,7 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
         played = (last.dir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
         ids = {json.loads(line)["prompt_id"] for line in played}
         assert ids == {row["prompt"] for row in rows if row["step"] == step}
-    asked = Process(["ledger", str(last.dir)], tmp_path / "ledger.log")
+    asked = Command(["ledger", str(last.dir)], tmp_path / "ledger.log")
     processes.append(asked)
     assert asked.popen.wait(60) == 0, asked.output()
     assert "accounted for exactly once" in asked.output()

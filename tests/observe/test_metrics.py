@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hocket.algorithm.losses import LossConfig, policy_loss
-from hocket.algorithm.samples import Measured, shape, signal_metrics, train_samples
+from hocket.algorithm.samples import shape, signal_metrics, train_samples
 from hocket.config import load
 from hocket.observe.metrics import (
     METRICS,
@@ -150,7 +150,7 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     group = group_of(rollout(2, "stop", 1))
     settings = load(None, ["algorithm.preset=reinforce_pp", "algorithm.overlong_share=0.5"])
     after = shape(group, settings.algorithm, settings.rollout.max_tokens)
-    shaping = train_samples([after], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings.algorithm, 0.01)[1]
+    shaping = train_samples([after], [{"ref_logprobs": (0.0, -1.0, -1.0)}], settings.algorithm, 0.01)[1]
     assert len(shaping) == 3
     signal = signal_metrics([after], "exact_match")
     measured = rollout_metrics([group]) | loss_metrics() | staleness_metrics([group], version=1, bound=0)

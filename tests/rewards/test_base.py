@@ -6,9 +6,11 @@ import numpy
 import pytest
 
 from hocket.common.registry import Registry
+from hocket.config.sections import RewardSpec
 from hocket.errors import ConfigError
 from hocket.rewards import base
-from hocket.rewards.base import Reward, as_score, bind, reward
+from hocket.rewards.base import Reward, bind, reward
+from hocket.rewards.scores import as_score
 from hocket.types import Rollout, Score, TokenSequence
 
 
@@ -24,10 +26,10 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
     reward("all")(lambda completion, prompt, messages, answer, token_ids, finish_reason, rollout: 0.0)
     reward("open")(lambda completion, **options: options)
     rollout = make_rollout("abdc")
-    few, opened = bind("few", {"share": 0.25}), bind("open", {"anything": 1})
+    few, opened = bind("few", RewardSpec(share=0.25)), bind("open", RewardSpec(anything=1))
     assert few.arguments(rollout) == {"meta": {"level": 2}, "completion": "abdc"}
     assert (few.made()(**few.arguments(rollout)), opened.made()(**opened.arguments(rollout))) == (0.25, {"anything": 1})
-    assert bind("all", {}).arguments(rollout) == {
+    assert bind("all", RewardSpec()).arguments(rollout) == {
         "completion": "abdc",
         "prompt": "Sort: dbca",
         "messages": ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}),
@@ -38,7 +40,7 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
     }
     other = TokenSequence(token_ids=(7, 8, 9), mask=(False, True, True), logprobs=(0.0,) * 3)
     both = dataclasses.replace(rollout, sequences=(other, *rollout.sequences))
-    assert bind("all", {}).arguments(both)["token_ids"] == (8, 9, 10, 11, 12)
+    assert bind("all", RewardSpec()).arguments(both)["token_ids"] == (8, 9, 10, 11, 12)
 
 
 def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
@@ -49,10 +51,10 @@ def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
         ("near", {}, r"needs the option 'target': set rewards.functions.near.target"),
         ("near", {"target": 3, "completion": "x"}, "'completion' comes from the rollout"),
         ("needy", {}, "needs the package no_such_package"),
-        ("placed", {}, r"reward placed\(completion, /, answer\) gets its arguments by name: remove the /"),
+        ("placed", {}, r"reward placed\(completion, answer\) gets its arguments by name: remove the /"),
     ):
         with pytest.raises(ConfigError, match=message):
-            bind(name, options)
+            bind(name, RewardSpec.model_validate(options))
 
 
 def test_numbers_of_any_kind_are_values_and_a_dict_adds_up_and_a_score_has_its_total() -> None:

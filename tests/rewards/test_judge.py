@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hocket.errors import ConfigError, RewardError
-from hocket.rewards import RewardScorer, endpoint, scorer
+from hocket.rewards import RewardScorer, endpoint, runners
 from hocket.rewards.judge import ranking_in, score_in
 from hocket.types import Rollout
 from service import (
@@ -37,7 +37,7 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
     scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(endpoint, "MINUTE_S", 1.0)
-    monkeypatch.setattr(scorer, "BACK_OFF_S", 0.1)
+    monkeypatch.setattr(runners, "BACK_OFF_S", 0.1)
     limits = {"requests_per_minute": 100, "max_concurrent": 16, "timeout_s": 0.5, "cache": str(tmp_path / "cache.db")}
     size = 1 if name == "judge" else 4
     groups = [[make_rollout(str(group * size + i)) for i in range(size)] for group in range(200)]
@@ -58,7 +58,7 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
 async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_lied(
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
     said = {"a": iter(["8", "2"]), "b": iter([True, "6"])}
     asked: list[Any] = []
 
@@ -354,7 +354,7 @@ async def test_what_an_endpoint_answers_instead_of_a_score_is_the_error_of_the_s
     calls: int,
     error: str,
 ) -> None:
-    monkeypatch.setattr(scorer, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
 
     async def say(headers: Headers, body: Any) -> Answer | None:
         return answer
@@ -400,16 +400,17 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
         ({"template": "{compleshun}"}, "template: 'compleshun'; its fields are {completion}, {rubric}"),
         ({"template": "{rubric}"}, "template: it lacks {completion}"),
         ({"template": '{completion} {"score": 1}'}, "any other brace is written twice"),
-        ({"scale": 5}, "scale: Input should be a valid tuple, got 5"),
-        ({"model": []}, "model must be a name or a list of names"),
+        ({"scale": 5}, "judge.scale: Input should be a valid tuple"),
+        ({"model": []}, "judge.model: Value should have at least 1 item"),
+        ({"model": ["m", ""]}, "a model must have a name"),
         ({"base_url": "127.0.0.1:1"}, "base_url must begin with http"),
-        ({"request": 5}, "request: Input should be a valid dictionary, got 5"),
-        ({"requests_per_minute": 0}, "requests_per_minute must be above 0"),
+        ({"request": 5}, "judge.request: must be a mapping of key: value"),
+        ({"requests_per_minute": 0}, "judge.requests_per_minute: Input should be greater than or equal to 1"),
         ({"tokens_per_minute": 512}, "set it above max_tokens, which is 512"),
-        ({"price": 3}, "price: Input should be a valid tuple, got 3"),
-        ({"price": [1]}, "price.1: Field required"),
-        ({"price": [1, -1]}, "price must be .* at least 0"),
-        ({"budget": "much"}, "budget: Input should be a valid number, .* got 'much'"),
+        ({"price": 3}, "judge.price: Input should be a valid tuple"),
+        ({"price": [1]}, "judge.price.1: Field required"),
+        ({"price": [1, -1]}, "judge.price.1: Input should be greater than or equal to 0"),
+        ({"budget": "much"}, "judge.budget: Input should be a valid number"),
     ],
 )
 def test_options_that_can_not_work_are_refused(
@@ -417,5 +418,5 @@ def test_options_that_can_not_work_are_refused(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     options = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "r", "key_env": None} | options
-    with pytest.raises(ConfigError, match=f"reward judge refuses its options: .*{message}"):
+    with pytest.raises(ConfigError, match=message):
         scorer_of({"judge": options})

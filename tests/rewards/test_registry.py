@@ -1,10 +1,9 @@
 """What a reward may be: a function or a class, of one rollout or of a group; how many at once, again, and composed."""
 
 import asyncio
-import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,9 @@ from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError
 from hocket.rewards import RetryError, RewardCalls, RewardScorer
-from hocket.rewards.base import REWARDS, queued, reward
+from hocket.rewards.base import REWARDS, reward
+from hocket.rewards.runners import clock, clocked
+from hocket.rewards.scorer import Workers
 from hocket.types import Rollout, Score
 from processes import wait_for
 
@@ -106,7 +107,7 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_torn_down
     scorer._calls.__exit__()
     (pid, *set_up), (same, *torn_down) = [line.split() for line in log.read_text().splitlines()]
     assert (pid == same != str(os.getpid()), set_up, torn_down) == (True, ["set", "up"], ["torn", "down", "after", "3"])
-    with pytest.raises(ConfigError, match=r"reward lexicon\(log, words=\(\)\) has no option 'word' \(did you mean"):
+    with pytest.raises(ConfigError, match=r"reward lexicon\(log, words\) has no option 'word' \(did you mean"):
         scorer_of({"lexicon": {"log": "", "word": ["a"]}})
 
 
@@ -312,7 +313,7 @@ async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_
     async def refuses(completion: str) -> float:
         raise RetryError("overloaded", retry_after=float(completion) if completion else None)
 
-    monkeypatch.setattr("hocket.rewards.scorer.asyncio.sleep", wait)
+    monkeypatch.setattr("hocket.rewards.runners.asyncio.sleep", wait)
     register("refuses", refuses)
     scorer = scorer_of({"refuses": {"retries": 4}})
     for text, number in (("", 4), ("7", 4), ("1e9", 0)):
@@ -328,39 +329,45 @@ async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_
 async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
     scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, refused = fakes.Clock(), list[str]()
+    time, refused = fakes.Clock(), list[str]()
 
-    def passes(seconds: float) -> None:
-        clock.now += seconds
+    def passes(seconds: float) -> float:
+        time.now += seconds
+        return 1.0
 
     async def wait(seconds: float) -> None:
         passes(1000.0)
 
-    @contextlib.asynccontextmanager
-    async def gate() -> AsyncIterator[None]:
-        passes(100.0)
-        yield
-
     async def refuses_once(completion: str) -> float:
-        async with queued(gate()):
-            passes(2.0)
+        passes(2.0)
         if not refused:
             refused.append(completion)
             raise RetryError("overloaded")
         return 1.0
 
-    monkeypatch.setattr("hocket.rewards.base.time", clock)
-    monkeypatch.setattr("hocket.rewards.scorer.asyncio.sleep", wait)
+    class Queues:
+        def __init__(self) -> None:
+            self.call_seconds = clock()
+
+        async def __call__(self, completion: str) -> float:
+            passes(100.0)  # it waits for others
+            with clocked(self.call_seconds):
+                return passes(5.0)
+
+    monkeypatch.setattr("hocket.rewards.runners.time", time)
+    monkeypatch.setattr("hocket.rewards.runners.asyncio.sleep", wait)
     monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
-    asks = lambda *_: passes(3.0) or [Score(total=1.0)]  # noqa: E731
-    monkeypatch.setattr(RewardCalls, "_worker", lambda calls: SimpleNamespace(ask=asks, kill=lambda seconds: None))
+    asks = lambda *_: passes(3.0) and [Score(total=1.0)]  # noqa: E731
+    monkeypatch.setattr(Workers, "_worker", lambda workers: SimpleNamespace(ask=asks))
     register("refuses_once", refuses_once)
-    register("inline", lambda completion: float(passes(4.0) is None), inline=True)
-    scorer = scorer_of({"refuses_once": {"max_concurrent": 1}, "inline": 1.0, "longest": 1.0, "lexicon": {"log": ""}})
+    register("queues", Queues)
+    register("inline", lambda completion: passes(4.0), inline=True)
+    functions = {"refuses_once": {"max_concurrent": 1}, "queues": 1.0, "inline": 1.0, "lexicon": {"log": ""}}
+    scorer = scorer_of(functions)
     scores = await asyncio.gather(*(scorer.score(make_rollout()) for _ in range(3)))
     assert [score.error for score in scores] == [None] * 3
     taken = {name: list(seconds) for name, seconds in scorer._calls.seconds.items()}
-    assert taken == {"refuses_once": [2.0] * 4, "inline": [4.0] * 3, "longest": [], "lexicon": [3.0] * 3}
+    assert taken == {"refuses_once": [2.0] * 4, "queues": [5.0] * 3, "inline": [4.0] * 3, "lexicon": [3.0] * 3}
 
 
 @pytest.mark.parametrize(

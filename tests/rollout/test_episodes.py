@@ -18,6 +18,7 @@ from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.common.tasks import seed_of
 from hocket.config import DataConfig
+from hocket.config.sections import RewardSpec
 from hocket.data.prompts import Renderer
 from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import SingleTurn
@@ -523,7 +524,7 @@ async def test_a_reward_learns_which_thought_stands_open_before_the_last_turn(
         return fakes.completion(9, END, logprobs=(-0.5, -0.5), text=said)
 
     rollout = await one_episode(Tells, ask, renderer, opening="<think>\n")
-    assert bind("math", {}).arguments(rollout)["opening"] == opening
+    assert bind("math", RewardSpec()).arguments(rollout)["opening"] == opening
     assert rollout.text == said
 
 

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
-from hocket.trainer.guards import NUMBERS
-from hocket.trainer.models import BatchLoss
+from hocket.trainer.models import BatchLoss, Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
@@ -26,7 +25,11 @@ CPU = torch.device("cpu")
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
     """Returns a trainer in float32 with small micro-batches, unless the settings say otherwise."""
     defaults = ("model.dtype=float32", "trainer.learning_rate=1e-3", "trainer.micro_batch_tokens=40")
-    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks, loss=loss)
+    return Trainer(
+        config_module.load(None, [*defaults, f"model.path={model}", *settings]),
+        ranks=ranks,
+        objective=Objective(loss=loss) if loss else None,
+    )
 
 
 def sequence(token_ids: Sequence[int], mask: Sequence[bool] | int = 2, *, logprob: float = -3.0) -> TokenSequence:
@@ -88,10 +91,11 @@ def make_groups(model: str) -> list[TrainSample]:
 
 
 def measured(trainer: Trainer, samples: list[TrainSample]) -> list[TrainSample]:
-    """Returns the samples with what the trainer measures before the step, and returns of 1 for a critic."""
+    """Returns the samples with what the trainer measures before the step."""
     found = trainer.measure([sample.sequence for sample in samples])
-    numbers = [dataclasses.asdict(one) for one in found] or [{} for _ in samples]
-    return [dataclasses.replace(sample, **more) for sample, more in zip(samples, numbers, strict=True)]
+    if not found:
+        return samples
+    return [dataclasses.replace(sample, columns=numbers) for sample, numbers in zip(samples, found, strict=True)]
 
 
 def save(trainer: Trainer, folder: Path) -> None:
@@ -123,6 +127,9 @@ def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name not in left_out}
 
 
+SAMPLE_FIELDS = {"id", "text", "token_ids", "mask", "rollout_logprobs", "version_min", "advantages"}
+
+
 def read_batch(path: Path) -> list[TrainSample]:
     """Reads the samples that guards.keep_batch wrote."""
     return [
@@ -134,7 +141,8 @@ def read_batch(path: Path) -> list[TrainSample]:
                 logprobs=tuple(row["rollout_logprobs"]),
                 version_min=row["version_min"],
             ),
-            **{name: tuple(row[name]) for name in NUMBERS},
+            advantages=tuple(row["advantages"]),
+            columns={name: tuple(values) for name, values in row.items() if name not in SAMPLE_FIELDS},
         )
         for row in json.loads(path.read_text(encoding="utf-8"))["samples"]
     ]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tests.trainer.builders import sample_of, sequence
 
-from hocket.algorithm.samples import Measured
 from hocket.errors import TrainerError
 from hocket.trainer.batching import TrainBatch, balance, check_fits, pack, unpack
 from hocket.types import TrainSample
@@ -126,16 +125,16 @@ def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_p
         sample_of(sequence((3, 4, 5), (True, False, False))),  # nothing of it is trained
     ]
     expected = [
-        Measured(values=(0.0, 20.0, 30.0)),
-        Measured(values=(0.0, 0.0, 60.0, 0.0, 80.0)),
-        Measured(values=(0.0, 20.0, 30.0)),
-        Measured(values=(0.0, 100.0)),
-        Measured(values=(0.0, 0.0, 0.0)),
+        {"values": (0.0, 20.0, 30.0)},
+        {"values": (0.0, 0.0, 60.0, 0.0, 80.0)},
+        {"values": (0.0, 20.0, 30.0)},
+        {"values": (0.0, 100.0)},
+        {"values": (0.0, 0.0, 0.0)},
     ]
     for num_ranks in (1, 2, 3):
         for micro_batch_tokens in (4, 6, 100):
             ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
             shares = [unpack(batches, columns_of(batches)) for batches in ranks]
             assert sum(map(len, shares)) == 5
-            found = {index: Measured(**numbers) for share in shares for index, numbers in share.items()}
+            found = {index: numbers for share in shares for index, numbers in share.items()}
             assert [found[index] for index in range(5)] == expected

@@ -40,7 +40,7 @@ def expected_of(rollout: TokenSequence) -> float:
 def make_samples(trainer: Trainer) -> list[TrainSample]:
     """Returns the rollouts with the critic's values of now, and what it should have said of each token."""
     return [
-        builders.sample_of(one, 0.5, values=measured.values, returns=tuple(expected_of(one) * m for m in one.mask))
+        builders.sample_of(one, 0.5, columns={**measured, "returns": tuple(expected_of(one) * m for m in one.mask)})
         for one, measured in zip(ROLLOUTS, trainer.measure(ROLLOUTS), strict=True)
     ]
 
@@ -69,7 +69,7 @@ def test_a_critic_is_trained_and_explains_as_plain_torch_would(
         stats, values = [], []
         for _ in range(4):
             samples = make_samples(trainer)
-            values.append([sample.values for sample in samples])
+            values.append([sample.columns["values"] for sample in samples])
             stats.append(trainer.step(samples))
     backbone = AutoModel.from_pretrained(untied_model, dtype=torch.float32)
     head = torch.zeros(32, requires_grad=True)
@@ -96,7 +96,7 @@ def test_a_critic_is_trained_and_explains_as_plain_torch_would(
         optimizer.step()
     assert stats[-1]["train/micro_batches"] > 3
     places = [(s, t) for s in samples for t, trained in enumerate(s.sequence.mask) if trained]
-    returns, known = (torch.tensor([getattr(s, name)[t] for s, t in places]) for name in ("returns", "values"))
+    returns, known = (torch.tensor([s.columns[name][t] for s, t in places]) for name in ("returns", "values"))
     expected = 1 - float((returns - known).var() / returns.var())
     assert stats[-1]["critic/explained_variance"] == pytest.approx(expected, abs=1e-5)
     assert 0.1 < expected < 1
@@ -141,7 +141,8 @@ def test_returns_that_are_not_finite_leave_the_critic_as_it_was_and_end_the_run_
         train(trainer, 1)
         samples = make_samples(trainer)
         before = trainer.measure(ROLLOUTS)
-        bad = [dataclasses.replace(samples[0], returns=(math.inf,) * len(samples[0].returns)), *samples[1:]]
+        infinite = (math.inf,) * len(samples[0].advantages)
+        bad = [dataclasses.replace(samples[0], columns={**samples[0].columns, "returns": infinite}), *samples[1:]]
         stats = trainer.step(bad)
         assert stats["critic/skipped"] == 1
         assert math.isnan(stats["critic/grad_norm"])

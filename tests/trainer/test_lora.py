@@ -19,6 +19,8 @@ from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig
 from hocket.trainer import lora
 from hocket.trainer.engine import gathered
+from hocket.trainer.export import export
+from hocket.trainer.lora import Adapter
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -91,7 +93,7 @@ def test_the_merged_model_is_what_was_trained_and_complete(
         trainer.export(tmp_path / "adapter")
         trained = logits(trainer.policy.model)
         fingerprint = tokenizers.fingerprint(trainer.tokenizer)
-    lora.merge(tmp_path / "adapter", tmp_path / "model")
+    export(tmp_path / "adapter", tmp_path / "model", base=None)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert merged.dtype == getattr(torch, dtype)
     moved = (trained - logits(base)).abs().mean()
@@ -103,16 +105,16 @@ def test_the_merged_model_is_what_was_trained_and_complete(
     assert not list(tmp_path.glob(".*")), "something half written is left"
     assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1
     with pytest.raises(ConfigError, match="exists already"):
-        lora.merge(tmp_path / "adapter", tmp_path / "model")
+        export(tmp_path / "adapter", tmp_path / "model", base=None)
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"model\.path"):
-        lora.merge(tmp_path / "adapter", tmp_path / "again")
+        export(tmp_path / "adapter", tmp_path / "again", base=None)
     with pytest.raises(ConfigError, match=r"another model than checkpoints/tiny-sort.*does not fit"):
-        lora.merge(tmp_path / "adapter", tmp_path / "again", base="checkpoints/tiny-sort")
+        export(tmp_path / "adapter", tmp_path / "again", base="checkpoints/tiny-sort")
     with pytest.raises(ConfigError, match="not an adapter"):
-        lora.merge(Path(path), tmp_path / "again")
+        Adapter.export(Path(path), tmp_path / "again", base=None)
     assert not (tmp_path / "again").exists()
-    lora.merge(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "moved"))
+    export(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "moved"))
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")), logits(merged))
 
 
@@ -126,22 +128,26 @@ def test_a_base_with_code_of_its_own_is_not_run_whatever_a_terminal_would_answer
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     adapter = AdapterConfig(base_model_name_or_path=str(base), r=1, lora_alpha=1, target_modules=["q_proj"])
     lora.save(tmp_path / "adapter", adapter, {})
-    with pytest.raises(ConfigError, match="can't load the adapter's base model"):
-        lora.merge(tmp_path / "adapter", tmp_path / "model")
+    with pytest.raises(ConfigError, match="can't load the model"):
+        export(tmp_path / "adapter", tmp_path / "model", base=None)
 
 
 def test_targets_and_rank_are_what_the_config_says(tied_model: str) -> None:
     targets = ["q_proj", "mlp.up_proj"]
+    weights = Adapter(ModelConfig(path=tied_model, lora=LoraConfig(rank=3, alpha=5, targets=targets)))
     model = skeleton(ModelConfig(path=tied_model))
-    adapter = lora.inject(model, LoraConfig(rank=3, alpha=5, targets=targets), base=tied_model, seed=0)
+    weights.prepare(model, seed=0)
+    adapter = weights.adapter
+    assert adapter is not None
     assert (adapter.r, adapter.lora_alpha, adapter.target_modules) == (3, 5.0, ["mlp.up_proj", "q_proj"])
-    shapes = {lora.published_name(name): [*p.shape] for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    shapes = {name: [*p.shape] for name, p in weights.published(model, trained).items()}
     assert len(shapes) == 2 * 2 * 2
     assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"] == [3, 32]
     assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] == [64, 3]
     for target in ("lm_head", "embed_tokens", "proj", "nothing"):
         with pytest.raises(ConfigError, match=rf"no linear layer '{target}'.*q_proj"):
-            lora.inject(skeleton(ModelConfig(path=tied_model)), LoraConfig(targets=[target]), base=tied_model, seed=0)
+            skeleton(ModelConfig(path=tied_model, lora=LoraConfig(targets=[target])))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

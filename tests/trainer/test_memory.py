@@ -175,7 +175,7 @@ def test_a_rehearsed_step_of_every_learner_leaves_no_trace(
     ranks: Ranks, tied_model: str, stage: int, preset: str, tmp_path: Path
 ) -> None:
     zeros = (0.0,) * 65
-    work = [dataclasses.replace(sample, values=zeros, returns=zeros) for sample in samples(512, 62)]
+    work = [dataclasses.replace(sample, columns={"values": zeros, "returns": zeros}) for sample in samples(512, 62)]
     with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", f"algorithm.preset={preset}") as trainer:
         assert [learner.name for learner in trainer.models.learners[1:]] == ["critic"] * (preset == "ppo")
         builders.save(trainer, tmp_path / "state")
@@ -225,8 +225,8 @@ def test_auto_on_a_gpu_is_a_size_that_fits_and_a_run_that_goes_on_keeps_it(
     torch.cuda.empty_cache()
     held = [torch.empty(torch.cuda.mem_get_info()[0] - 3 * GIB, dtype=torch.uint8, device="cuda")]
     torch.cuda.reset_peak_memory_stats()
-    apart = ("launch.server_gpus=1", "launch.trainer_gpus=0")  # or there is room for a server
-    with make_trainer(ranks, wide_model, *apart) as trainer:
+    apart = "launch.gpus_apart=true"  # or there is room for a server
+    with make_trainer(ranks, wide_model, apart) as trainer:
         size = trainer.micro_batch_tokens
         trainer.step(samples(3 * size))
         assert torch.cuda.max_memory_reserved() - held[0].nbytes > 1.5 * GIB

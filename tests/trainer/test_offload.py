@@ -49,9 +49,12 @@ def test_nothing_of_the_training_state_stays(
     before = storages()
     more = (f"model.dtype={dtype}", f"trainer.zero_stage={stage}")
     with builders.make_trainer(ranks, untied_model, *more, *settings) as trainer:
-        known = [dataclasses.asdict(measured) for measured in trainer.measure([SAMPLE.sequence])]
-        returns = {"returns": (0.0, 1.0, 1.0, 1.0, 1.0)} if settings else {}
-        trainer.step([dataclasses.replace(SAMPLE, **returns, **(known[0] if known else {}))])
+        known = trainer.measure([SAMPLE.sequence])
+        if known:
+            columns = {**known[0], "returns": (0.0, 1.0, 1.0, 1.0, 1.0)}
+            trainer.step([dataclasses.replace(SAMPLE, columns=columns)])
+        else:
+            trainer.step([SAMPLE])
         expected, on = trainer.measure([SAMPLE.sequence]), bytes_besides(before)
         assert len(trainer.models.engines) == (3 if settings else 1)
         trainer.offload()

@@ -12,10 +12,10 @@ from tests.trainer.builders import make_samples
 from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
-from hocket.commands.runs import export
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.checkpoints import Checkpoints
+from hocket.trainer.export import export
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer

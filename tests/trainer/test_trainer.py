@@ -116,7 +116,7 @@ def test_layout_stream_and_an_export_in_several_files_are_the_same_tensors(
     ranks: Ranks, model: str, dtype: str, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_small_files = functools.partial(save_torch_state_dict, max_shard_size=8192)
-    monkeypatch.setattr("hocket.trainer.policy.save_torch_state_dict", in_small_files)
+    monkeypatch.setattr("hocket.trainer.weights.save_torch_state_dict", in_small_files)
     path = request.getfixturevalue(model)
     with make_trainer(ranks, path, f"model.dtype={dtype}") as trainer:
         trainer.step(make_samples())
@@ -158,8 +158,7 @@ def test_in_another_thread_off_the_device_between_steps_and_resumed_all_is_the_s
     def work(leaves: bool) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
         measured = trainer.measure([sample.sequence for sample in make_samples()])
         samples = [
-            dataclasses.replace(sample, ref_logprobs=known.ref_logprobs)
-            for sample, known in zip(make_samples(), measured, strict=True)
+            dataclasses.replace(sample, columns=known) for sample, known in zip(make_samples(), measured, strict=True)
         ]
         steps = []
         for _ in range(3):
@@ -249,7 +248,7 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
 ) -> None:
     with monkeypatch.context() as patch:
         full = Mock(side_effect=OSError(28, "No space left on device"))
-        patch.setattr("hocket.trainer.policy.save_torch_state_dict", full)
+        patch.setattr("hocket.trainer.weights.save_torch_state_dict", full)
         with pytest.raises(OSError, match="No space left"):
             trainer.export(tmp_path / "model")
     trainer.export(tmp_path / "model")
@@ -266,8 +265,8 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
 def test_an_entropy_bonus_or_a_kl_alone_moves_the_policy(
     ranks: Ranks, tied_model: str, name: str, sign: int, settings: tuple[str, ...]
 ) -> None:
-    fixed = {"advantages": (0.0,) * 9, "ref_logprobs": (0.0, 0.0, *[-4.0] * 7)}
-    samples = [dataclasses.replace(sample, **fixed) for sample in make_samples()]
+    columns = {"ref_logprobs": (0.0, 0.0, *[-4.0] * 7)}
+    samples = [dataclasses.replace(sample, advantages=(0.0,) * 9, columns=columns) for sample in make_samples()]
     with make_trainer(ranks, tied_model, *settings) as trainer:
         first, *_, last = (trainer.step(samples)[f"train/{name}"] for _ in range(10))
     assert sign * (last - first) > 0.1

@@ -142,9 +142,12 @@ def test_a_critic_takes_the_same_updates_and_its_value_clip_limits_them(
         monkeypatch.setattr("hocket.trainer.critic.VALUE_CLIP", clip)
         with make_trainer(ranks, untied_model, *ppo, f"algorithm.epochs={epochs}") as trainer:
             samples = measured(trainer, make_groups(untied_model))
-            far = [dataclasses.replace(one, returns=tuple(10.0 * m for m in one.sequence.mask)) for one in samples]
+            far = [
+                dataclasses.replace(one, columns={**one.columns, "returns": tuple(10.0 * m for m in one.sequence.mask)})
+                for one in samples
+            ]
             trainer.step(far)
-            values = [one.values for one in trainer.measure([sample.sequence for sample in samples])]
+            values = [one["values"] for one in trainer.measure([sample.sequence for sample in samples])]
             gains[epochs, clip] = sum(map(sum, values)) / sum(sum(one.sequence.mask) for one in samples)
     assert 0 < gains[1, 0.5] < gains[16, 0.5] < 0.7 * gains[16, 1e9]
 

@@ -37,6 +37,7 @@ from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.trainer import engine, policy, ranks
 from hocket.trainer.batching import TrainBatch
+from hocket.trainer.models import Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -219,20 +220,17 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
     ppo = ("algorithm.preset=ppo", "algorithm.epochs=1", *kl, "critic.learning_rate=1e-2")
     for stage, trainer in led(model, ranks, {n: (*ppo, *one) for n, one in STAGES.items()}):
         sequences = [sample.sequence for sample in make_samples(0)]
-        seen = [[dataclasses.asdict(measured) for measured in trainer.measure(sequences)]]
+        seen = [trainer.measure(sequences)]
         stats = []
         for _ in range(2):
             samples = [
                 dataclasses.replace(
-                    sample,
-                    ref_logprobs=measured["ref_logprobs"],
-                    values=measured["values"],
-                    returns=tuple(float(m) for m in sample.sequence.mask),
+                    sample, columns={**measured, "returns": tuple(float(m) for m in sample.sequence.mask)}
                 )
                 for sample, measured in zip(make_samples(0), seen[-1], strict=True)
             ]
             stats.append(trainer.step(samples))
-            seen.append([dataclasses.asdict(measured) for measured in trainer.measure(sequences)])
+            seen.append(trainer.measure(sequences))
         folder = output / str(stage)
         trainer.export(folder / "policy")
         (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
@@ -299,7 +297,7 @@ def fail(scenario: str, model: str) -> None:
 
     timeout_s = 20 if cut_off or scenario == "rank_hangs" else 60
     settings = ("trainer.micro_batch_tokens=20", f"trainer.collective_timeout_s={timeout_s}", "trainer.zero_stage=2")
-    trainer = Trainer(make_config(model, *settings), loss=deadly)
+    trainer = Trainer(make_config(model, *settings), objective=Objective(loss=deadly))
     if not trainer.is_main:
         if between:
             happen()

@@ -76,7 +76,6 @@ def policy_loss(
 
 
 def _objective(ratio_bt: Tensor, advantages_bt: Tensor, logprobs_bt: Tensor, config: LossConfig) -> Tensor:
-    """Return what is maximised per token, by `clip`."""
     clipped_bt = ratio_bt.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.clip == "none":
         return ratio_bt * advantages_bt

@@ -3,12 +3,11 @@
 Whole sequences are the input, so no advantage depends on how sequences are packed or on how many ranks train.
 """
 
-import dataclasses
 import itertools
 import math
 import statistics
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,19 +19,10 @@ from hocket.algorithm.kl import kl_penalty
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig
 from hocket.data.stream import Outcome
-from hocket.types import Group, Rollout, TokenSequence, TrainSample
+from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
 MIN_VARIANCE = 1e-8
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The other models' numbers of one sequence: each () or one per token, 0.0 where not sampled."""
-
-    old_logprobs: tuple[float, ...] = ()
-    ref_logprobs: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()
 
 
 class Shaped(NamedTuple):
@@ -78,7 +68,6 @@ def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Return whether a sequence of a scored rollout is trained."""
     return any(sequence.mask) and not (algorithm.mask_truncated and sequence.finish_reason == "length")
 
 
@@ -99,7 +88,6 @@ def signal_metrics(groups: Sequence[Shaped], pass_reward: str | None = None) -> 
 
 
 def values_of(group: Group, reward: str) -> list[float]:
-    """Return a reward function's values on the scored rollouts of a group."""
     return [score.parts[reward] for score in group.scores if score.error is None and reward in score.parts]
 
 
@@ -118,12 +106,12 @@ class _Trained(NamedTuple):
     owner: int  # number of its rollout in the batch
     id: str
     sequence: TokenSequence
-    measured: Measured
+    measured: Columns
     kl_n: Tensor  # penalty per sampled token, before its coefficient
 
 
 def train_samples(
-    groups: Sequence[Shaped], measured: Sequence[Measured], algorithm: AlgorithmConfig, kl_coef: float
+    groups: Sequence[Shaped], measured: Sequence[Columns], algorithm: AlgorithmConfig, kl_coef: float
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return one sample per trained sequence, and metrics of the shaping.
 
@@ -133,7 +121,7 @@ def train_samples(
     rewards = [reward for group in groups for reward in group.rewards]
     group_ids = [index for index, group in enumerate(groups) for _ in group.rewards]
     penalised, trained = list(rewards), []
-    of_sequence = iter(measured) if measured else itertools.repeat(Measured())
+    of_sequence = iter(measured) if measured else itertools.repeat({})
     for owner, rollout in enumerate(itertools.chain.from_iterable(group.rollouts for group in groups)):
         for name, sequence in zip(rollout.sequence_ids, rollout.sequences, strict=True):
             known = next(of_sequence)
@@ -141,22 +129,19 @@ def train_samples(
             penalised[owner] -= kl_coef * float(kl_n.sum())
             if is_trained(sequence, algorithm):
                 trained.append(_Trained(owner, name, sequence, known, kl_n))
-    returns: list[Tensor] = []
+    added: Mapping[str, Sequence[Tensor]] = {}
     if algorithm.baseline in ("mean", "leave_one_out"):
         of_rollout = group_advantages(penalised, group_ids, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
         advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
     else:
-        advantages, returns = _by_token(trained, rewards, algorithm, kl_coef)
+        advantages, added = _by_token(trained, rewards, algorithm, kl_coef)
     if algorithm.scale == "tokens":
         advantages = list(torch.split(whiten(torch.cat(advantages)), [len(a_n) for a_n in advantages]))
     samples = [
         TrainSample(
             sequence=row.sequence,
             advantages=_whole(advantages[index], row.sequence),
-            old_logprobs=row.measured.old_logprobs,
-            ref_logprobs=row.measured.ref_logprobs,
-            values=row.measured.values,
-            returns=_whole(returns[index], row.sequence) if returns else (),
+            columns={**row.measured, **{name: _whole(of[index], row.sequence) for name, of in added.items()}},
             id=row.id,
             group=group_ids[row.owner],
         )
@@ -171,35 +156,36 @@ def train_samples(
     return samples, metrics
 
 
-def _kl_in_reward(sequence: TokenSequence, measured: Measured, algorithm: AlgorithmConfig) -> Tensor:
+def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: AlgorithmConfig) -> Tensor:
     """Return the KL estimate per sampled token, of the policy that sampled; 0 if it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
         return torch.zeros(sequence.mask.count(True), dtype=torch.float64)
-    sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured.ref_logprobs, sequence)
+    sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured["ref_logprobs"], sequence)
     log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
     return kl_penalty(log_ratio_n, algorithm.kl)
 
 
 def _by_token(
     trained: Sequence[_Trained], rewards: Sequence[float], algorithm: AlgorithmConfig, kl_coef: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return an advantage per token, and with a critic its target."""
-    advantages, returns = [], []
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Return an advantage per token, and with a critic its target as the column "returns"."""
+    advantages: list[Tensor] = []
+    returns: list[Tensor] = []
     for row in trained:
         rewards_n = -kl_coef * row.kl_n
         rewards_n[-1] += rewards[row.owner]
         if algorithm.baseline == "none":
             advantages.append(discounted_returns(rewards_n, discount=algorithm.discount))
             continue
-        values_n = _sampled(row.measured.values, row.sequence)
+        values_n = _sampled(row.measured["values"], row.sequence)
         a_n, returns_n = gae(rewards_n, values_n, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda)
         advantages.append(a_n)
         returns.append(returns_n)
-    return advantages, returns
+    return advantages, {"returns": returns} if returns else {}
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
-    """Return the values at the sampled tokens, float64 [n]; IndexError if nothing was measured."""
+    """Return the values at the sampled tokens, float64 [n]."""
     return torch.from_numpy(np.array(values_t, np.float64)[np.frombuffer(bytes(sequence.mask), np.bool_)])
 
 

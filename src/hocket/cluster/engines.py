@@ -42,7 +42,6 @@ class Layout(NamedTuple):
     num_nodes: int  # in all
 
     def __str__(self) -> str:
-        """Say what is where."""
         servers = f"{_count(self.servers, 'server')} of {_count(self.gpus_per_server, 'GPU')}"
         ranks = _count(self.ranks, "rank")
         if self.num_nodes == 1:

@@ -59,7 +59,6 @@ class Child(subprocess.Popen[bytes]):
             )
 
     def last_words(self, name: str) -> str:
-        """Return how the process has ended, and the end of its log."""
         said = f"{name} ended with status {self.poll()}"
         if self.log is None:
             return said
@@ -93,6 +92,7 @@ class Placement(NamedTuple):
     servers: list[str]
     ranks: str
     num_ranks: int
+    apart: bool  # no GPU has a server and a rank
 
 
 def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -> int:
@@ -107,7 +107,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
     if plan.ranks and not config.launch.share_gpu:
-        arguments += [f"launch.server_gpus={','.join(plan.servers)}", f"launch.trainer_gpus={plan.ranks}"]
+        arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
     serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
     train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{','.join(urls)}]"]
     print(f"run folder {config.run_dir}, logs in {logs}")
@@ -135,24 +135,23 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
 
 
 def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:
-    """Divide the GPUs of this machine between servers and ranks; a single one is for both sides.
+    """Divide the GPUs of this machine: first come the servers', then the ranks'; a single one is for both sides.
 
     Where the settings say nothing, servers of `size` GPUs each get half of them. Raise ConfigError where they are too
     few, or where sync.backend `nccl` would have to connect two processes on one GPU.
     """
+    num_servers = settings.servers or 1
+    num_ranks = settings.trainers or 1
     if not gpus:
-        return Placement([""] * (settings.servers or 1), "", settings.trainers or 1)
-    ours, theirs = map(listed, (settings.server_gpus, settings.trainer_gpus))
-    if settings.share_gpu or len(gpus) == 1:
-        ours = ours or [*gpus]
-        theirs = theirs or [*gpus]
-    elif not (ours or theirs):
+        return Placement([""] * num_servers, "", num_ranks, apart=False)
+    apart = len(gpus) > 1 and not settings.share_gpu
+    ours = theirs = gpus
+    if apart:
         left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
-        ours = [*gpus[: size * (settings.servers or max(1, left // size))]]
-    ours = ours or [gpu for gpu in gpus if gpu not in theirs]
-    theirs = theirs or [gpu for gpu in gpus if gpu not in ours]
-    num_servers = settings.servers or (1 if settings.share_gpu else max(1, len(ours) // size))
-    num_ranks = settings.trainers or (1 if settings.share_gpu else max(1, len(theirs)))
+        num_servers = settings.servers or max(1, left // size)
+        ours = gpus[: num_servers * size]
+        theirs = gpus[num_servers * size :]
+        num_ranks = settings.trainers or max(1, len(theirs))
     for number, needed, found, what in (
         (num_servers, num_servers * size, ours, "launch.servers"),
         (num_ranks, num_ranks, theirs, "launch.trainers"),
@@ -163,13 +162,12 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
                 "it, server.tensor_parallel_size, or the number of the other side"
             )
     servers = [",".join(ours[number * size : (number + 1) * size]) for number in range(num_servers)]
-    shared = sorted(set(ours[: num_servers * size]) & set(theirs[:num_ranks]))
-    if shared and backend == "nccl":
+    if not apart and backend == "nccl":
         raise ConfigError(
-            f"GPU {shared[0]} has a server and a trainer, which NCCL can't connect: give them GPUs of their own "
-            "(launch.server_gpus, launch.trainer_gpus), or let them share it: launch.share_gpu=true sync.backend=disk"
+            f"GPU {gpus[0]} has a server and a trainer, which NCCL can't connect: show it more GPUs "
+            "(CUDA_VISIBLE_DEVICES), or let them share this one: launch.share_gpu=true sync.backend=disk"
         )
-    return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks)
+    return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks, apart)
 
 
 def visible_gpus() -> list[str]:

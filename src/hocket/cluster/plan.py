@@ -18,8 +18,9 @@ from hocket.errors import ConfigError
 from hocket.trainer import flops, memory
 from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.memory import GIB, Estimate
-from hocket.trainer.models import named_models
+from hocket.trainer.models import configured
 from hocket.trainer.policy import skeleton
+from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES
 
 
@@ -102,23 +103,21 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
     dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
     model = skeleton(config.model)
-    critic = [skeleton(one) for name, one in named_models(config).items() if name == "critic"]
+    held = configured(config).models(config.model)
+    learners = [skeleton(one) for one, learns in held if learns]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trainer = config.trainer.unmeasured()
-    rank = memory.needed(named_models(config), trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
-    together = set(",".join(where.servers).split(",")) & set(where.ranks.split(","))
+    rank = memory.needed(held, trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
     share = server.gpu_memory_utilization
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad or config.model.lora) * dtype.itemsize / size
-    text = model.config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    kv_token = 2 * text.num_hidden_layers * heads * head * dtype.itemsize
+    shape = Shape.of(model)
+    kv_token = 2 * shape.layers * shape.key * dtype.itemsize
     kv_cache = size * (
         server.kv_cache_mib << 20 if server.kv_cache_mib else GIB * (gpu.gib * share - ENGINE_GIB) - weights
     )
     kv_tokens = max(0, int(kv_cache / kv_token))
     stays = 0.0 if config.launch.share_gpu else weights + kv_cache / size  # of a server that sleeps, vLLM's own
-    room = (1 - memory.MARGIN) * (gpu.gib * GIB - (stays + ENGINE_GIB * GIB if together else 0.0))
+    room = (1 - memory.MARGIN) * (gpu.gib * GIB - (stays + ENGINE_GIB * GIB if not where.apart else 0.0))
     per_token = rank.activations / int(trainer.micro_batch_tokens)
     free = room - (rank.total - rank.activations)
     micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))
@@ -136,9 +135,9 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
         kv_tokens=kv_tokens,
         sequences=kv_tokens // tokenizers.context_length(config.model),
         stage=default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True),
-        trained=trained + sum(p.numel() for one in critic for p in one.parameters()),
+        trained=sum(p.numel() for one in learners for p in one.parameters() if p.requires_grad),
         published=2 * trained,
-        broadcasts=config.sync.backend == "nccl" or (config.sync.backend == "auto" and not together),
+        broadcasts=config.sync.backend == "nccl" or (config.sync.backend == "auto" and where.apart),
         host={},
         seconds={},
     )
@@ -163,7 +162,6 @@ def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
 
 
 def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
-    """Return the seconds of each phase of a step."""
     rollout, peak = config.rollout, flops.PEAKS[gpu.name]
     length, prompt = LENGTH * rollout.max_tokens, config.data.max_prompt_tokens or PROMPT_TOKENS
     count = rollout.prompts_per_step * rollout.group_size

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,6 +27,10 @@ from hocket.trainer import checkpoints
 
 QUICKSTART = "config/quickstart.yaml"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # of torch, which reads it as it is imported; micro-batches differ in length
+Run = Callable[[argparse.Namespace], int | None]
+Option = tuple[tuple[str, ...], dict[str, Any]]
+_COMMANDS: dict[str, tuple[Run, tuple[Option, ...]]] = {}
+SAMPLES = "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, or a run's rollouts"
 EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one, e.g. trainer.steps=10 run.dir=runs/a."
 
 
@@ -82,60 +87,36 @@ def _parser() -> argparse.ArgumentParser:
     prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
     parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(name: str, run: Callable[[argparse.Namespace], int | None], *folders: str) -> argparse.ArgumentParser:
-        takes_settings = name not in ("ledger", "doctor", "select")
-        text, epilog = hocket.COMMANDS[name], EPILOG if takes_settings else None
-        command = commands.add_parser(name, help=text, description=text, epilog=epilog)
-        for folder in folders:
-            command.add_argument(folder, type=Path)
-        if takes_settings:
-            command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
-        command.add_argument("--traceback", action="store_true", help="with an error, show where in the code it arose")
+    for name, (run, options) in _COMMANDS.items():
+        text = hocket.COMMANDS[name]
+        command = commands.add_parser(name, help=text, description=text)
+        if SETTINGS in options:
+            command.epilog = EPILOG
+        for names, how in (*options, TRACEBACKS):
+            command.add_argument(*names, **how)
         command.set_defaults(command=name, run=run, default=QUICKSTART if name == "quickstart" else None)
-        return command
-
-    add("quickstart", _quickstart)
-    start = add("launch", _launch)
-    start.add_argument("--dry-run", action="store_true", help="only say what would run where")
-    start.add_argument("--engine", choices=("slurm", "ray", "kubernetes"), help="write the files that a cluster runs")
-    start.add_argument("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE")
-    start.add_argument("--submit", action="store_true", help="submit them, too")
-    add("serve", _serve)
-    train = add("train", _train)
-    train.add_argument("--dry-run", action="store_true", help="check data, rewards, memory and server; take no step")
-    add("rollout", _rollout)
-    add("sft", _sft)
-    generate = add("generate", _generate)
-    generate.add_argument("-p", "--prompt", action="append", help="a user message; repeatable; default: lines of stdin")
-    generate.add_argument("-n", type=int, default=1, help="completions per prompt (default 1)")
-    generate.add_argument("--max-tokens", type=int, help="of a completion; default: rollout.max_tokens, or what fits")
-    generate.add_argument("--text", action="store_true", help="send the prompt as plain text, without chat template")
-    generate.add_argument("--json", action="store_true", help="print the server's whole answer")
-    add("eval", _eval).add_argument("--json", action="store_true", help="print one JSON object")
-    samples = "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, or a run's rollouts"
-    add("serve-reward", _serve_reward)
-    add("reward-test", _reward_test).add_argument("--samples", type=Path, required=True, metavar="FILE", help=samples)
-    plan = add("plan", _plan)
-    plan.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)")
-    plan.add_argument(
-        "--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB; or H100 and the like"
-    )
-    show = add("config", _config)
-    show.add_argument("--reference", action="store_true", help="print every key with default and meaning")
-    show.add_argument("--metrics", action="store_true", help="print every metric with meaning and healthy range")
-    show.add_argument("--presets", action="store_true", help="print the settings of every published algorithm")
-    export = add("export", _export, "FOLDER", "OUTPUT")
-    export.epilog = "Training began with the model that the run's config names; if it has moved, set model.path=NEW."
-    add("ledger", _ledger, "RUN")
-    select = add("select", _select, "RUN")
-    select.add_argument("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl")
-    select.add_argument("--min-reward", type=float, help="lowest reward; default: the mean of the run")
-    select.add_argument("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)")
-    add("doctor", lambda args: doctor.run())
     return parser
 
 
+def _option(*names: str, **how: Any) -> Option:
+    return names, how
+
+
+def _command(*options: Option) -> Callable[[Run], Run]:
+    """Add a command, named as its function."""
+
+    def add(run: Run) -> Run:
+        _COMMANDS[run.__name__.strip("_").replace("_", "-")] = run, options
+        return run
+
+    return add
+
+
+SETTINGS = _option("settings", nargs="*", metavar="CONFIG | section.key=value")
+TRACEBACKS = _option("--traceback", action="store_true", help="with an error, show where in the code it arose")
+
+
+@_command(SETTINGS)
 def _quickstart(args: argparse.Namespace) -> int:
     """Launch a run in a folder that is not in use, and say what can follow; return the trainer's exit status."""
     if not args.config.checkpoint.resume:
@@ -146,6 +127,13 @@ def _quickstart(args: argparse.Namespace) -> int:
     return status
 
 
+@_command(
+    SETTINGS,
+    _option("--dry-run", action="store_true", help="only say what would run where"),
+    _option("--engine", choices=("slurm", "ray", "kubernetes"), help="write the files that a cluster runs"),
+    _option("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE"),
+    _option("--submit", action="store_true", help="submit them, too"),
+)
 def _launch(args: argparse.Namespace) -> int:
     if args.engine:
         from hocket.cluster import engines
@@ -157,12 +145,14 @@ def _launch(args: argparse.Namespace) -> int:
     return launch.launch(args.config, args.arguments, dry_run=args.dry_run)
 
 
+@_command(SETTINGS)
 def _serve(args: argparse.Namespace) -> None:
     from hocket.server.main import serve
 
     serve(args.config)
 
 
+@_command(SETTINGS, _option("--dry-run", action="store_true", help="check data, rewards, memory, server; take no step"))
 def _train(args: argparse.Namespace) -> int:
     os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
     from hocket.commands.runs import train
@@ -170,12 +160,14 @@ def _train(args: argparse.Namespace) -> int:
     return train(args.config, dry_run=args.dry_run)
 
 
+@_command(SETTINGS)
 def _rollout(args: argparse.Namespace) -> None:
     from hocket.commands.runs import roll_out
 
     roll_out(args.config, args.arguments)
 
 
+@_command(SETTINGS)
 def _sft(args: argparse.Namespace) -> None:
     os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
     from hocket.stages import sft
@@ -183,6 +175,14 @@ def _sft(args: argparse.Namespace) -> None:
     sft.run(args.config)
 
 
+@_command(
+    SETTINGS,
+    _option("-p", "--prompt", action="append", help="a user message; repeatable; default: lines of stdin"),
+    _option("-n", type=int, default=1, help="completions per prompt (default 1)"),
+    _option("--max-tokens", type=int, help="of a completion; default: rollout.max_tokens, or what fits"),
+    _option("--text", action="store_true", help="send the prompt as plain text, without chat template"),
+    _option("--json", action="store_true", help="print the server's whole answer"),
+)
 def _generate(args: argparse.Namespace) -> None:
     from hocket.client.discover import find_servers
     from hocket.client.server import ServerClient
@@ -216,6 +216,7 @@ def _generate(args: argparse.Namespace) -> None:
             print(f"{prompt}\t{completion.text}" if len(prompts) * args.n > 1 else completion.text)
 
 
+@_command(SETTINGS, _option("--json", action="store_true", help="print one JSON object"))
 def _eval(args: argparse.Namespace) -> None:
     from hocket.commands.runs import evaluate_checkpoint
 
@@ -223,18 +224,25 @@ def _eval(args: argparse.Namespace) -> None:
     print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
 
 
+@_command(SETTINGS)
 def _serve_reward(args: argparse.Namespace) -> None:
     from hocket.server.rewards import serve
 
     serve(args.config)
 
 
+@_command(SETTINGS, _option("--samples", type=Path, required=True, metavar="FILE", help=SAMPLES))
 def _reward_test(args: argparse.Namespace) -> int:
     from hocket.commands.runs import score_samples
 
     return score_samples(args.config, args.samples)
 
 
+@_command(
+    SETTINGS,
+    _option("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)"),
+    _option("--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB; or H100 and the like"),
+)
 def _plan(args: argparse.Namespace) -> int:
     from hocket.cluster import plan
 
@@ -245,13 +253,21 @@ def _plan(args: argparse.Namespace) -> int:
     return status
 
 
+@_command(
+    _option(
+        "FOLDER", type=Path, help="a checkpoint, or an adapter; if the model it began with has moved: model.path=NEW"
+    ),
+    _option("OUTPUT", type=Path),
+    SETTINGS,
+)
 def _export(args: argparse.Namespace) -> None:
-    from hocket.commands.runs import export
+    from hocket.trainer.export import export
 
     export(args.FOLDER, args.OUTPUT, base=args.config.model.path if args.settings else None)
     print(f"wrote {args.OUTPUT}; serve it with: {door()} serve model.path={args.OUTPUT}")
 
 
+@_command(_option("RUN", type=Path))
 def _ledger(args: argparse.Namespace) -> int:
     from hocket.data import ledger
     from hocket.observe.run_folder import read_lines
@@ -265,8 +281,14 @@ def _ledger(args: argparse.Namespace) -> int:
     return 1 if any(account.problems for account in accounts) else 0
 
 
+@_command(
+    _option("RUN", type=Path),
+    _option("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl"),
+    _option("--min-reward", type=float, help="lowest reward; default: the mean of the run"),
+    _option("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)"),
+)
 def _select(args: argparse.Namespace) -> None:
-    from hocket.commands.runs import select
+    from hocket.stages.select import select
 
     if not (args.RUN / "config.yaml").exists():
         raise ConfigError(f"{args.RUN} is no run: it has no config.yaml; give the run folder")
@@ -274,6 +296,12 @@ def _select(args: argparse.Namespace) -> None:
     print(select(args.RUN, output, min_reward=args.min_reward, per_prompt=args.per_prompt))
 
 
+@_command(
+    SETTINGS,
+    _option("--reference", action="store_true", help="print every key with default and meaning"),
+    _option("--metrics", action="store_true", help="print every metric with meaning and healthy range"),
+    _option("--presets", action="store_true", help="print the settings of every published algorithm"),
+)
 def _config(args: argparse.Namespace) -> None:
     if args.reference:
         print(config_module.reference())
@@ -283,3 +311,8 @@ def _config(args: argparse.Namespace) -> None:
         print(config_module.preset_table())
     else:
         print(config_module.dump(args.config), end="")
+
+
+@_command()
+def _doctor(args: argparse.Namespace) -> int:
+    return doctor.run()

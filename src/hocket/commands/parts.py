@@ -12,14 +12,13 @@ from hocket.client.batcher import Batcher
 from hocket.client.discover import find_servers
 from hocket.client.pool import Member, ServerPool
 from hocket.client.server import ServerClient
-from hocket.cluster.launch import Child, stop, variables, visible_gpus
+from hocket.cluster.launch import Child, stop, visible_gpus
 from hocket.config import Config, DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.cache import KeptPrompts, Prompts
 from hocket.data.curriculum import bind
 from hocket.data.prompts import Renderer, load_prompts
 from hocket.data.stream import PromptStream
-from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.observe.console import SHORT, Console
@@ -27,11 +26,11 @@ from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health
 from hocket.rewards.scorer import RewardCalls, RewardScorer
-from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Play
-from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
+from hocket.rollout.episode import Limits
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
+from hocket.rollout.players import Players
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import own_gpu, put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
@@ -58,7 +57,6 @@ class Parts:
         self.needed = 0  # tokens of the longest prompt that is trained on, and of a completion
 
     def trainer(self, stack: ExitStack) -> "Trainer":
-        """Load the model into a trainer, which ends with the stack."""
         from hocket.trainer.trainer import Trainer
 
         self.console.doing(f"loading {self.config.model.path} into the trainer")
@@ -75,7 +73,7 @@ class Parts:
     def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Prompts | KeptPrompts:
         """Return the prompts of a source that are short enough, and say how many were not."""
         made = self.environment()
-        thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
+        thought = made.thinking_tokens  # before an answer of max_tokens
         setting = "eval.max_tokens" if max_tokens else "rollout.max_tokens"
         answer = max_tokens or self.config.rollout.max_tokens
         room = self.longest - thought - answer
@@ -118,18 +116,19 @@ class Parts:
         return PromptStream(planner, prompts_per_step=self.config.rollout.prompts_per_step)
 
     def play(self, servers: ServerPool) -> Play:
-        """Return how episodes are played on these servers: single turns, turns with an environment, or agents."""
-        made, env = self.environment(), self.config.env
-        ask = Batcher(servers, tools=made.toolbox).ask
-        # Prompts leave room for a turn, and the engine queues turns itself.
-        if type(made) is environments.SingleTurn and not made.thinking_tokens:
-            return partial(single_turn, ask=ask)
-        limits = Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s)
-        budget = TokenBudget(lambda: sum(member.kv_tokens for member in servers.members))
-        if isinstance(made, Agent):
-            return Agents(agent=made, pool=servers, limits=limits, decode=self.tokenizer.decode, budget=budget).play
-        renderer = Renderer(self.config.data, self.tokenizer, made.toolbox.tools if made.toolbox else ())
-        return lambda prompt, seat: Episode(prompt, seat, self.environment, ask, renderer, limits, budget).play()
+        """Return how the environment has episodes played on these servers."""
+        made = self.environment()
+        env = self.config.env
+        players = Players(
+            pool=servers,
+            ask=Batcher(servers, tools=made.toolbox).ask,
+            make=self.environment,
+            renderer=Renderer(self.config.data, self.tokenizer, made.toolbox.tools if made.toolbox else ()),
+            decode=self.tokenizer.decode,
+            limits=Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s),
+        )
+        play: Play = made.player(players)
+        return play
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
         config, trainer, ahead = self.config.rollout, self.config.trainer, int(self.config.pipeline.max_staleness)
@@ -214,8 +213,8 @@ class Parts:
         """Start a server of model.path, which ends with the stack; return what is to be called while waiting for it."""
         config, log = self.config, self.config.run_dir / "logs" / "server.log"
         self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")
-        env = variables(config.launch.server_gpus or "") | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        child = Child(["-m", "hocket", "serve", *arguments], env=env | {"HOCKET_TOKEN": config.token or ""}, log=log)
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOCKET_TOKEN": config.token or ""}
+        child = Child(["-m", "hocket", "serve", *arguments], env=env, log=log)
         stack.callback(stop, [child])
 
         def waiting(what: str, waited_s: float) -> None:

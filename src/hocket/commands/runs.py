@@ -2,13 +2,12 @@
 
 import asyncio
 import itertools
-import json
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +16,15 @@ from hocket.client.pool import ServerPool
 from hocket.cluster.launch import free_port
 from hocket.commands.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.common import machine, tasks
-from hocket.common.files import kind_of, newest_version, write_atomically
+from hocket.common.files import kind_of, write_atomically
 from hocket.common.registry import load_plugins
-from hocket.config import Config, load, read_settings
+from hocket.config import Config, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
-from hocket.envs import Agent
-from hocket.envs import base as environments
 from hocket.errors import ConfigError, DataError, ServerError, SyncError, door
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.run_folder import RunFolder, lines_of, read_lines, rollout_of, trainer_id
+from hocket.observe.run_folder import RunFolder, lines_of, rollout_of, trainer_id
 from hocket.protocol import Health
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
@@ -40,7 +37,6 @@ from hocket.types import OnStep, Rollout, Score
 if TYPE_CHECKING:
     from hocket.loop import Run
 
-SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
@@ -203,6 +199,8 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             if config.server.urls or config.server.discover:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
+            from hocket.trainer.export import export
+
             export(Path(config.model.path), Path(model), base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
@@ -297,68 +295,3 @@ def score_samples(config: Config, file: Path) -> int:
     failed = sum(one.error is not None for one in scores)
     print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
     return int(failed > 0 or not scores)
-
-
-def export(folder: Path, output: Path, *, base: str | None) -> None:
-    """Write a model from a checkpoint or a published adapter; `base` is the model it began with, if that has moved."""
-    from hocket.trainer import lora, state
-
-    folder = Path(newest_version(str(folder)))
-    kind = kind_of(folder)
-    if kind == "adapter":
-        return lora.merge(folder, output, base=base)
-    if kind == "model":
-        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers, as it is")
-    if kind != "checkpoint":
-        wanted = "RUN/checkpoints/step_N, or RUN/weights/vN of a run with model.lora"
-        raise ConfigError(f"{folder} is neither a checkpoint nor an adapter; name {wanted}")
-    saved = checkpoints.read(folder)
-    base = base or saved.config["model"]["path"]
-    state.export(folder, output, base=base, dtype=saved.trainer["dtype"], adapter=saved.trainer["adapter"])
-
-
-def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
-    """Write the best rollouts of each prompt, the newest of equal ones, as rows for sft; return what they are.
-
-    `min_reward` is by default the mean. Rollouts without a score, and those that were cut off, are never chosen.
-    """
-    if per_prompt < 1:
-        raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
-    config = load(run / "config.yaml", [])
-    load_plugins(config.plugins)
-    made = environments.bind(config.env.name, config.env.model_extra or {})()
-    if isinstance(made, Agent):
-        raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
-    tools = {"tools": made.toolbox.tools} if made.toolbox else {}
-    files = sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True)
-    rows = [_demonstration(row, tools) for path in files for row in read_lines(path)]
-    told = sorted(filter(None, rows), key=lambda row: -row["reward"])
-    least = min_reward if min_reward is not None else fmean([row["reward"] for row in told] or [0.0])
-    best: dict[str, dict[str, Any]] = {}  # of each prompt: text → row
-    for row in told:
-        if row["reward"] >= least:
-            best.setdefault(row["prompt_id"], {}).setdefault(repr(row.get("messages") or row["response"]), row)
-    chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
-    if not chosen:
-        highest = f"the highest is {told[0]['reward']:g}" if told else f"of {len(rows)}, none has a score and an end"
-        raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: {highest}")
-    write_atomically(output, "".join(json.dumps(row) + "\n" for row in chosen))
-    mean, plain = fmean(row["reward"] for row in chosen), "" if "messages" in chosen[0] else " data.chat_template=false"
-    rate = max(config.trainer.learning_rate, SFT_RATE)
-    more = f"{plain} sft.epochs=3 trainer.learning_rate={rate:g} run.dir=NEW"
-    command = f"{door()} sft data.source={output} model.path={config.model.path}{more}"
-    share = f"{len(chosen)} of {len(rows)} rollouts, of {len(best)} prompts"
-    return f"{output}: {share}; rewards from {least:.3g}, mean {mean:.3g}\nto train on them: {command}"
-
-
-def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rollout as a row for sft; {} without a score or an end, or where no message stands between its turns."""
-    said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
-    roles = [message["role"] for message in said]
-    is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
-    if row["reward"] is None or row["finish_reason"] != "stop" or not is_chat:
-        return {}
-    known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
-    if row["messages"] is None:
-        return {"prompt": row["prompt"], "response": row["completion"], **known}
-    return {"messages": [*row["messages"], *said], **tools, **known}

@@ -68,7 +68,6 @@ def is_here(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is this machine's own."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,12 +21,16 @@ PLUGIN_PREFIX = "hocket_plugin_"  # of the module names that load_plugins makes
 
 
 class Registry(Generic[T]):
-    """Named things of one kind, filled by a decorator; `kind` is the word for them in error messages ("reward")."""
+    """Named things of one kind, filled by a decorator; `kind` is the word for them in error messages ("reward").
+
+    `modules` are imported when a name that they register is first used.
+    """
 
     every: ClassVar[list["Registry[Any]"]] = []
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, **modules: str) -> None:
         self.kind = kind
+        self._modules = modules
         self.items: dict[str, T] = {}
         self.unfinished: set[str] = set()  # names from a plugin that failed, which may be registered again
         self.every.append(self)
@@ -34,7 +39,7 @@ class Registry(Generic[T]):
         """Decorate a class or function to add it under `name`. Raise ConfigError if the name is taken."""
 
         def add(item: Any) -> Any:
-            if name in self.items and name not in self.unfinished:
+            if self._has(name) and name not in self.unfinished:
                 raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
             self.unfinished.discard(name)
             self.items[name] = item
@@ -42,50 +47,110 @@ class Registry(Generic[T]):
 
         return add
 
+    def _has(self, name: str) -> bool:
+        """Return whether a name is known; import the module that registers it."""
+        if name in self._modules:
+            importlib.import_module(self._modules.pop(name))
+        return name in self.items
+
+    @property
+    def names(self) -> set[str]:
+        return self.items.keys() | self._modules.keys()
+
     def forget(self, name: str) -> None:
-        """Remove what was registered under `name`."""
         del self.items[name]
 
     def get(self, name: str) -> T:
         """Return the object called `name`. Raise ConfigError that lists the known names."""
-        if name not in self.items:
+        if not self._has(name):
             plugins = [module for key, module in sys.modules.items() if key.startswith(PLUGIN_PREFIX)]
             files = [Path(str(one.__file__)).name for one in plugins if callable(getattr(one, name, None))]
             forgotten = f'{files[0]} has a function {name} without @{self.kind}("{name}")' if files else ""
             raise ConfigError(
-                f"there is no {self.kind} {name!r}{nearest(name, self.items)}; known: "
-                f"{', '.join(sorted(self.items))}; {forgotten or 'add your own as a Python file under plugins'}"
+                f"there is no {self.kind} {name!r}{nearest(name, self.names)}; known: "
+                f"{', '.join(sorted(self.names))}; {forgotten or 'add your own as a Python file under plugins'}"
             )
         return self.items[name]
 
-    def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Iterable[str]) -> Callable[[], Any]:
+    def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Collection[str]) -> Callable[[], Any]:
         """Return a maker of `name` with a section's options beside its `keys`, tried once; ConfigError if it fails."""
         target: Any = self.get(name)
-        called, make = f"{self.kind} {name}", functools.partial(target, **options)
-        check_options(called, inspect.signature(target), options, section=section, keys=keys)
-        try:
-            make()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
+        called = f"{self.kind} {name}"
+        make = functools.partial(target, **options_of(called, target, options, section=section, keys=keys))
+        try_out(make, called, section)
         return make
 
 
-def check_options(
-    called: str, signature: inspect.Signature, options: Iterable[str], *, section: str, keys: Iterable[str]
-) -> None:
-    """Raise ConfigError for a parameter that `options` and `keys` lack or can't name, and an option that is none."""
-    named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
-    called += str(signature.replace(return_annotation=inspect.Signature.empty))
-    for option in options:
-        if option not in named and len(named) == len(signature.parameters):  # there is no **options
-            raise ConfigError(f"{called} has no option {option!r}{nearest(option, [*named, *keys])}")
-    for name, parameter in named.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"{called} gets its arguments by name: remove the / from them")
-        if parameter.default is parameter.empty and name not in (*keys, *options):
-            close = nearest(name, [key for key in keys if key not in named])
-            row = "; the row's answer is the argument answer, its other columns are in meta" if "meta" in keys else ""
-            raise ConfigError(f"{called} needs the option {name!r}{close}: set {section}.{name}{row}")
+def options_of(
+    called: str,
+    target: Callable[..., Any],
+    given: Mapping[str, Any],
+    *,
+    section: str,
+    keys: Collection[str] = (),
+    row: str = "",
+) -> dict[str, Any]:
+    """Return a plugin's options, read as its annotations say; its parameters named in `keys` it gets from elsewhere.
+
+    Raise ConfigError for those that are missing, unknown or wrong; `row` is to be said of a missing one.
+    """
+    import pydantic  # would take a third of a reward worker's start
+    import typing_extensions as typed  # pydantic wants its TypedDict before Python 3.12
+
+    parameters = inspect.signature(target).parameters
+    plugin = f"{called}({', '.join(parameters)})"
+    kinds = dict[str, Any]()
+    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    config |= {"coerce_numbers_to_str": True, "allow_inf_nan": False}  # as settings are read
+    for name, one in parameters.items():
+        if one.kind is one.POSITIONAL_ONLY:
+            raise ConfigError(f"{plugin} gets its arguments by name: remove the / from them")
+        if one.kind is one.VAR_KEYWORD:
+            config["extra"] = "allow"
+        elif name not in keys:
+            is_read = one.annotation is not one.empty and not isinstance(one.annotation, str)
+            kind = one.annotation if is_read else Any
+            kinds[name] = kind if one.default is one.empty else typed.NotRequired[kind]
+
+    def wrong(item: Any) -> str:
+        key = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden" and key in given:
+            return f"{plugin} has no option {key!r}{nearest(key, [*parameters, *keys])}"
+        if item["type"] == "missing" and key in kinds:
+            close = nearest(key, {*keys} - parameters.keys())
+            return f"{plugin} needs the option {key!r}{close}: set {section}.{key}{row}"
+        return f"{section}.{key}: {explain(item)}"
+
+    make_model: Any = typed.TypedDict
+    model = pydantic.with_config(config)(make_model("Options", kinds))
+    try:
+        options: dict[str, Any] = pydantic.TypeAdapter(model).validate_python(given)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(map(wrong, error.errors()))) from error
+    except pydantic.PydanticUserError as error:
+        raise ConfigError(f"{plugin} has an annotation that pydantic can't check: {error}") from error
+    return options
+
+
+def try_out(make: Callable[[], Any], called: str, section: str) -> None:
+    """Raise ConfigError where a plugin can't be made with its options."""
+    try:
+        make()
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
+
+
+def explain(item: Mapping[str, Any]) -> str:
+    """Return what pydantic finds wrong with a value, one of its `errors()`."""
+    message = str(item["msg"]).removeprefix("Value error, ")
+    value = item["input"]
+    if item["type"] in ("dict_type", "model_type"):  # pydantic's text names the class
+        message = "must be a mapping of key: value"
+        if ":" in (value if isinstance(value, str) else str(item["loc"][-1])):
+            message += "; write a space after the colon"
+    if item["type"] == "literal_error":
+        message += nearest(str(value), re.findall("'(.*?)'", message))
+    return message
 
 
 def refuse_owned(
@@ -118,7 +183,7 @@ def load_plugins(paths: Iterable[str]) -> None:
         name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
         if name in sys.modules:
             continue
-        before = [(registry, {*registry.items}) for registry in Registry.every]
+        before = [(registry, registry.names) for registry in Registry.every]
         spec: Any = importlib.util.spec_from_file_location(name, file)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
@@ -127,8 +192,11 @@ def load_plugins(paths: Iterable[str]) -> None:
             del sys.modules[name]  # a later attempt must import it again, not find half a module
             for registry, names in before:
                 registry.unfinished |= registry.items.keys() - names
-            frames = traceback.walk_tb(error.__traceback__)
-            lines = [1, *(line for frame, line in frames if frame.f_code.co_filename == str(file))]
-            line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(file) else lines[-1]
+            line = 1
+            for frame, number in traceback.walk_tb(error.__traceback__):
+                if frame.f_code.co_filename == str(file):
+                    line = number
+            if isinstance(error, SyntaxError) and error.filename == str(file):
+                line = error.lineno or 1
             cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
             raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error

@@ -92,7 +92,6 @@ async def as_completed(
 
 
 async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that run and wait until they have ended."""
     for task in tasks:
         task.cancel()
     if running := [task for task in tasks if not task.done()]:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from hocket.common import markdown
 from hocket.common.files import kind_of
-from hocket.common.registry import nearest
+from hocket.common.registry import explain
 from hocket.config.elsewhere import name_here, names_table
 from hocket.config.sections import Section, UserPath
 from hocket.config.whole import Config
@@ -115,7 +115,7 @@ def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
 
 
 def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for section, value in values.items():
         settings = value if isinstance(value, Mapping) else {"": value}
         found |= {f"{section}.{key}".removesuffix("."): one for key, one in settings.items()}
@@ -193,18 +193,13 @@ def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong with it); a section that is unknown has several."""
     key, value = ".".join(map(str, item["loc"])), item["input"]
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] in ("dict_type", "model_type"):  # pydantic's text names the class
-        written = value if isinstance(value, str) else key.rpartition(".")[2]
-        message = "must be a mapping of key: value" + ("; write a space after the colon" if ":" in written else "")
     if item["type"] == "extra_forbidden" and isinstance(value, Mapping) and value:
         for name in value:
             yield from _explain({**item, "loc": (*item["loc"], name), "input": value[name]})
     elif item["type"] == "extra_forbidden":
         yield key, f"unknown key {key!r}; {_hint(key)}"
     else:
-        close = nearest(str(value), re.findall("'(.*?)'", message)) if item["type"] == "literal_error" else ""
-        yield key, (f"{key}: " if key else "") + message + close
+        yield key, (f"{key}: " if key else "") + explain(item)
 
 
 def _hint(key: str) -> str:

@@ -87,6 +87,16 @@ class ModelConfig(Section):
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.lora is not None and self.random_init, "lora adapts loaded weights; with random_init there are none"
 
+    @property
+    def weights(self) -> Literal["model", "adapter"]:
+        """What is trained: the whole model, or an adapter beside its frozen weights."""
+        return "model" if self.lora is None else "adapter"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether frozen weights are held in 4 bits."""
+        return self.lora is not None and self.lora.quantize is not None
+
     def beside(self, path: str | None) -> "ModelConfig":
         """Return the config of another whole model: at `path`, or the one that the run starts from."""
         other = {} if path is None else {"path": path, "random_init": False}
@@ -336,7 +346,8 @@ class LaunchConfig(Section):
         None, ge=1, description="Servers. Default: as many as half of the GPUs hold, or those that `trainers` leaves."
     )
     trainers: int | None = Field(None, ge=1, description="Trainer ranks. Default: one per GPU left; 1 on a CPU.")
-    server_gpus: str | None = Field(None, description="GPUs of the servers, e.g. 0,1. Default: divided.")
-    trainer_gpus: str | None = Field(None, description="GPUs of the trainer ranks, e.g. 2,3. Default: divided.")
+    gpus_apart: bool | None = Field(
+        None, description="Servers and ranks have GPUs of their own. Default: `launch` says it, or no server is here."
+    )
     gpus_per_node: int = Field(8, ge=0, description="GPUs of a cluster's node, for launch --engine. 0: CPUs only.")
     share_gpu: bool = Field(False, description="One GPU for both sides, which take turns on it; start both with it.")

@@ -93,7 +93,7 @@ class Config(Section):
             (sync.delta, "does not go with sync.delta: whole versions are written"),
             (self.server.discover is not None, "is for one server that server.urls names: leave server.discover out"),
             (len(self.server_urls) > 1, "is for one server; give several servers GPUs of their own"),
-            (launch.server_gpus != launch.trainer_gpus, "needs equal launch.server_gpus and launch.trainer_gpus"),
+            (launch.gpus_apart is True, "contradicts launch.gpus_apart=true"),
         ):
             yield launch.share_gpu and wrong, f"launch.share_gpu {message}"
         held_out = self.held_out_data
@@ -136,10 +136,12 @@ class Config(Section):
 
     @property
     def gpus_apart(self) -> bool:
-        """Whether no server can be on a GPU of the trainer: launch.*_gpus say so, or no server is on this machine."""
-        ours, theirs = (set(sections.listed(gpus)) for gpus in (self.launch.server_gpus, self.launch.trainer_gpus))
-        local = any(is_here(urlsplit(url).hostname or "") for url in self.server_urls)
-        return not self.launch.share_gpu and not (ours & theirs if ours and theirs else local)
+        """Whether no server can be on a GPU of the trainer."""
+        if self.launch.share_gpu:
+            return False
+        if self.launch.gpus_apart is not None:
+            return self.launch.gpus_apart
+        return not any(is_here(urlsplit(url).hostname or "") for url in self.server_urls)
 
     def url_at(self, port: int) -> str:
         """Return the base URL of a server on server.host, without a slash at the end."""

@@ -12,8 +12,10 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Annotated, Any
 from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from hocket.common.processes import kill_with_parent, without_secrets
 from hocket.common.registry import Registry
@@ -45,33 +47,35 @@ class Task:
 class Agent(Environment):
     """The user's own code: it returns the reward, a text for the rewards to score, or None to score the last turn.
 
-    Options:
-        function: name of a registered function.
-        command: instead of it, a program with its arguments.
-        concurrency: how many run at the same time.
+    It is a registered function or, instead, the command line of a program.
     """
 
-    def __init__(self, function: str | None = None, command: str | None = None, concurrency: int = 64) -> None:
+    keeps_messages = False
+
+    def __init__(
+        self, function: str | None = None, command: str | None = None, concurrency: Annotated[int, Field(ge=1)] = 64
+    ) -> None:
         if (function is None) == (command is None):
             raise ValueError("set either function or command")
-        if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         self.concurrency = concurrency
         self._function = AGENTS.get(function) if function is not None else None
         self._command = shlex.split(command or "")
         if command is not None and (not self._command or shutil.which(self._command[0]) is None):
             raise ValueError(f"there is no program {command!r}; is it installed, and on the PATH?")
 
+    def player(self, players: Any) -> Any:
+        return players.agents(self)
+
     async def run(self, task: Task) -> float | str | None:
         """Play one episode. Raise whatever the agent raises; cancellation ends a program."""
         if self._function is None:
             return await _run(self._command, task)
         returned = await invoke(self._function, {"task": task})
-        if isinstance(returned, numbers.Real):
-            return float(returned)
-        if returned is not None and not isinstance(returned, str):
+        if returned is None or isinstance(returned, str):
+            return returned
+        if not isinstance(returned, numbers.Real):
             raise TypeError(f"an agent returns a number, text or None, not {type(returned).__name__}")
-        return returned
+        return float(returned)
 
 
 async def _run(command: Sequence[str], task: Task) -> float | str | None:

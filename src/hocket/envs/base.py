@@ -1,8 +1,7 @@
 """Define environments: classes under a name, of which every episode gets an instance (docs/environments.md).
 
-Which tokens are trained follows from who produced them: the model's own are, those of an environment never. What a
-method raises ends its episode with an error, which is never a reward of 0, and no other episode. Methods share the
-event loop with all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions).
+The model's own tokens are trained, those of an environment never. What a method raises ends its episode with an error,
+which is never a reward of 0, and no other episode. Methods share the event loop: what takes long is awaited.
 """
 
 import asyncio
@@ -10,10 +9,12 @@ import concurrent.futures
 import dataclasses
 import functools
 import inspect
-import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictStr
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from hocket.common.registry import Registry
 from hocket.config import EnvConfig
@@ -31,34 +32,6 @@ class Action:
     tool_calls: tuple[ToolCall, ...] = ()  # found in the text, if the environment has a toolbox
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What the model reads before its next turn, and how that turn is sampled.
-
-    Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
-    """
-
-    messages: Sequence[Message] = ()  # rendered by the chat template
-    text: str = ""  # instead of messages: follows as it stands
-    max_tokens: int | None = None  # longest next turn; None: rollout.max_tokens
-    stop: tuple[str, ...] | None = None  # strings that end the next turn; None: rollout.stop
-    goes_on: bool = False  # the model's turn is not over: the text is put in its mouth, and it goes on behind it
-
-    def __post_init__(self) -> None:
-        if self.messages and self.text:
-            raise ValueError("an observation is messages or text, not both")
-        if self.messages and self.goes_on:
-            raise ValueError("goes_on puts text into the model's mouth, messages end its turn: leave one of them out")
-        if not isinstance(self.text, str):
-            raise ValueError(f"text must be a str, got {type(self.text).__name__}")
-        if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
-            raise ValueError(f"max_tokens must be a whole number, at least 1, got {self.max_tokens!r}")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop or ()):
-            raise ValueError(f"stop must be a tuple of strings that are not empty, got {self.stop!r}")
-        for told in ("messages", "text"):
-            object.__setattr__(self, told, _encodable(getattr(self, told)))  # the instance is frozen
-
-
 def _encodable(value: Any) -> Any:
     """Replace what UTF-8 can't encode in all strings of the value."""
     if isinstance(value, str):
@@ -68,25 +41,46 @@ def _encodable(value: Any) -> Any:
     return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic_dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the model reads before its next turn, and how that turn is sampled.
+
+    Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
+    """
+
+    messages: Annotated[Sequence[Message], BeforeValidator(_encodable)] = ()  # rendered by the chat template
+    text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""  # instead of messages: follows as it is
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # longest next turn; None: rollout.max_tokens
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None  # ends the next turn; None: rollout.stop
+    goes_on: bool = False  # the model's turn is not over: the text is put in its mouth, and it goes on behind it
+
+    def __post_init__(self) -> None:
+        if self.messages and self.text:
+            raise ValueError("an observation is messages or text, not both")
+        if self.messages and self.goes_on:
+            raise ValueError("goes_on puts text into the model's mouth, messages end its turn: leave one of them out")
+
+
+@pydantic_dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Observation):
     """The answer to an action: what comes next, and a reward for the turn. `done`: the episode is over."""
 
-    reward: float = 0.0
+    reward: StrictFloat | StrictBool = 0.0
     done: bool = False
-
-    def __post_init__(self) -> None:
-        Observation.__post_init__(self)
-        if not isinstance(self.reward, numbers.Real):
-            raise ValueError(f"reward must be a number, got {type(self.reward).__name__}")
 
 
 class Environment:
     """Base of every environment: one episode, whose state is the instance's own."""
 
     toolbox: Toolbox | None = None  # the tools that the chat template shows to the model, and how it calls them
+    keeps_messages = True  # what was said is in its rollouts as a chat, to be learned by sft
+    thinking_tokens = 0  # that come before an answer of rollout.max_tokens
     gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
     step_timeout_s: float = 0.0  # each step has a deadline of its own; env.timeout_s counts only what is beyond
+
+    def player(self, players: Any) -> Any:
+        """Return how its episodes are played: one of the ways of rollout/players.py."""
+        return players.episodes()
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         """Start the episode, with random numbers by `seed`; return what the model sees beside the prompt, or None."""
@@ -121,11 +115,12 @@ class SingleTurn(Environment):
 
     gives_reward = False
 
-    def __init__(self, thinking_tokens: int = 0) -> None:
-        if thinking_tokens < 0:
-            raise ValueError(f"thinking_tokens must be at least 0, got {thinking_tokens}")
+    def __init__(self, thinking_tokens: Annotated[int, Field(ge=0)] = 0) -> None:
         self.thinking_tokens = thinking_tokens
         self._thinks = thinking_tokens > 0
+
+    def player(self, players: Any) -> Any:
+        return players.episodes() if self.thinking_tokens else players.single_turns()
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         self._opening = prompt.opening

@@ -4,12 +4,15 @@ import asyncio
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from hocket.common import sandbox
 from hocket.common.arithmetic import compute
 from hocket.common.registry import Registry
+from hocket.config.sections import Names
 from hocket.envs.base import Action, Environment, Step, environment, invoke
 from hocket.errors import ConfigError
 from hocket.protocol import Toolbox, ToolCall
@@ -31,17 +34,15 @@ def tool(function: F) -> F:
 class Tools(Environment):
     """The model calls tools, several at once if it likes, until it answers without a call; that answer is rewarded.
 
-    Options:
-        tools: names of the functions that it may call.
-        parser: how the model writes a call, in vLLM's words: "hermes" for Qwen2.5 and Qwen3, "llama3_json", ...
-        call_timeout_s: deadline of one call; env.timeout_s does not count so much of any turn.
+    `parser` is vLLM's word for how the model writes a call. env.timeout_s does not count `call_timeout_s` of a turn.
     """
 
-    def __init__(self, tools: Sequence[str], parser: str, call_timeout_s: float = 30.0) -> None:
-        if isinstance(tools, str) or not tools:
-            raise ValueError(f"tools must be a list of names, such as [calculate], got {tools!r}")
-        if not call_timeout_s > 0:
-            raise ValueError(f"call_timeout_s must be above 0, got {call_timeout_s}")
+    def __init__(
+        self,
+        tools: Annotated[Names, Field(min_length=1)],
+        parser: str,
+        call_timeout_s: Annotated[float, Field(gt=0)] = 30.0,
+    ) -> None:
         self._functions = {name: TOOLS.get(name) for name in tools}
         self.step_timeout_s = call_timeout_s
         self.toolbox = Toolbox(parser=parser, tools=tuple(map(_schema, self._functions.values())))

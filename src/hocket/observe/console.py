@@ -56,7 +56,6 @@ class Console(AbstractContextManager["Console"]):
         self._status.stop()
 
     def say(self, text: str) -> None:
-        """Print one line."""
         self._rich.print(escape(text))
 
     def doing(self, text: str, seconds: float = 0.0) -> None:

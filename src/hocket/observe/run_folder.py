@@ -83,7 +83,6 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             self._append(SAMPLES, [{"step": name, **page.best_and_worst(groups)}])
 
     def skipped(self, step: int) -> Path:
-        """Return the file that keeps a step's batch if the step is skipped."""
         return self.path / "skipped" / f"step_{step:06d}.json"
 
     def summary(self, *, seed: int, final_version: int) -> dict[str, Any]:
@@ -153,7 +152,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_report(folder: Path) -> None:
-    """Write report.html from the files of a run folder, as far as they exist."""
     samples = read_lines(folder / SAMPLES)[::-1]
     run = {
         "name": folder.resolve().name,
@@ -256,5 +254,4 @@ def _sequence(row: Mapping[str, Any]) -> TokenSequence:
 
 
 def _updated(step: Mapping[str, float]) -> bool:
-    """Return whether a step changed the policy."""
     return "time/train" in step and step.get("train/updates") != 0 and step.get("train/skipped") != 1

@@ -1,52 +1,37 @@
-"""Register rewards, check the options of the config against them, read their results, and make totals of those.
+"""Register rewards, and bind them to the config.
 
-A reward is a function, or a class whose instances are called and set up and torn down as context managers. It scores
-one rollout, or a whole group where it names `completions` or `rollouts`. It runs inline, or async (at most
-`max_concurrent` at once; a RetryError is tried again), or in a worker process (every other one).
-
-A function gets its arguments by name, and only those of `_ARGUMENTS` that it names; every other argument is an option,
-set in the config beside the weight (`vowels: {weight: 1.0, share: 0.4}`); a class gets its options when it is made. It
-returns a number, a dict of named numbers that add up to its value, or a hocket.types.Score; of a group, one of these
-per rollout. An exception, None, and a number that is not finite make the rollout's score an error; they never count
-as 0.
+A reward is a function, or a class whose instances are called, and set up and torn down as context managers. It scores
+one rollout, or a whole group where it names `completions` or `rollouts`. It gets its arguments by name, and only those
+of `_ARGUMENTS` that it names; every other one is an option of the config, which a class gets when it is made.
 """
 
 import dataclasses
 import importlib.util
 import inspect
-import math
-import numbers
-import time
-import traceback
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hocket.common.registry import Registry, check_options
+from hocket.common.registry import Registry, options_of, try_out
 from hocket.errors import ConfigError
-from hocket.types import Rollout, Score
+from hocket.types import Rollout
 
 if TYPE_CHECKING:
     from hocket.config import RewardSpec  # its import would take most of a worker's start
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
 
-MAX_TEXT = 2000  # characters of an error, of a note, or of the name of a part
-
 _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
-    "completion": lambda rollout: rollout.text,  # what the policy wrote, without the end-of-sequence token
+    "completion": attrgetter("text"),  # what the policy wrote, without the end-of-sequence token
     "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
-    "prompt": lambda rollout: rollout.prompt.text,  # of the last user message, or the plain prompt
-    "messages": lambda rollout: rollout.prompt.messages,  # the whole chat; None for a plain prompt
-    "answer": lambda rollout: rollout.prompt.answer,  # the reference answer, or None
+    "prompt": attrgetter("prompt.text"),  # of the last user message, or the plain prompt
+    "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
+    "answer": attrgetter("prompt.answer"),  # the reference answer, or None
     "token_ids": lambda rollout: sampled_ids(rollout),
-    "finish_reason": lambda rollout: rollout.finish_reason,  # "stop", "length" or "abort"
-    "meta": lambda rollout: rollout.prompt.meta,  # the row's other columns
+    "finish_reason": attrgetter("finish_reason"),  # "stop", "length" or "abort"
+    "meta": attrgetter("prompt.meta"),  # the row's other columns
     "rollout": lambda rollout: rollout,
 }
 _OF_PROMPT = {"prompt", "messages", "answer", "meta"}  # the same for all rollouts of a group
@@ -54,9 +39,7 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "completions": lambda rollouts: [rollout.text for rollout in rollouts],  # of those that have not failed
     "rollouts": list,
 }
-LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
-_EPS = 1e-6
-SPENT: ContextVar[Counter[str]] = ContextVar("spent")  # by the attempts of one call of an async reward
+_ROW = "; the row's answer is the argument answer, its other columns are in meta"
 
 
 class RetryError(Exception):
@@ -75,7 +58,7 @@ def sampled_ids(rollout: Rollout) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A registered function or class; `bind` adds its options and the arguments that it takes from the rollout."""
+    """A registered function or class; `bind` adds what the config says and the arguments that it takes."""
 
     name: str
     function: Callable[..., Any]
@@ -84,6 +67,8 @@ class Reward:
     own_deadline: bool = False  # of an async one: rewards.timeout_s is not for it
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_for: tuple[str, ...] = ()
+    max_concurrent: int | None = None
+    retries: int = 0
 
     @property
     def is_class(self) -> bool:
@@ -104,7 +89,14 @@ class Reward:
         return of_group | {name: _ARGUMENTS[name](rollouts[0]) for name in self.asks_for if name not in of_group}
 
 
-REWARDS: Registry[Reward] = Registry("reward")
+REWARDS: Registry[Reward] = Registry(
+    "reward",
+    code="hocket.rewards.code",
+    http="hocket.rewards.http",
+    judge="hocket.rewards.judge",
+    judge_ranking="hocket.rewards.judge",
+    reward_model="hocket.rewards.model",
+)
 
 
 def reward(
@@ -119,187 +111,63 @@ def reward(
 
     def add(function: F) -> F:
         called = function.__call__ if inspect.isclass(function) else function
-        runs: Runs = "async" if inspect.iscoroutinefunction(called) else "inline" if inline else "worker"
-        REWARDS.register(name)(
-            Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline)
-        )
+        runs: Runs = "inline" if inline else "worker"
+        if inspect.iscoroutinefunction(called):
+            runs = "async"
+        made = Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline)
+        REWARDS.register(name)(made)
         return function
 
     return add
 
 
-def bind(name: str, options: Mapping[str, Any], reserved: Iterable[str] = ()) -> Reward:
-    """Return the reward `name` with its options; raise ConfigError if it, a package or an option is unknown."""
+def bind(name: str, spec: "RewardSpec") -> Reward:
+    """Return the reward `name` with what its section says; raise ConfigError if it, a package or an option is unknown.
+
+    A class that takes the key `retries` makes its calls again itself.
+    """
     found = REWARDS.get(name)
     for package in found.imports:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
-    signature, called, section = inspect.signature(found.function), f"reward {name}", f"rewards.functions.{name}"
-    for key in signature.parameters.keys() & set(reserved):
-        raise ConfigError(f"{called}{signature}: {key!r} is a key of every reward's section; rename the argument")
+    of_async = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
+    if of_async and found.runs != "async":
+        raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")
+    called = f"reward {name}"
+    read = partial(options_of, called, section=f"rewards.functions.{name}")
+    scores: Any = found.function
     if found.is_class:
-        check_options(called, signature, options, section=section, keys=())
-        signature = inspect.signature(partial(found.function.__call__, None))  # type: ignore[operator]
-    own: Mapping[str, Any] = {} if found.is_class else options
-    named = signature.parameters.keys()
-    of_group = bool(_OF_GROUP.keys() & named)
-    if "prompts" in named or (of_group and (_ARGUMENTS.keys() - _OF_PROMPT) & named):
+        scores = partial(scores.__call__, None)
+    named = inspect.signature(scores).parameters.keys()
+    known = _OF_PROMPT | _OF_GROUP.keys() if named & _OF_GROUP.keys() else _ARGUMENTS.keys()
+    if "prompts" in named or named & (_ARGUMENTS.keys() - known):
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
         groups = "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
-        raise ConfigError(f"{called}{signature} takes a batch, but here it scores one rollout: {advice}; {groups}")
-    known = _OF_GROUP.keys() | _OF_PROMPT if of_group else _ARGUMENTS.keys()
-    if taken := known & own.keys():
-        raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-    check_options(called, signature, own, section=section, keys=known)
+        raise ConfigError(f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}")
+    options = dict(spec.model_extra or {})
+    retries = spec.retries
+    reserved = set(type(spec).model_fields) & inspect.signature(found.function).parameters.keys()
+    if found.is_class and "retries" in reserved:
+        options["retries"] = retries
+        reserved.remove("retries")
+        retries = 0
+    if reserved:
+        raise ConfigError(f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument")
+    if found.is_class:
+        options = read(found.function, options)
+        read(scores, {}, keys=known)  # a call gets none
+    else:
+        if known & options.keys():
+            taken = min(known & options.keys())
+            raise ConfigError(f"{called}: {taken!r} comes from the rollout and can't be set as an option")
+        options = read(scores, options, keys=known, row=_ROW)
+    bound = dataclasses.replace(
+        found,
+        options=options,
+        asks_for=tuple(key for key in named if key in known),
+        max_concurrent=spec.max_concurrent,
+        retries=retries,
+    )
     if found.is_class and found.runs != "worker":  # set up where it is used; those of workers may be large
-        try:
-            found.function(**options)
-        except (LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
-    return dataclasses.replace(found, options=dict(options), asks_for=tuple(key for key in named if key in known))
-
-
-class Ready(ExitStack):
-    """Calls plain rewards; makes and enters the instance of a class when it is first called, leaves it when closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._functions: dict[str, Callable[..., Any]] = {}
-
-    def __call__(self, reward: Reward, /, **arguments: Any) -> Any:
-        if reward.name not in self._functions:
-            made: Any = reward.made()
-            self._functions[reward.name] = self.enter_context(made) if hasattr(made, "__enter__") else made
-        return self._functions[reward.name](**arguments)
-
-
-@contextmanager
-def clocked(seconds: deque[float]) -> Iterator[None]:
-    """Note what the body takes, but for what it takes to enter what is `queued`."""
-    spent = SPENT.get(Counter())
-    begun = time.perf_counter() - spent["queued"]
-    try:
-        yield
-    finally:
-        seconds.append(time.perf_counter() - spent["queued"] - begun)
-
-
-@asynccontextmanager
-async def queued(*gates: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
-    """Enter gates, one after the other; a call that waits there for others takes no longer by it."""
-    begun = time.perf_counter()
-    async with AsyncExitStack() as stack:
-        entered = [await stack.enter_async_context(gate) for gate in gates]
-        SPENT.get(Counter()).update({"queued": time.perf_counter() - begun})
-        yield entered
-
-
-def call(function: Callable[..., Any], arguments: Mapping[str, Any], size: int | None = None) -> list[Score]:
-    """Return the score that a plain function gives, or those of a group of `size`; an exception is an error in it."""
-    try:
-        return as_scores(function(**arguments), size)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
-        return [failure(error)] * (size or 1)
-
-
-def as_scores(returned: Any, size: int | None) -> list[Score]:
-    """Return the score for a return value, or those of a group of `size`, each of which may be an error."""
-    if size is None:
-        return [as_score(returned)]
-    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
-        kind = "None" if returned is None else type(returned).__name__
-        return [no_score(f"returned {kind} instead of a list of {size} results, one per completion")] * size
-    if len(returned) != size:
-        return [no_score(f"returned {len(returned)} results for {size} completions")] * size
-    return [as_score(one) for one in returned]
-
-
-def as_score(returned: Any) -> Score:
-    """Return the unweighted score of one rollout; an error if what was returned is no finite number."""
-    try:
-        if isinstance(returned, Mapping):
-            if not returned:
-                raise ValueError("returned no parts")
-            returned = Score(total=math.fsum(map(_number, returned.values())), parts=returned)
-        score = returned if isinstance(returned, Score) else Score(total=returned)
-        if score.error is not None:
-            return no_score(score.error, note=score.note)
-        parts = {_plain(name): _number(value) for name, value in score.parts.items()}
-        return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
-    except ValueError as error:
-        return no_score(str(error))
-    except Exception as error:  # noqa: BLE001 - a Score of anything; those beside it in a group are none the worse
-        return failure(error)
-
-
-def no_score(error: str, parts: Mapping[str, float] | None = None, note: str = "") -> Score:
-    """Return the score of a rollout that has none, for this reason."""
-    return Score(total=math.nan, parts=parts or {}, error=_plain(error), note=_plain(note))
-
-
-def failure(error: BaseException) -> Score:
-    """Return the score of a function that raised; the error names the line."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    text = _plain(error)[: MAX_TEXT // 2]
-    return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
-
-
-def compose(
-    specs: Mapping[str, "RewardSpec"], before: Sequence[Score], results: Mapping[str, Sequence[Score]]
-) -> list[Score]:
-    """Return the scores of a group with more results, by reward, and their totals: the sums of weight · value.
-
-    A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
-    of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
-    """
-    scores = [_add(one, {name: of[i] for name, of in results.items()}) for i, one in enumerate(before)]
-    totals, gates = [0.0] * len(scores), [name for name, spec in specs.items() if spec.gate]
-    locked = [any(score.parts.get(gate, 0.0) <= 0 for gate in gates) for score in scores]
-    for name, spec in specs.items():
-        low, high = spec.clip or (-math.inf, math.inf)
-        values = {i: min(max(one.parts[name], low), high) for i, one in enumerate(scores) if name in one.parts}
-        if spec.normalize and values:
-            mean = sum(values.values()) / len(values)
-            squares = sum((value - mean) * (value - mean) for value in values.values())
-            deviation = math.sqrt(squares / max(len(values) - 1, 1))
-            values = {i: (value - mean) / (deviation + _EPS) for i, value in values.items()}
-        for i, value in values.items():
-            term = spec.weight * value
-            totals[i] += min(term, 0.0) if locked[i] and not spec.gate else term
-    for i, (score, total) in enumerate(zip(scores, totals, strict=True)):
-        if score.error is None:
-            whole = Score(total=total, parts=score.parts, note=score.note)
-            fits = all(abs(value) <= LARGEST for value in (total, *score.parts.values()))
-            problem = f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}"
-            scores[i] = whole if fits else no_score(problem)
-    return scores
-
-
-def _add(score: Score, results: Mapping[str, Score]) -> Score:
-    """Return a rollout's score with the values or errors of more rewards as its parts or error."""
-    parts, errors, note = dict(score.parts), [score.error] if score.error is not None else [], score.note
-    for name, result in results.items():
-        if result.note:
-            note = _plain(f"{note}\n{name}: {result.note}".lstrip("\n"))
-        if result.error is not None:
-            errors.append(f"{name}: {result.error}")
-            continue
-        parts[name] = result.total
-        parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
-    return no_score("; ".join(errors), parts, note) if errors else Score(total=score.total, parts=parts, note=note)
-
-
-def _plain(value: object) -> str:
-    """Return its text as files and the console can take it: not too much, no half surrogate pair."""
-    try:
-        return str(value)[:MAX_TEXT].encode("utf-8", "replace").decode()
-    except Exception:  # noqa: BLE001 - code of others, too
-        return f"a {type(value).__name__} without a text"
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"returned {'None' if value is None else type(value).__name__} instead of a number")
-    if not math.isfinite(value):
-        raise ValueError(f"returned {float(value)}, which is not a finite number")
-    return float(value)
+        try_out(bound.made, called, f"rewards.functions.{name}")
+    return bound

@@ -1,21 +1,17 @@
-"""The rewards that ship with hocket. Each docstring gives the value and the options."""
+"""The rewards that ship with hocket and ask nothing else (docs/rewards.md)."""
 
 import dataclasses
 import hashlib
 import json
 import logging
 import re
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from hocket.common import sandbox
 from hocket.common.arithmetic import compute
 from hocket.rewards.base import reward
-from hocket.types import Rollout, Score
+from hocket.types import Rollout
 
-MAX_SHOWN = 800  # characters of what a program wrote, of each stream
 _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTALL)
 
 
@@ -28,10 +24,9 @@ def exact_match(completion: str, answer: str | None) -> float:
 @reward("length", inline=True)
 @dataclasses.dataclass(eq=False)
 class LengthReward:
-    """Return −min(1, |length − target| / target): 0 at the target, −1 for an empty text and from twice the target on.
+    """Return −min(1, |length − target| / target), or min(1, length / up_to): longer is better.
 
-    With `up_to` instead of the target longer is better: min(1, length / up_to). The unit "tokens" counts sampled
-    tokens, the end-of-sequence token included; "characters" counts the text.
+    Tokens are those sampled in the episode, the end-of-sequence token included; characters are those of the text.
     """
 
     target: int = 0
@@ -39,12 +34,8 @@ class LengthReward:
     unit: Literal["tokens", "characters"] = "tokens"
 
     def __post_init__(self) -> None:
-        if (
-            max(self.target, self.up_to) < 1
-            or (self.target and self.up_to)
-            or self.unit not in ("tokens", "characters")
-        ):
-            raise ValueError(f"target or up_to must be at least 1, not both, and unit tokens or characters, got {self}")
+        if max(self.target, self.up_to) < 1 or min(self.target, self.up_to) != 0:
+            raise ValueError(f"target or up_to must be at least 1, and the other one 0, got {self}")
 
     def __call__(self, completion: str, token_ids: tuple[int, ...]) -> float:
         actual = len(token_ids) if self.unit == "tokens" else len(completion)
@@ -57,8 +48,7 @@ class LengthReward:
 def think_format(completion: str, opening: str = "") -> float:
     """Return 1 for `<think>a thought</think> an answer`: one pair of tags at the start, no part empty; else 0.
 
-    Where the template opens the thought in the prompt, the completion closes it; where the template closes it, too, the
-    completion is the answer alone.
+    The template may open the thought, and close it: then the completion is the rest.
     """
     text = opening + completion
     match = _THINK.fullmatch(text)
@@ -78,8 +68,9 @@ def repetition(completion: str, n: int = 3) -> float:
 
 @reward("regex")
 def regex(completion: str, pattern: str, full: bool = False) -> float:
-    """Return 1 if the pattern (Python's re; a dot is any character) is found, with `full` if it is all; else 0."""
-    return float(bool((re.fullmatch if full else re.search)(pattern, completion, re.DOTALL)))
+    """Return 1 if the pattern is found, with `full` if it is all; else 0. A dot is any character."""
+    find = re.fullmatch if full else re.search
+    return float(bool(find(pattern, completion, re.DOTALL)))
 
 
 @reward("json_schema", imports=("jsonschema",))
@@ -90,15 +81,13 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
     """
     from jsonschema import Draft202012Validator, validators
 
-    schema = meta.get("schema") if schema is None else schema
-    schema = json.loads(schema) if isinstance(schema, str) else schema
+    schema = column(meta if schema is None else {"schema": schema}, "schema")
     if not isinstance(schema, Mapping | bool):
-        raise ValueError(
-            f"there is no schema: set the option schema, or give the row a column 'schema', got {schema!r}"
-        )
+        advice = "set the option schema, or give the row a column 'schema'"
+        raise ValueError(f"there is no schema: {advice}, got {schema!r}")
     kind = validators.validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
-    said = _after_thought(completion, opening)
+    said = after_thought(completion, opening)
     try:
         return float(kind(schema).is_valid(json.loads(last_block(said) or said, parse_constant=_refuse)))
     except (ValueError, RecursionError):
@@ -111,14 +100,14 @@ def countdown(
 ) -> float:
     """Return 1 if the last <answer> is an expression that uses each of the row's numbers once and gives the answer.
 
-    The task of TinyZero: the rows have `target` (data.answer_column) and `nums` (`numbers` names another column). An
-    <answer> that is wrong gets `format_score`, there 0.1; a completion without one 0.
+    The task of TinyZero, whose rows have `target` (data.answer_column) and `nums`; its `format_score`, of an <answer>
+    that is wrong, is 0.1.
     """
-    given = meta.get(numbers)
-    given = json.loads(given) if isinstance(given, str) else given
+    given = column(meta, numbers)
     if not isinstance(given, Sequence):
         raise ValueError(f"the row has no list of numbers in the column {numbers!r}: set the option numbers")
-    target, (said, closed, _) = float(_reference(answer)), completion.rpartition("</answer>")
+    target = float(_reference(answer))
+    said, closed, _ = completion.rpartition("</answer>")
     _, opened, told = said.rpartition("<answer>")
     if not (opened and closed):
         return 0.0
@@ -129,62 +118,9 @@ def countdown(
     return 1.0 if sorted(used) == sorted(given) and abs(value - target) < 1e-5 else format_score
 
 
-@reward("code")
-def code(
-    completion: str,
-    meta: Mapping[str, Any],
-    opening: str = "",
-    tests: str = "tests",
-    timeout_s: float = 10.0,
-    partial: bool = False,
-) -> Score:
-    """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0.
-
-    The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]. All tests
-    of a program share `timeout_s`. Parts: the shares of tests passed, wrong, failed (exit status), late or not begun;
-    note: the first of them that was not passed, and the ends of what the program wrote there.
-    """
-    given = meta.get(tests)
-    given = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(given, Sequence) or not given:
-        raise ValueError(f"the row has no tests in the column {tests!r}: set the option tests")
-    verdicts, ends = dict.fromkeys(("passed", "wrong", "failed", "late"), 0), time.monotonic() + timeout_s
-    program = last_block(_after_thought(completion, opening))
-    note = "there is no program in a fenced block" if program is None else ""
-    for number, test in enumerate(given if program is not None else (), 1):
-        left_s = ends - time.monotonic()
-        verdict, wrote = _verdict(f"{program}\n", test, left_s) if left_s > 0 else ("late", "")
-        verdicts[verdict] += 1
-        if verdict != "passed":
-            note = note or f"test {number} of {len(given)}: {verdict}\n{wrote}"
-        if verdict == "late" or (verdict != "passed" and not partial):
-            break
-    shares = {name: number / len(given) for name, number in verdicts.items()}
-    return Score(total=shares["passed"] if partial else float(shares["passed"] == 1), parts=shares, note=note)
-
-
-def _verdict(program: str, test: Any, timeout_s: float) -> tuple[str, str]:
-    """Run one test; return its verdict and the ends of what the program wrote.
-
-    A program that ends well before its assert, or writes what it expects, has not passed it.
-    """
-    end = secrets.token_hex(8)
-    is_pair = isinstance(test, Mapping)
-    source, stdin, wanted = (
-        (program, test["input"], test["output"]) if is_pair else (f"{program}\n{test}\nprint({end!r})", "", end)
-    )
-    status, stdout, stderr = sandbox.run(source, stdin, timeout_s)
-    wrote = f"stdout: {stdout[-MAX_SHOWN:]}\nstderr: {stderr[-MAX_SHOWN:]}"
-    if status != 0:
-        return "late" if status is None else "failed", wrote
-    lines = [line.rstrip() for line in stdout.rstrip().splitlines()]
-    expected = [line.rstrip() for line in str(wanted).rstrip().splitlines()]
-    return "passed" if (lines if is_pair else lines[-1:]) == expected else "wrong", wrote
-
-
 @reward("env", inline=True)
 def env(rollout: Rollout) -> float:
-    """Return the environment's reward: the sum over the turns, and over the end if a limit cut the episode off."""
+    """Return the sum of the environment's rewards, or what an agent returned."""
     if rollout.reward is None:
         raise ValueError("the episode has no reward: set env.name, let the agent return one, or name another reward")
     return rollout.reward
@@ -192,7 +128,7 @@ def env(rollout: Rollout) -> float:
 
 @reward("random", inline=True)
 def random(rollout: Rollout, seed: int = 0) -> float:
-    """Return 0 or 1 with equal chances, by seed and rollout id: the control from which nothing can be learned."""
+    """Return 0 or 1 with equal chances: the control from which nothing can be learned."""
     return float(hashlib.sha256(f"{seed}:{rollout.id}".encode()).digest()[0] & 1)
 
 
@@ -200,21 +136,27 @@ def random(rollout: Rollout, seed: int = 0) -> float:
 def math(completion: str, answer: str | None, opening: str = "") -> float:
     """Return 1 if the last expression after </think> equals the answer mathematically (math-verify); else 0.
 
-    The answer is a number, a plain expression or LaTeX, with or without dollar signs or \\boxed. A thought that is not
-    closed, wherever it was opened, is no answer.
+    The answer is a number, a plain expression or LaTeX, with or without dollar signs or \\boxed.
     """
     from math_verify import parse, verify
 
     # Its own time limits are alarm signals, which only work on a main thread; the deadline here is the worker's.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # An escaped dollar sign is a currency; the parser takes it for the start of a formula.
-    reference, completion = (text.replace(r"\$", "") for text in (_reference(answer), completion))
+    reference = _reference(answer).replace(r"\$", "")
+    completion = completion.replace(r"\$", "")
     delimited = "$" in reference or r"\boxed" in reference
     gold: list[Any] = parse(reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify can't read the reference answer {reference!r}")
-    given: list[Any] = parse(_after_thought(completion, opening), parsing_timeout=None)
+    given: list[Any] = parse(after_thought(completion, opening), parsing_timeout=None)
     return float(verify(gold, given, timeout_seconds=None))
+
+
+def column(meta: Mapping[str, Any], name: str) -> Any:
+    """Return what a row has in a column, where text is JSON."""
+    given = meta.get(name)
+    return json.loads(given) if isinstance(given, str) else given
 
 
 def last_block(text: str) -> str | None:
@@ -223,7 +165,7 @@ def last_block(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _after_thought(completion: str, opening: str) -> str:
+def after_thought(completion: str, opening: str) -> str:
     """Return what follows the thought; nothing where it was not closed, wherever it was opened."""
     said = (opening + completion).rpartition("</think>")[2]
     return "" if "<think>" in said else said

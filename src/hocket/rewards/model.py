@@ -3,14 +3,18 @@
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from hocket.common.tasks import run_in_thread
-from hocket.rewards.base import failure, no_score, queued, reward
+from hocket.config.sections import Dtype
+from hocket.rewards.base import reward
+from hocket.rewards.runners import clock, clocked
+from hocket.rewards.scores import NoScoreError, failure
 from hocket.types import Rollout, Score
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Count = Annotated[int, Field(ge=1)]
 SECTION = "rewards.functions.reward_model"
 
 
@@ -20,15 +24,14 @@ class ModelReward:
     """Return the logit that a reward model gives the prompt's messages with a completion.
 
     It reads them by its own chat template; without one, prompt and completion: as a pair if its tokenizer has a
-    separator, else as one text. The completions of a prompt are scored in batches, those of one prompt at a time. What
-    has more than `max_length` tokens is an error.
+    separator, else as one text. The completions of a prompt are scored in batches, those of one prompt at a time.
     """
 
     path: str  # folder, or name on the hub
     device: str = "cpu"  # of torch: "cuda:1"
-    dtype: str = "auto"  # "bfloat16", "float32"; "auto": that of its files
-    batch_size: int = 8  # completions in one forward pass; 1 for a model without pad_token_id
-    max_length: int | None = None  # tokens of prompt and completion; None: what the model can read
+    dtype: Dtype = "auto"  # that of its files
+    batch_size: Count = 8  # completions in one forward pass; 1 for a model without pad_token_id
+    max_length: Count | None = None  # tokens of prompt and completion; None: what the model can read
     label: int | None = None  # index of the logit, for a model that has several
     probability: bool = False  # in its place: the sigmoid; of several labels, the softmax
 
@@ -44,12 +47,6 @@ class ModelReward:
             raise ValueError(f"{self.path} is no sequence classifier: config.json names the architecture {kind}")
         if self.label not in range(labels) and (labels, self.label) != (1, None):
             raise ValueError(f"{self.path} has {labels} labels: set label to the index of one, {config.id2label}")
-        most = 1 if self.max_length is None else self.max_length
-        for name, value in ("batch_size", self.batch_size), ("max_length", most):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be at least 1 and whole, got {value!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype} is none of {', '.join(DTYPES)}")
         text = config.get_text_config()
         readable = self._tokenizer.model_max_length, getattr(text, "max_position_embeddings", None)
         self._longest = min(filter(None, (self.max_length, *readable)))
@@ -58,6 +55,7 @@ class ModelReward:
         if self._tokenizer.pad_token is None:
             self.batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
         self._one_at_a_time = asyncio.Lock()
+        self.call_seconds = clock()  # of its calls, without what they wait for
 
     async def __aenter__(self) -> "ModelReward":
         self._model = await run_in_thread(self._load)
@@ -76,42 +74,47 @@ class ModelReward:
         return loaded.to(self.device).eval().requires_grad_(False)
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
-        async with queued(self._one_at_a_time):
-            return await run_in_thread(self._scores, rollouts)
+        async with self._one_at_a_time:
+            with clocked(self.call_seconds):
+                return await run_in_thread(self._scores, rollouts)
 
     def _scores(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
-        try:
-            return self._in_batches(rollouts)
-        except Exception as error:  # noqa: BLE001 - of one text, as a half surrogate pair
-            if len(rollouts) == 1:
-                return [failure(error)]
-            return [score for one in rollouts for score in self._scores([one])]
-
-    def _in_batches(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
-        columns = self._columns(rollouts)
-        encode = partial(self._tokenizer, add_special_tokens=not self._tokenizer.chat_template, verbose=False)
-        lengths = [len(ids) for ids in encode(*columns)["input_ids"]]
-        too_long = f"tokens, more than the {self._longest} that {self.path} may read ({SECTION}.max_length)"
-        scores: list[float | Score] = [no_score(f"prompt and completion have {n} {too_long}") for n in lengths]
-        fit = sorted((i for i, n in enumerate(lengths) if n <= self._longest), key=lengths.__getitem__)
-        for start in range(0, len(fit), self.batch_size):
-            batch = fit[start : start + self.batch_size]
-            texts = [[column[i] for i in batch] for column in columns]
-            padded = encode(*texts, padding=len(batch) > 1, padding_side="right", return_tensors="pt")
+        scores = dict[int, float | Score]()
+        encoded = dict[int, Any]()
+        for i, rollout in enumerate(rollouts):
+            try:
+                encoded[i] = self._encoded(rollout)
+            except Exception as error:  # noqa: BLE001 - of this text, as a half surrogate pair
+                scores[i] = failure(error)
+        by_length = sorted(encoded, key=lambda i: len(encoded[i]["input_ids"]))
+        for start in range(0, len(by_length), self.batch_size):
+            batch = by_length[start : start + self.batch_size]
+            inputs = [encoded[i] for i in batch]
+            padded = self._tokenizer.pad(
+                inputs, len(batch) > 1, padding_side="right", return_tensors="pt", verbose=False
+            )
             logits = self._model(**padded.to(self.device)).logits.float()
             if self.probability:
                 logits = logits.softmax(-1) if logits.shape[-1] > 1 else logits.sigmoid()
-            for i, score in zip(batch, logits[:, self.label or 0].tolist(), strict=True):
-                scores[i] = score
-        return scores
+            scores.update(zip(batch, logits[:, self.label or 0].tolist(), strict=True))
+        return [scores[i] for i in range(len(rollouts))]
 
-    def _columns(self, rollouts: Sequence[Rollout]) -> tuple[list[str], ...]:
-        """Return the texts to encode, or their first and second halves."""
-        prompt, said = rollouts[0].prompt, [one.text for one in rollouts]
-        if self._tokenizer.chat_template:
+    def _encoded(self, rollout: Rollout) -> Any:
+        """Return the tokens of prompt and completion. Raise NoScoreError if they are too many."""
+        prompt = rollout.prompt
+        template = self._tokenizer.chat_template
+        if template:
             asked = prompt.messages or ({"role": "user", "content": prompt.text},)
-            chats = [[*asked, {"role": "assistant", "content": text}] for text in said]
-            return ([self._tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats],)
-        if self._tokenizer.sep_token:
-            return [prompt.text] * len(said), said
-        return ([prompt.text + text for text in said],)
+            chat = [*asked, {"role": "assistant", "content": rollout.text}]
+            texts = [self._tokenizer.apply_chat_template(chat, tokenize=False)]
+        elif self._tokenizer.sep_token:
+            texts = [prompt.text, rollout.text]
+        else:
+            texts = [prompt.text + rollout.text]
+        lists = ([text] for text in texts)  # an empty second text would be taken for none
+        encoded = self._tokenizer(*lists, add_special_tokens=not template, verbose=False)
+        length = len(encoded["input_ids"][0])
+        if length > self._longest:
+            more = f"more than the {self._longest} that {self.path} may read ({SECTION}.max_length)"
+            raise NoScoreError(f"prompt and completion have {length} tokens, {more}")
+        return {name: values[0] for name, values in encoded.items()}

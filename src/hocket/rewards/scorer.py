@@ -1,21 +1,19 @@
-"""Score rollouts: call every configured reward with a deadline. An error is never counted as a number.
+"""Score rollouts, and call rewards in worker processes, because a thread that hangs can't be ended.
 
-Plain functions are called in worker processes, because a thread that hangs can't be ended. A request goes to a worker
-pickled: 16 characters that no other has, then (reward name, options, arguments, size of the group). The answer is one
-line of JSON that begins with them: a reward may run code that a model wrote, and what that writes there is no answer.
+A request to a worker is 16 characters that no other has, and pickled (reward name, options, arguments, size of the
+group). The answer is a line of JSON that begins with them: a reward may run code that a model wrote, and what that
+writes there is no answer.
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import importlib
 import itertools
 import json
-import math
 import os
 import pickle
-import random
+import secrets
 import select
 import signal
 import socket
@@ -23,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,30 +29,17 @@ from typing import IO, TYPE_CHECKING, Any
 
 from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
 from hocket.common.registry import PLUGIN_PREFIX, load_plugins
-from hocket.common.tasks import retrieve
 from hocket.errors import ConfigError, RewardError
-from hocket.rewards.base import (
-    REWARDS,
-    SPENT,
-    Ready,
-    RetryError,
-    Reward,
-    as_scores,
-    bind,
-    call,
-    clocked,
-    compose,
-    failure,
-    no_score,
-)
+from hocket.rewards.base import REWARDS, Reward, bind
+from hocket.rewards.runners import Call, Inline, InLoop, Runner, clock, clocked
+from hocket.rewards.scores import NoScoreError, as_scores, compose, failure, no_score
 from hocket.types import Group, Rollout, Score
 
 if TYPE_CHECKING:
-    from hocket.config import RewardsConfig, RewardSpec  # its import would take most of a worker's start
+    from hocket.config import RewardsConfig  # its import would take most of a worker's start
 
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
-BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at most before any
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
 MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
@@ -67,41 +53,43 @@ class RewardScorer:
     """
 
     def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
-        self._calls, self._specs = calls, {name: calls.specs[name] for name in names}
+        self._calls = calls
+        self._specs = {name: calls.specs[name] for name in names}
         self._of_group = [name for name in self._specs if calls.rewards[name].of_group]
-        self._each = [name for name in self._specs if name not in self._of_group]
-        self._wants_group = bool(self._of_group) or any(spec.normalize for spec in self._specs.values())
+        self._each = [name for name in self._specs if not calls.rewards[name].of_group]
 
     async def score(self, rollout: Rollout) -> Score:
-        """Return a rollout's total and the unweighted values of its rewards; an error if one of them fails."""
-        if rollout.error is not None:
-            return no_score(rollout.error)
-        (score,) = await self._ask(self._each, [rollout], [Score(total=0.0)])
+        """Return the score of a rollout that stands alone."""
+        (score,) = await self.settle([rollout], [await self.ask(rollout)])
         return score
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> tuple[Score, ...]:
         """Return the scores of all rollouts of one prompt."""
-        scores = await asyncio.gather(*map(self.score, rollouts))
-        return (await self.settle(Group(id="", rollouts=tuple(rollouts), scores=tuple(scores)))).scores
+        return await self.settle(rollouts, await asyncio.gather(*map(self.ask, rollouts)))
 
-    async def settle(self, group: Group) -> Group:
-        """Return a group of scored rollouts with what needs all of them: rewards of groups, and normalised values."""
-        ended = [i for i, rollout in enumerate(group.rollouts) if rollout.error is None]
-        if not self._wants_group or not ended:
-            return group
-        scores = list(group.scores)
-        asked = await self._ask(self._of_group, [group.rollouts[i] for i in ended], [scores[i] for i in ended])
-        for i, score in zip(ended, asked, strict=True):
-            scores[i] = score
-        return dataclasses.replace(group, scores=tuple(scores))
+    async def ask(self, rollout: Rollout) -> dict[str, Score]:
+        """Return what a rollout gets from each reward that needs no other one; {} where its episode failed."""
+        if rollout.error is not None:
+            return {}
+        results = await self._ask(self._each, [rollout])
+        return {name: score for name, (score,) in results.items()}
 
-    async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[Score]:
-        """Return the scores of one rollout or one group with the results of more rewards."""
+    async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
+        """Return the scores of a group, of which each rollout was given these; ask the rewards that need all of it."""
+        played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
+        if not played:
+            return tuple(no_score(rollout.error) for rollout in rollouts)
+        results = {name: [given[i][name] for i in played] for name in self._each}
+        results |= await self._ask(self._of_group, [rollouts[i] for i in played])
+        scores = dict(zip(played, compose(self._specs, results), strict=True))
+        return tuple(scores.get(i) or no_score(rollout.error) for i, rollout in enumerate(rollouts))
+
+    async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, list[Score]]:
+        """Return what one rollout or one group gets from each of the rewards."""
         if len(names) == 1:  # a task for each of thousands of short calls would cost more than the calls
-            results = [await self._calls.ask(names[0], rollouts)]
-        else:
-            results = await asyncio.gather(*(self._calls.ask(name, rollouts) for name in names))
-        return compose(self._specs, scores, dict(zip(names, results, strict=True)))
+            return {names[0]: await self._calls.ask(names[0], rollouts)}
+        results = await asyncio.gather(*(self._calls.ask(name, rollouts) for name in names))
+        return dict(zip(names, results, strict=True))
 
 
 class RewardCalls:
@@ -109,152 +97,97 @@ class RewardCalls:
 
     def __init__(self, config: "RewardsConfig", names: Iterable[str]) -> None:
         self.specs = {name: config.spec(name) for name in names}
-        self.rewards = {
-            name: bind(name, spec.model_extra or {}, reserved=type(spec).model_fields)
-            for name, spec in self.specs.items()
-        }
-        for name, spec in self.specs.items():
-            of_async = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
-            if of_async and self.rewards[name].runs != "async":
-                raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")
-        in_workers = [reward for reward in self.rewards.values() if reward.runs == "worker"]
-        self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
-        self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in in_workers) else 0.0
-        self._timeout_s, self._inline = config.timeout_s, Ready()
-        self.seconds = {name: collections.deque[float](maxlen=1000) for name in self.specs}  # of the last calls
-        self._in_loops: dict[tuple[asyncio.AbstractEventLoop, str], AsyncReward] = {}
-        # Each asks one worker. Never shut down: a worker dies with the thread that started it.
-        self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
-        self._workers: dict[int, Worker] = {}  # by thread
-        self._printed = itertools.count(1)  # lines, by all of them
-        self._unusable: str | None = None  # why no worker can be started any more
+        self.rewards = {name: bind(name, spec) for name, spec in self.specs.items()}
+        self.seconds = {name: clock() for name in self.specs}  # of the last calls, without what they waited for
+        self._timeout_s = config.timeout_s
+        workers = Workers([one for one in self.rewards.values() if one.runs == "worker"], self.seconds)
+        self._workers = workers.by_thread
+        self._here: dict[str, Runner] = {"inline": Inline(self.seconds), "worker": workers}
+        self._in_loops = dict[tuple[asyncio.AbstractEventLoop, str], InLoop]()
 
     def __enter__(self) -> "RewardCalls":
-        """Start the workers, so that the first scores need not wait for them."""
-        for _ in range(NUM_WORKERS if self._modules else 0):
-            self._threads.submit(self._worker)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Kill all workers; callers of busy ones get an error. May be called from any thread."""
-        self._unusable = "the rewards are closed"
-        for worker in list(self._workers.values()):
-            worker.kill(self._tear_down_s)
-        self._inline.close()
+        for runner in self._here.values():
+            runner.close()
 
     async def set_up(self) -> None:
         """Set async rewards up in this event loop before the first call; raise RewardError for the first that can't."""
-        for name in (name for name, reward in self.rewards.items() if reward.runs == "async"):
+        for name, reward in self.rewards.items():
             try:
-                await self._in_loop(name).ready
-            except RuntimeError as error:
+                await self._runner(reward).set_up()
+            except NoScoreError as error:
                 raise RewardError(f"reward {name!r} {error}") from error
-
-    def _in_loop(self, name: str) -> "AsyncReward":
-        key = asyncio.get_running_loop(), name
-        if key not in self._in_loops:
-            self._in_loops[key] = AsyncReward(self.rewards[name], self.specs[name], self.seconds[name])
-        return self._in_loops[key]
 
     async def ask(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
         """Return what a reward gives one rollout, or each of a group."""
         reward = self.rewards[name]
-        arguments, size = reward.arguments(*rollouts), len(rollouts) if reward.of_group else None
+        size = len(rollouts) if reward.of_group else None
         try:
-            if reward.runs == "inline":
-                with clocked(self.seconds[name]):
-                    return as_scores(self._inline(reward, **arguments), size)
-            if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
-                request = pickle.dumps((reward.name, dict(reward.options), arguments, size))
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._ask_worker, name, request, len(rollouts))
-            timeout_s = math.inf if reward.own_deadline else self._timeout_s
-            return await self._in_loop(name).call(arguments, size, timeout_s)
+            call = Call(reward, reward.arguments(*rollouts), size, self._timeout_s)
+            return as_scores(await self._runner(reward).call(call), size)
         except RewardError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
             return [failure(error)] * len(rollouts)
 
-    def _ask_worker(self, name: str, request: bytes, size: int) -> list[Score]:
-        if (worker := self._worker()) is None:
-            return [no_score(self._unusable or "")] * size
-        with clocked(self.seconds[name]):
-            return worker.ask(request, self._timeout_s, size)
+    def _runner(self, reward: Reward) -> Runner:
+        if reward.runs != "async":
+            return self._here[reward.runs]
+        key = asyncio.get_running_loop(), reward.name
+        if key not in self._in_loops:
+            self._in_loops[key] = InLoop(reward, self.seconds)
+        return self._in_loops[key]
 
-    def _worker(self) -> "Worker | None":
-        """Return this thread's worker, started first if there is none or if it was lost; None if it can't be used."""
+
+class Workers(Runner):
+    """Calls rewards in NUM_WORKERS processes; each is asked by a thread of its own, and replaced when it is lost."""
+
+    def __init__(self, rewards: Sequence[Reward], seconds: Mapping[str, deque[float]]) -> None:
+        """Start the processes, if there are rewards, so that the first scores need not wait for them."""
+        self._modules = dict.fromkeys(module for one in rewards for module in (*one.imports, _module_of(one)))
+        self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in rewards) else 0.0
+        self._seconds = seconds
+        # Never shut down: a worker dies with the thread that started it.
+        self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
+        self.by_thread = dict[int, Worker]()
+        self._printed = itertools.count(1)  # lines, by all of them
+        self._unusable = ""  # why no worker can be started any more
+        for _ in range(NUM_WORKERS if rewards else 0):
+            self._threads.submit(self._worker)
+
+    async def call(self, call: Call) -> Any:
+        """Return its score or scores; a cancelled call goes on in its worker, up to the deadline."""
+        request = pickle.dumps((call.reward.name, call.reward.options, call.arguments, call.size))
+        scores = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, call, request)
+        return scores if call.size else scores[0]
+
+    def close(self) -> None:
+        self._unusable = "the rewards are closed"
+        for worker in list(self.by_thread.values()):
+            worker.kill(self._tear_down_s)
+
+    def _ask(self, call: Call, request: bytes) -> list[Score]:
+        worker = self._worker()
+        with clocked(self._seconds[call.reward.name]):
+            return worker.ask(request, call.timeout_s, call.size or 1)
+
+    def _worker(self) -> "Worker":
+        """Return this thread's worker, started first if there is none. Raise NoScoreError if none can be used."""
         thread = threading.get_ident()
-        worker = self._workers.get(thread)
-        if self._unusable is None and (worker is None or not worker.ready()):
-            worker = self._workers[thread] = Worker(self._modules, self._printed)
-            if problem := worker.ask(b"", START_TIMEOUT_S)[0].error:  # nor can the next one load it
-                self._unusable = self._unusable or f"its worker process can't load it: {problem}"
-            if self._unusable is not None:  # or the rewards were closed meanwhile
+        worker = self.by_thread.get(thread)
+        if not self._unusable and (worker is None or not worker.ready()):
+            worker = self.by_thread[thread] = Worker(self._modules, self._printed)
+            (loaded,) = worker.ask(b"", START_TIMEOUT_S)
+            if loaded.error:  # nor can the next one load it
+                self._unusable = self._unusable or f"its worker process can't load it: {loaded.error}"
+            if self._unusable:  # or the rewards were closed meanwhile
                 worker.kill()
-        return worker if self._unusable is None else None
-
-
-class AsyncReward:
-    """An async reward in one event loop: its slots for calls and, until the loop ends, the instance of a class."""
-
-    def __init__(self, reward: Reward, spec: "RewardSpec", seconds: collections.deque[float]) -> None:
-        self._seconds = seconds  # of its calls
-        self._slots = asyncio.Semaphore(spec.max_concurrent) if spec.max_concurrent else contextlib.nullcontext()
-        self._reward, self._retries = reward, spec.retries
-        self.ready: asyncio.Future[Callable[..., Any]] = asyncio.get_running_loop().create_future()
-        self._jitter = random.Random()  # the run's own random numbers are left as they are
-        self._held = asyncio.create_task(self._hold())
-
-    async def call(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
-        """Return the scores; a call that raises RetryError keeps its slot while it waits to be made again."""
-        SPENT.set(collections.Counter())
-        async with self._slots:
-            attempt = 0
-            while True:
-                try:
-                    return await self._in_time(arguments, size, timeout_s)
-                except RetryError as error:
-                    wait_s = error.retry_after
-                    if wait_s is None:
-                        wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * self._jitter.uniform(0.5, 1)
-                    if attempt == self._retries or wait_s > MAX_BACK_OFF_S:
-                        raise
-                attempt += 1
-                await asyncio.sleep(wait_s)
-
-    async def _in_time(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
-        """Return the result of one call; one that is late or no longer wanted is cancelled but not waited for."""
-        task = asyncio.create_task(self._result(arguments, size))
-        try:
-            await asyncio.wait({task}, timeout=timeout_s)
-            if task.done() and not task.cancelled():
-                return task.result()
-            problem = "it cancelled itself" if task.cancelled() else f"no result within {timeout_s:g} s"
-            return [no_score(problem)] * (size or 1)
-        finally:
-            task.cancel()
-            task.add_done_callback(retrieve)
-
-    async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score]:
-        function = await asyncio.shield(self.ready)
-        try:
-            with clocked(self._seconds):
-                return as_scores(await function(**arguments), size)
-        except SystemExit as error:  # in a task it would end the event loop
-            return [failure(error)] * (size or 1)
-
-    async def _hold(self) -> None:
-        """Keep an instance set up until the event loop cancels its tasks; then tear it down, in the same task."""
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                made: Any = self._reward.made()
-                if hasattr(made, "__aenter__"):
-                    await stack.enter_async_context(made)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
-                self.ready.set_exception(RuntimeError(f"can't be set up: {type(error).__name__}: {error}"))
-                return
-            self.ready.set_result(made)
-            await asyncio.Event().wait()
+        if self._unusable or worker is None:
+            raise NoScoreError(self._unusable)
+        return worker
 
 
 class Worker:
@@ -275,7 +208,6 @@ class Worker:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for the process that owns this one
             )
-        self._numbers = random.Random(os.urandom(16))  # the run's own are left as they are
         self._unasked = select.poll()
         self._unasked.register(self._socket, select.POLLIN)
         threading.Thread(target=_show, args=(self._process.stdout, printed), daemon=True).start()
@@ -288,25 +220,25 @@ class Worker:
 
     def ask(self, request: bytes, timeout_s: float, size: int = 1) -> list[Score]:
         """Send a pickled request, b"" to load; return `size` scores. A worker without an answer is killed."""
-        deadline, answer = time.monotonic() + timeout_s, bytearray()
-        number = f"{self._numbers.getrandbits(64):016x}" if request else ""
+        deadline = time.monotonic() + timeout_s
+        number = secrets.token_hex(8) if request else ""
+        answer = b""
         try:
             if self._socket.gettimeout() != timeout_s:  # a system call lets other threads go first
                 self._socket.settimeout(timeout_s)
             self._socket.sendall(number.encode() + request)
-            while b"\n" not in answer:
+            while b"\n" not in answer and len(answer) <= MAX_ANSWER * size:
                 if answer:
                     self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                if not (received := self._socket.recv(MAX_ANSWER)):
+                received = self._socket.recv(MAX_ANSWER)
+                if not received:
                     raise EOFError
                 answer += received
-                if len(answer) > MAX_ANSWER * size:
-                    raise ValueError
             line, unasked = answer.split(b"\n", 1)
             answers, *scores = json.loads(line)
             if answers != number or unasked or len(scores) != size:
                 raise ValueError
-            return as_scores([Score(**one) for one in scores], size)
+            return [Score(**one) for one in scores]
         except TimeoutError:
             problem = f"no result within {timeout_s:g} s; its worker process was ended"
         except (EOFError, OSError):
@@ -343,29 +275,38 @@ def _show(output: IO[bytes], printed: Iterator[int]) -> None:
     """Show what a worker prints; drop it after MAX_LINES lines of all workers, so that none waits."""
     with output:
         while line := output.readline(MAX_LINE):
-            if (number := next(printed)) > MAX_LINES:
+            number = next(printed)
+            if number > MAX_LINES:
+                line = b"rewards have printed more: it is not shown\n"
                 output.read1(1 << 16)  # type: ignore[attr-defined]
-            if number > MAX_LINES + 1:
-                continue
-            with contextlib.suppress(OSError):  # the console is closed
-                os.write(2, line if number <= MAX_LINES else b"rewards have printed more: it is not shown\n")
+            if number <= MAX_LINES + 1:
+                with contextlib.suppress(OSError):  # the console is closed
+                    os.write(2, line)
 
 
 def work() -> None:
-    """Run a worker process; its arguments are the file descriptor of a socket and the modules to load."""
+    """Run a worker process: sys.argv has the file descriptor of a socket, and the modules to load."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    stream, pid, number = socket.socket(fileno=int(sys.argv[1])).makefile("rwb"), os.getpid(), b""
-    scores = call(_load, {"modules": sys.argv[2:]})
-    with Ready() as ready:
+    stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
+    pid = os.getpid()
+    number = b""
+    size = None
+    call: Callable[[], Any] = partial(_load, sys.argv[2:])
+    with contextlib.closing(Inline({})) as rewards:
         while True:
+            try:
+                scores = as_scores(call(), size)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+                scores = [failure(error)] * (size or 1)
             if os.getpid() != pid:  # a reward has forked, and returned in both
                 os._exit(0)
             stream.write(json.dumps([number.decode(), *map(dataclasses.asdict, scores)]).encode() + b"\n")
             stream.flush()
-            if not (number := stream.read(16)):
+            number = stream.read(16)
+            if not number:
                 return
             name, options, arguments, size = pickle.load(stream)
-            scores = call(partial(ready, dataclasses.replace(REWARDS.get(name), options=options)), arguments, size)
+            call = partial(rewards.now, dataclasses.replace(REWARDS.get(name), options=options), arguments)
 
 
 def _load(modules: Sequence[str]) -> float:

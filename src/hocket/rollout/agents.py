@@ -33,8 +33,6 @@ CANCEL_S = 5.0
 
 @dataclasses.dataclass(kw_only=True)
 class Agents:
-    """Plays the agent episodes of a run."""
-
     agent: Agent
     pool: ServerPool
     limits: Limits  # max_turns counts calls, max_length bounds each prompt with its completion
@@ -132,7 +130,8 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
         await asyncio.wait([running], timeout=CANCEL_S)
     running.add_done_callback(retrieve)
     if not running.done():
-        # The end of the event loop would wait for it, and that of the process for its code to take a GeneratorExit.
+        # asyncio.run cancels all tasks at its end and waits for them; and when the last reference to this one goes,
+        # coroutine.close() has its code take a GeneratorExit: so the loop forgets the task, and nothing ever frees it.
         asyncio._unregister_task(running)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(running))
     return running.done()

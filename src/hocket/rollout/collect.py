@@ -90,17 +90,17 @@ def _episodes(
 ) -> list[asyncio.Task[Group | None]]:
     """Start the episodes of one prompt, a task each; the last to end returns the group."""
     index, size = plan.batch.num_drawn, plan.group_size
-    group, done = f"{plan.label}/{index}", dict[int, tuple[Rollout, Score]]()
+    group, done = f"{plan.label}/{index}", dict[int, tuple[Rollout, Mapping[str, Score]]]()
 
     async def one(sample: int) -> Group | None:
         number = index * size + sample
         seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)
         rollout = await play(prompt, seat)
         plan.batch.generated = time.perf_counter()
-        done[sample] = rollout, await scorer.score(rollout)  # at once, while others are played
+        done[sample] = rollout, await scorer.ask(rollout)  # at once, while others are played
         if len(done) < size:
             return None
-        rollouts, scores = zip(*(done[sample] for sample in range(size)), strict=True)
-        return await scorer.settle(Group(id=group, rollouts=rollouts, scores=scores, draw=draw))
+        rollouts, given = zip(*(done[sample] for sample in range(size)), strict=True)
+        return Group(id=group, rollouts=rollouts, scores=await scorer.settle(rollouts, given), draw=draw)
 
     return [asyncio.create_task(one(sample)) for sample in range(size)]

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from hocket.client.batcher import Turn
@@ -65,7 +66,6 @@ class TokenBudget:
 
 
 def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
-    """Return the most tokens that a prompt and one turn take."""
     return len(prompt.token_ids) + sampling.max_tokens
 
 
@@ -133,7 +133,6 @@ class Transcript:
         self.dialogue.append({"role": "assistant", "content": self.text})
 
     def sequence(self) -> TokenSequence:
-        """Return what there is, frozen."""
         return TokenSequence(
             token_ids=self.token_ids[:],
             mask=tuple(self.mask),
@@ -150,7 +149,8 @@ class Transcript:
 
 async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
     """Play what an Episode plays with SingleTurn, at a third of its cost. The prompt must leave room for the turn."""
-    transcript, error = Transcript(prompt.token_ids, prompt.opening), None
+    transcript = Transcript(prompt.token_ids, prompt.opening)
+    error = None
     try:
         transcript.add_completion(await ask(model_turn(prompt, seat, 1, prompt.token_ids)))
     except ServerError as failed:
@@ -216,7 +216,8 @@ class Episode:
         start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
         observation: Observation = start or Observation()
         token_ids = await self._before(observation)
-        while token_ids is not None and (room := self._room(token_ids, observation)) > 0:
+        while token_ids is not None and self._room(token_ids, observation) > 0:
+            room = self._room(token_ids, observation)
             self.transcript.add_observation(token_ids, observation)
             completion = await self._turn(observation, room)
             self.transcript.add_completion(completion)
@@ -230,18 +231,20 @@ class Episode:
             self._add_reward(step.reward)
             if step.done:
                 return
-            observation, token_ids = step, await self._between(step, completion)
+            observation = step
+            token_ids = await self._between(step, completion)
         self.transcript.finish_reason = "length"
         self._add_reward(await self._call(environment.truncated, returns=(float, int)))
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
-        asked, sampling = self.transcript.token_ids, self.seat.sampling
-        max_tokens = min(observation.max_tokens or sampling.max_tokens, room)
-        stop = sampling.stop if observation.stop is None else tuple(observation.stop)
-        self._hold(len(asked) + max_tokens)
+        token_ids = self.transcript.token_ids
+        changes: dict[str, Any] = {"max_tokens": min(observation.max_tokens or self.seat.sampling.max_tokens, room)}
+        if observation.stop is not None:
+            changes["stop"] = observation.stop
+        self._hold(len(token_ids) + changes["max_tokens"])
         self._num_asked += 1
-        sampling = sampling.model_copy(update={"max_tokens": max_tokens, "stop": stop})
-        return await self.ask(model_turn(self.prompt, self.seat, self._num_asked, asked, sampling))
+        sampling = self.seat.sampling.model_copy(update=changes)
+        return await self.ask(model_turn(self.prompt, self.seat, self._num_asked, token_ids, sampling))
 
     def _add_reward(self, reward: float) -> None:
         if self.reward is not None:
@@ -274,9 +277,9 @@ class Episode:
         if not step.messages:
             return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-        at_most, options = self.limits.max_length, self.prompt.options
-        following = self.renderer.following
-        return await self._rendered(lambda: following(step.messages, options, ended=ended, at_most=at_most))
+        options = self.prompt.options
+        following = partial(self.renderer.following, step.messages, options, ended=ended)
+        return await self._rendered(partial(following, at_most=self.limits.max_length))
 
     async def _text(self, observation: Observation) -> list[int] | None:
         return await self._rendered(lambda: self._encode(observation.text)) if observation.text else []
@@ -301,7 +304,8 @@ class Episode:
         own_s: float = 0.0,
     ) -> Any:
         """Call a method of the environment within the time that is left; `own_s` of it do not count."""
-        name, start = method.__name__, time.monotonic()
+        name = method.__name__
+        start = time.monotonic()
         try:
             async with asyncio.timeout(self._left_s + own_s) as deadline:
                 returned = await method(*arguments)

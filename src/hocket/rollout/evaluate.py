@@ -20,8 +20,6 @@ EVAL_STEP = -1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Measures the policy on held-out prompts."""
-
     prompts: Sequence[Prompt]
     play: Play
     scorer: RewardScorer  # by `reward` alone

@@ -8,8 +8,6 @@ import atexit
 import contextlib
 import functools
 import gc
-import importlib.machinery
-import importlib.util
 import logging
 import math
 import multiprocessing
@@ -78,11 +76,6 @@ def start_engine(args: Namespace) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.core import EngineCoreProc
 
-    if importlib.util.find_spec("lmformatenforcer") is None:
-        # vLLM names this package to check any structured output, though it samples with xgrammar or llguidance.
-        stub = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("lmformatenforcer", None))
-        vars(stub)["TokenEnforcer"] = object
-        sys.modules["lmformatenforcer"] = stub
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
     if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start

@@ -72,7 +72,7 @@ class WorkerExtension:
         if address.device is not None and weight_group.gpu_id(device) == address.device:
             raise RuntimeError(
                 "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
-                "(launch.server_gpus, launch.trainer_gpus), or set sync.backend=disk"
+                "(CUDA_VISIBLE_DEVICES), or set sync.backend=disk"
             )
         self.hocket_group = (address.name, Future())
         arguments = (self.hocket_group[1], address, 1 + self.rank, size, device)

@@ -24,6 +24,7 @@ from hocket.observe.run_folder import RunFolder
 from hocket.trainer import checkpoints
 from hocket.trainer.batching import TrainBatch, check_fits
 from hocket.trainer.checkpoints import Checkpoints, Part
+from hocket.trainer.models import Objective
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -34,7 +35,7 @@ NUM_LINES = 20  # of progress in a whole run
 def run(config: Config) -> None:
     """Train model.path on the demonstrations of data.source and write RUN/model; every rank calls it."""
     if int(os.environ.get("RANK", "0")) > 0:
-        Trainer(config, loss=sft_loss).follow()
+        Trainer(config, objective=OBJECTIVE).follow()
         return
     load_plugins(config.plugins)  # data.source may be a task of one
     with owning(config.run_dir, print, wait=config.checkpoint.resume):
@@ -52,7 +53,7 @@ def _train(config: Config) -> None:
     last, size, epochs = saved.step if saved else 0, config.sft.batch_size, config.sft.epochs
     most = None if epochs is None else epochs * len(samples)
     steps = config.trainer.steps if most is None else math.ceil(most / size)
-    with Console(steps) as console, RunFolder(config) as folder, Trainer(config, loss=sft_loss) as trainer:
+    with Console(steps) as console, RunFolder(config) as folder, Trainer(config, objective=OBJECTIVE) as trainer:
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
         trainer.plan(steps)
         if saved is not None:
@@ -123,6 +124,9 @@ def in_epochs(samples: Sequence[TrainSample], seed: int) -> Iterator[TrainSample
     """Yield the samples without end, each once per epoch, in a new order per epoch."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed}:{epoch}").sample(samples, len(samples))
+
+
+OBJECTIVE = Objective(loss=sft_loss)
 
 
 class Demonstrations:

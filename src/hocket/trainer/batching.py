@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hocket.errors import TrainerError
-from hocket.types import COLUMNS, TrainSample
+from hocket.types import TrainSample
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +38,13 @@ class TrainBatch:
     num_tokens_global: int  # trained tokens of the whole optimiser step, all micro-batches of all ranks
     num_sequences_global: int  # sequences with a trained token, counted likewise
     max_tokens: int  # most trained tokens of a micro-batch that runs on another rank at the same time, or of this one
-    old_logprobs_bt: Tensor | None = None  # the policy's before the step
-    ref_logprobs_bt: Tensor | None = None  # the reference policy's
-    values_bt: Tensor | None = None  # the critic's estimate before the step
-    returns_bt: Tensor | None = None  # the critic's target
+    columns: Mapping[str, Tensor]  # [b, t] the samples' other numbers, by name
 
     def to(self, device: torch.device) -> "TrainBatch":
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}
-        return TrainBatch(**values | moved)
+        columns = {name: v.to(device, non_blocking=True) for name, v in self.columns.items()}
+        return TrainBatch(**values | moved | {"columns": columns})
 
 
 Make = Callable[[], TrainBatch]  # builds a micro-batch, on any rank
@@ -96,13 +94,12 @@ def divide(
     plans = [_fill(share, lengths, micro_batch_tokens, cost) for share in balance(list(map(cost, lengths)), num_ranks)]
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": sum(count > 0 for count in trained)}
-    optional = [name for name in COLUMNS if getattr(samples[0], name)]
     result: list[list[Make]] = [[] for _ in range(num_ranks)]
     for members in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = max(sum(trained[place] for place in row) for row in members)
         for share, row in zip(result, members, strict=True):
             own = {place: samples[place] for place in row}
-            share.append(functools.partial(_build, own, optional, {**counts, "max_tokens": max_tokens}))
+            share.append(functools.partial(_build, own, list(samples[0].columns), {**counts, "max_tokens": max_tokens}))
     return result
 
 
@@ -111,18 +108,15 @@ def pack(samples: Sequence[TrainSample], **how: Any) -> list[list[TrainBatch]]:
     return [[make() for make in share] for share in divide(samples, **how)]
 
 
-def _build(row: Mapping[int, TrainSample], optional: Sequence[str], counts: Mapping[str, Any]) -> TrainBatch:
+def _build(row: Mapping[int, TrainSample], columns: Sequence[str], counts: Mapping[str, Any]) -> TrainBatch:
     """Return the batch of this row; without samples, one masked position, so that every rank has something to run."""
     samples = row.values()
     lengths = list(map(num_positions, samples))
     token_ids = [np.array(sample.sequence.token_ids) for sample in samples]
 
-    def joined(columns: Iterable[Sequence[Any] | np.ndarray], dtype: type, empty: int = 0) -> Tensor:
-        parts: list[Any] = [np.array(column, dtype) for column in columns] or [np.array([empty], dtype)]
-        return torch.from_numpy(np.concatenate(parts))[None]
-
-    def numbers(name: str) -> Tensor:
-        return joined((getattr(sample, name)[1:] for sample in samples), np.float32)
+    def joined(parts: Iterable[Sequence[Any] | np.ndarray], dtype: type, empty: int = 0) -> Tensor:
+        arrays: list[Any] = [np.array(part, dtype) for part in parts] or [np.array([empty], dtype)]
+        return torch.from_numpy(np.concatenate(arrays))[None]
 
     mask_bt = joined((np.frombuffer(bytes(sample.sequence.mask[1:]), np.bool_) for sample in samples), np.bool_)
     return TrainBatch(
@@ -135,8 +129,9 @@ def _build(row: Mapping[int, TrainSample], optional: Sequence[str], counts: Mapp
         mask_bt=mask_bt,
         trained_n=mask_bt[0].nonzero()[:, 0],
         rollout_logprobs_bt=joined((sample.sequence.logprobs[1:] for sample in samples), np.float32),
-        advantages_bt=numbers("advantages"),
-        **{**counts, **{f"{name}_bt": numbers(name) for name in optional}},
+        advantages_bt=joined((sample.advantages[1:] for sample in samples), np.float32),
+        columns={name: joined((one.columns[name][1:] for one in samples), np.float32) for name in columns},
+        **counts,
     )
 
 

@@ -4,6 +4,7 @@ It starts from a language model's layers under a new head of zeros, has its own 
 updates and on the same micro-batches as the policy.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from hocket.algorithm.losses import LossOutput
-from hocket.config import CriticConfig, TrainerConfig
+from hocket.config import Config, ModelConfig
+from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
+from hocket.trainer.extras import Base, Column, Extra, Loaded
 from hocket.trainer.policy import Policy, compute_in_float32
-from hocket.trainer.ranks import Ranks
-from hocket.trainer.step import Update
+from hocket.trainer.step import Learner, Update
 
 VALUE_CLIP = 0.5
 
@@ -41,28 +43,41 @@ class ValueModel(Policy):
         return values_bt1.squeeze(-1).float().where(batch.mask_bt, 0.0)
 
 
-class Critic:
-    """Estimates values, and learns from the returns of the sampled tokens."""
+def critic(config: Config) -> Extra | None:
+    """Measure values, and train the model that estimates them, for advantages from a critic."""
+    if config.algorithm.baseline != "critic":
+        return None
+    own, model = config.critic, config.model.beside(config.critic.path)
+    if own.path is not None:
+        tokenizers.check_same_ids(own.path, "critic.path", config.model)
+    load = functools.partial(_load, own.learning_rate, model)
+    return Extra(name="critic", model=model, learns=True, delay=own.warmup_steps, column="values", load=load)
 
-    def __init__(
-        self, model: ValueModel, critic: CriticConfig, trainer: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks
-    ) -> None:
-        self._warmup_steps = critic.warmup_steps
-        changes = {"learning_rate": critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
-        self.engine = DeepSpeedEngine(model, trainer.model_copy(update=changes), dtype=dtype, ranks=ranks)
-        model.check_architecture(ranks.device)
 
-    def is_warm(self) -> bool:
-        """Return whether the policy may train: critic.warmup_steps are over."""
-        return self.engine.num_steps >= self._warmup_steps
+def _load(learning_rate: float, model: ModelConfig, base: Base) -> Loaded:
+    changes = {"learning_rate": learning_rate, "warmup_steps": 0, "schedule": "constant"}
+    settings = base.settings.model_copy(update=changes)
+    module = base.load(model, ValueModel)
+    engine = DeepSpeedEngine(module, settings, dtype=base.dtype, ranks=base.ranks)
+    module.check_architecture(base.ranks.device)
+    learner = Learner(
+        name="critic",
+        engine=engine,
+        loss=functools.partial(critic_loss, engine.forward),
+        reads=("values", "returns"),
+        rate="critic.learning_rate",
+        metrics=critic_metrics,
+    )
+    return Loaded(measure=engine.forward, learner=learner)
 
-    def loss(self, batch: TrainBatch) -> LossOutput:
-        """Return the value loss of a batch that holds the values before the step and the returns, and its metrics."""
-        values_bt, num_tokens = self.engine.forward(batch), batch.num_tokens_global
-        assert batch.values_bt is not None  # every sample of a run with a critic has them
-        assert batch.returns_bt is not None
-        loss = value_loss(values_bt, batch.values_bt, batch.returns_bt, batch.mask_bt, num_tokens=num_tokens)
-        return LossOutput(loss=loss, metrics=moments(values_bt, batch.returns_bt, batch))
+
+def critic_loss(forward: Column, batch: TrainBatch) -> LossOutput:
+    """Return the value loss of a batch that holds the values before the step and the returns, and its metrics."""
+    values_bt = forward(batch)
+    returns_bt = batch.columns["returns"]
+    num_tokens = batch.num_tokens_global
+    loss = value_loss(values_bt, batch.columns["values"], returns_bt, batch.mask_bt, num_tokens=num_tokens)
+    return LossOutput(loss=loss, metrics=moments(values_bt, returns_bt, batch))
 
 
 def critic_metrics(done: Update) -> dict[str, float]:

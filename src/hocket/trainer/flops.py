@@ -5,6 +5,7 @@ sequence, the chosen experts, the output head over trained tokens, no norms, act
 """
 
 import dataclasses
+import functools
 import re
 import time
 from collections import Counter
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from hocket.trainer.shape import Shape
 
 MEASURED_S = 2e-3  # at least, of a product: starting many threads takes some of a shorter one
 PEAKS = {  # device → dense 16-bit operations per second with float32 sums, from the data sheets
@@ -51,14 +54,15 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
             flops = size * share * 2 * (3 if weight.requires_grad else 2)  # output, gradients of input and weight
             per_trained_token += flops if module is head else 0.0
             per_position += 0.0 if module is head else flops
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = Shape.of(model)
+    size = shape.query // shape.heads
     query_size, value_size = (getattr(config, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.layers
     window = getattr(config, "sliding_window", None)
     return ModelFlops(
         per_position=per_position,
         per_trained_token=per_trained_token,
-        per_pair=3 * 2 * config.num_attention_heads * (query_size + value_size),  # scores, their product with values
+        per_pair=3 * 2 * shape.heads * (query_size + value_size),  # scores, their product with values
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
     )
 
@@ -74,6 +78,7 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
     return total
 
 
+@functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the device's peak operations per second: from its data sheet, else the best of some matrix products."""
     if device.type == "cuda" and dtype != torch.float32:

@@ -14,17 +14,21 @@ from hocket.common.files import write_atomically
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
 from hocket.trainer.step import Update
-from hocket.types import COLUMNS, TrainSample
+from hocket.types import TrainSample
 
 MAX_SKIPPED_STEPS = 5  # in a row, without any update; then the run stops
 MAX_KEPT = 8  # batches of skipped steps that stay in a folder: the newest
-NUMBERS = ("advantages", *COLUMNS)  # of a sample, one per token
-LARGEST = 1e5  # of them, where nothing is wrong with the rewards
+LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 
 
-def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update]) -> str:
-    """Return which number of a step was extreme, or not finite first, and what to do about it; `updates` by learner."""
+def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update], rates: Mapping[str, str]) -> str:
+    """Return which number of a step was extreme, or not finite first, and what to do about it.
+
+    Args:
+        updates: by learner.
+        rates: the setting of each learner's learning rate.
+    """
     found = [
         (float(np.abs(values).max(initial=0.0)), index, name)  # nan where one is nan
         for index, sample in enumerate(samples)
@@ -38,8 +42,7 @@ def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update]) -
     bad = [f"the {name}'s {term}" for term, value in done.totals.items() if not math.isfinite(value)]
     bad += [f"the gradient of the {name}'s {parameter}" for parameter in done.bad_gradients]
     bad.append(f"the norm of the {name}'s gradient")
-    setting = "critic" if name == "critic" else "trainer"
-    return f"{bad[0]}. Lower {setting}.learning_rate, and start from weights before the fault"
+    return f"{bad[0]}. Lower {rates[name]}, and start from weights before the fault"
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:
@@ -63,7 +66,8 @@ def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: C
 
 
 def _numbers(sample: TrainSample) -> dict[str, list[float]]:
-    return {"rollout_logprobs": [*sample.sequence.logprobs], **{name: [*getattr(sample, name)] for name in NUMBERS}}
+    columns = {"rollout_logprobs": sample.sequence.logprobs, "advantages": sample.advantages, **sample.columns}
+    return {name: list(values) for name, values in columns.items()}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

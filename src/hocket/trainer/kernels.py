@@ -17,6 +17,16 @@ MAX_VARIANTS = 64  # of a compiled layer: by gradients, adapters, and sizes that
 MIN_PRODUCTS = 1 << 27  # of a layer's call; for fewer, a kernel for one more shape costs as much as it saves
 
 
+def use(name: str, model: Any) -> None:
+    """Make a model compute with the kernels of trainer.kernels, and with oneDNN where nothing compiles its layers."""
+    if name == "liger":
+        use_liger(model)
+    if name == "compile":
+        compile_layers(model)
+    else:
+        use_onednn(model)
+
+
 def compile_layers(model: nn.Module) -> None:
     """Have torch.compile make the kernels of each decoder layer, but of its attention, for rows of any length."""
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]

@@ -17,41 +17,100 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hocket.common.files import atomic_folder
-from hocket.config import LoraConfig
+from hocket.config import ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig, manifest
+from hocket.trainer.weights import Weights, load_model
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
 _NAME = "default"  # PEFT's name of the only adapter, a part of the parameters' names in memory
 
 
-def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> AdapterConfig:
-    """Freeze the model at the path `base` and add an adapter in its precision; names and outputs stay the same."""
-    import peft
+class Adapter(Weights):
+    """The adapter alone is trained, in the precision of the frozen model."""
 
-    head = model.get_output_embeddings()
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
-    known = sorted({name.rpartition(".")[2] for name in linear})
-    targets = known if config.targets == "all-linear" else sorted(config.targets)
-    for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in linear):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        assert config.lora is not None
+        self._lora = config.lora
+
+    def options(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {} if self._lora.quantize is None else quantization(dtype)
+
+    def prepare(self, model: transformers.PreTrainedModel, seed: int) -> None:
+        """Freeze the model and add an adapter; names and outputs stay the same."""
+        import peft
+
+        path = self.config.path
+        head = model.get_output_embeddings()
+        linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+        known = sorted({name.rpartition(".")[2] for name in linear})
+        targets = known if self._lora.targets == "all-linear" else sorted(self._lora.targets)
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in linear):
+                raise ConfigError(
+                    f"model.lora.targets: {path} has no linear layer {target!r} besides its output head; "
+                    f"it has {', '.join(known)}"
+                )
+        torch.manual_seed(seed)
+        made = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self._lora.rank,
+            lora_alpha=self._lora.alpha,  # type: ignore[arg-type]  # it takes any number
+            target_modules=targets,
+        )
+        peft.inject_adapter_in_model(made, model, adapter_name=_NAME)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(
+                    model.dtype
+                )  # PEFT made them float32; DeepSpeed keeps master weights
+        self.adapter = AdapterConfig(
+            base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+            r=self._lora.rank,
+            lora_alpha=self._lora.alpha,
+            target_modules=targets,
+        )
+
+    @contextmanager
+    def base(self, model: nn.Module) -> Iterator[None]:
+        """Context in which the model computes without the adapter."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters with PEFT's names in a file."""
+        return {f"{_FILE_PREFIX}{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in named.items()}
+
+    def write(self, folder: Path, model: Any, tokenizer: Any, published: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Write the adapter as PEFT does."""
+        assert self.adapter is not None
+        save(folder, self.adapter, published)
+
+    def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
+        _merge(self.published(None, tensors), self._lora.alpha / self._lora.rank, self.config.path, output)
+
+    @classmethod
+    def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
+        """Write the base model with the adapter of a folder merged in."""
+        try:
+            adapter = AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
+            tensors = load_file(folder / WEIGHTS_FILE)
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(
-                f"model.lora.targets: {base} has no linear layer {target!r} besides its output head; "
-                f"it has {', '.join(known)}"
-            )
-    torch.manual_seed(seed)
-    made = peft.LoraConfig(task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, target_modules=targets)  # type: ignore[arg-type]
-    peft.inject_adapter_in_model(made, model, adapter_name=_NAME)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(model.dtype)  # PEFT made them float32; DeepSpeed keeps master weights
-    return AdapterConfig(
-        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=targets,
-    )
+                f"{folder} is not an adapter that a run with model.lora has published: {error}"
+            ) from error
+        _merge(tensors, adapter.lora_alpha / adapter.r, base or adapter.base_model_name_or_path, output)
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
@@ -74,59 +133,34 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": settings, "device_map": {"": torch.cuda.current_device()}}
 
 
-@contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
-    """Context in which a model with an adapter computes as its base model; for passes without gradients."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-
-
-def published_name(name: str) -> str:
-    """Return PEFT's name in a file for a parameter of the adapter."""
-    return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
-
-
 def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> None:
-    """Write an adapter as PEFT does; its tensors have their published names."""
+    """Write an adapter's two files; its tensors have their published names."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
 
 
-def merge(folder: Path, output: Path, *, base: str | None = None) -> None:
-    """Write the base model with an adapter merged in, W + alpha / rank · B A. `base`: its path, if it has moved."""
-    import peft
-
-    try:
-        adapter = AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
-        tensors = load_file(folder / WEIGHTS_FILE)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder} is not an adapter that a run with model.lora has published: {error}") from error
-    if output.exists():
-        raise ConfigError(f"{output} exists already; remove it, or name another folder")
-    path = base or adapter.base_model_name_or_path
-    tokenizer = tokenizers.load(path)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't load the adapter's base model {path}: {error}; where is it? model.path=") from error
-    shapes = {}
+def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) -> None:
+    """Write the model at `path` with W + scale · B A in place of W."""
+    tokenizer, model = tokenizers.load(path), load_model(path, dtype="auto")
+    left = dict(tensors)
     for name, parameter in model.named_parameters():
-        layer = name.removesuffix(".weight")
-        shapes[f"base_model.model.{layer}.lora_A.weight"] = (adapter.r, parameter.shape[-1])
-        shapes[f"base_model.model.{layer}.lora_B.weight"] = (parameter.shape[0], adapter.r)
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != shapes.get(name):
-            raise ConfigError(f"the adapter was trained on another model than {path}: {name!r} does not fit")
-    model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        layer = f"{_FILE_PREFIX}{name.removesuffix('.weight')}"
+        down, up = left.pop(f"{layer}.lora_A.weight", None), left.pop(f"{layer}.lora_B.weight", None)
+        if down is None or up is None:
+            continue
+        update = up.float() @ down.float() * scale
+        if update.shape != parameter.shape:
+            raise _other_model(name, path)
+        parameter.data += update.to(parameter.dtype)
+    for name in left:
+        raise _other_model(name, path)
     with atomic_folder(output) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+
+
+def _other_model(name: str, path: str) -> ConfigError:
+    return ConfigError(
+        f"the adapter was trained on another model than {path}: {name!r} does not fit; name it with model.path="
+    )

@@ -7,7 +7,7 @@ decoder, and too high with 16-bit autocast (ZeRO-0).
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
-from hocket.types import COLUMNS, TokenSequence, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
+Models = Iterable[tuple[ModelConfig, bool]]  # each with whether it learns
 LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
 MAX_TRIES, WORTH_A_TRY = 40, 1.1  # number of sizes; least growth from one to the next
 BESIDE = 2 * GIB  # what a server on the same GPU takes once it works: new weights, layer by layer, and large batches
@@ -72,18 +74,11 @@ def estimate(
     Micro-batches have the configured size; with "auto", that of one chunk of tokens. `offloads`: the optimizer's state
     is off the device. `quantized`: frozen linear layers, all but the output head, are held in 4 bits.
     """
-    parameters, head, text = list(model.parameters()), model.get_output_embeddings(), model.config.get_text_config()
+    parameters, head, shape = list(model.parameters()), model.get_output_embeddings(), Shape.of(model)
     sizes = [p.numel() for p in parameters if p.requires_grad]
     trained, largest = sum(sizes), max(sizes, default=0)
     linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
     small = sum(weight.numel() for weight in linear if quantized and not weight.requires_grad)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    query = size * text.num_attention_heads
-    key = size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    inner, experts = getattr(text, "intermediate_size", None), getattr(text, "num_experts_per_tok", None)
-    inner = (
-        experts * (getattr(text, "moe_intermediate_size", None) or inner) if experts else inner or 4 * text.hidden_size
-    )
 
     half = dtype.itemsize < 4
     zero = config.deepspeed.get("zero_optimization", {})
@@ -102,35 +97,33 @@ def estimate(
         gathered = min(count, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
     tokens = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
-    norms = (4 * itemsize + 8) * text.hidden_size  # computed in float32
-    layer = norms + itemsize * (3 * query + 2 * key + 4 * inner)
-    per_token = text.num_hidden_layers * layer + norms
+    norms = (4 * itemsize + 8) * shape.hidden  # computed in float32
+    layer = norms + itemsize * (3 * shape.query + 2 * shape.key + 4 * shape.inner)
+    per_token = shape.layers * layer + norms
     if config.gradient_checkpointing:
-        per_token = text.num_hidden_layers * itemsize * text.hidden_size + norms + layer
+        per_token = shape.layers * itemsize * shape.hidden + norms + layer
     return Estimate(
         weights=weights,
         gradients=trained * (whole + shared / num_ranks) + bucket,
         optimizer=0 if offloads else 8 * trained if stage == 0 else 12 * trained / num_ranks,
         activations=tokens * per_token if trained else 0,
-        logits=_HEAD_BYTES * min(tokens, CHUNK_TOKENS) * text.vocab_size,
+        logits=_HEAD_BYTES * min(tokens, CHUNK_TOKENS) * shape.vocab,
     )
 
 
-def needed(
-    models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool
-) -> Estimate:
-    """Return what a step needs with these models, by name; "reference" is frozen."""
+def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
+    """Return what a step needs with these models."""
     parts = [
         estimate(
-            skeleton(model).requires_grad_(False) if name == "reference" else skeleton(model),
+            skeleton(model) if learns else skeleton(model).requires_grad_(False),
             config,
             dtype=dtype,
             stage=default_zero_stage(config, dtype, num_ranks=num_ranks, on_gpu=on_gpu),
             num_ranks=num_ranks,
             offloads=config.offload_optimizer and on_gpu,
-            quantized=model.lora is not None and model.lora.quantize is not None,
+            quantized=model.quantizes,
         )
-        for name, model in models.items()
+        for model, learns in models
     ]
     return Estimate(
         weights=sum(part.weights for part in parts),
@@ -141,7 +134,7 @@ def needed(
     )
 
 
-def check(models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
+def check(models: Models, config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
     """Return what a step needs with these models. Raise ConfigError, with a way out, where it clearly can't fit."""
     together = needed(models, config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
     available = available_bytes(ranks.device)
@@ -189,12 +182,14 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
     """Run forward and backward of made-up sequences with a gradient that is not finite, which changes nothing."""
-    lengths = [*[longest] * (num_positions // longest), *([rest] if (rest := num_positions % longest) else [])]
+    full, rest = divmod(num_positions, longest)
+    lengths = [longest] * full
+    if rest:
+        lengths.append(rest)
     samples = []
     for zeros in ((0.0,) * (length + 1) for length in lengths):
         sequence = TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros)
-        columns: Any = dict.fromkeys(COLUMNS, zeros)
-        samples.append(TrainSample(sequence=sequence, advantages=zeros, **columns))
+        samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
     [[batch]] = pack(samples, micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(batch.to(ranks.device)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:

@@ -2,26 +2,29 @@
 
 import concurrent.futures
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
-from transformers.core_model_loading import revert_weight_conversion
 
 from hocket.config import ModelConfig
-from hocket.errors import ConfigError, TrainerError
+from hocket.errors import TrainerError
 from hocket.protocol import TensorSpec, manifest
-from hocket.trainer import attention, lora
+from hocket.trainer import attention
+from hocket.trainer import kernels as kernel_sets
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.kernels import compile_layers, use_liger, use_onednn
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
+from hocket.trainer.lora import Adapter
+from hocket.trainer.weights import Weights, load_model, unshared
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
+WEIGHTS: dict[str, type[Weights]] = {  # by ModelConfig.weights, and what `kind_of` says of a published version
+    "model": Weights,
+    "adapter": Adapter,
+}
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -56,14 +59,13 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         transformers.utils.logging.disable_progress_bar()
-        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
-        if config.lora is not None and config.lora.quantize is not None:
-            options |= lora.quantization(dtype)
+        self.weights = WEIGHTS[config.weights](config)
+        options = {"dtype": dtype, "attn_implementation": attention.NAME, **self.weights.options(dtype)}
         torch.manual_seed(seed)
         with contextlib.nullcontext() if loads else torch.device("meta"):
-            self.model = model = _load(config, random_init=config.random_init or not loads, **options)
-        # The adapter alone is trained; None: all weights are.
-        self.adapter = None if config.lora is None else lora.inject(model, config.lora, base=config.path, seed=seed)
+            model = load_model(config.path, random_init=config.random_init or not loads, **options)
+        self.weights.prepare(model, seed)
+        self.model = model
         self.temperature, self.entropy_gradient = temperature, entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -73,12 +75,7 @@ class Policy(nn.Module):
                 module.p = 0.0
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0
-        if kernels == "liger":
-            use_liger(model)
-        if kernels == "compile":
-            compile_layers(model)
-        else:
-            use_onednn(model)
+        kernel_sets.use(kernels, model)
         if config.float32_head:
             compute_in_float32(model.get_output_embeddings())
 
@@ -88,11 +85,9 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return trained parameters with the names and shapes of the architecture's checkpoints (adapter: PEFT's)."""
+        """Return trained parameters with the names and shapes of their files."""
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
-        if self.adapter is not None:
-            return [(lora.published_name(name), tensor) for name, tensor in named.items()]
-        return list(revert_weight_conversion(self.model, named).items())
+        return list(self.weights.published(self.model, named).items())
 
     def write(
         self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
@@ -101,10 +96,7 @@ class Policy(nn.Module):
         published = unshared(dict(self.as_published(named)))  # DeepSpeed's are parts of one
         with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # of the tensors, while they are written
             specs = checksums.submit(manifest.specs, published.items())
-            if self.adapter is not None:
-                lora.save(folder, self.adapter, published)
-            else:
-                write_model(folder, self.model, tokenizer, published, dtype)
+            self.weights.write(folder, self.model, tokenizer, published, dtype)
         return specs.result()
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
@@ -156,9 +148,8 @@ class Policy(nn.Module):
 def skeleton(config: ModelConfig) -> Any:
     """Return the model without weights, on the meta device, for its sizes."""
     with torch.device("meta"):
-        model = _load(config, random_init=True)
-        if config.lora is not None:
-            lora.inject(model, config.lora, base=config.path, seed=0)
+        model = load_model(config.path, random_init=True)
+        WEIGHTS[config.weights](config).prepare(model, seed=0)
     return model
 
 
@@ -193,27 +184,3 @@ class MixedProduct(torch.autograd.Function):
         hidden_nh, weight_vh = ctx.saved_tensors
         half_nv = gradient_nv.to(hidden_nh.dtype)
         return half_nv @ weight_vh, half_nv.t() @ hidden_nh if ctx.needs_input_grad[1] else None
-
-
-def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that own their storage, without a copy where possible: safetensors refuses parts of one."""
-    return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
-
-
-def write_model(folder: Path, model: Any, tokenizer: Any, published: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write a model in Hugging Face format: `published` parameters in `dtype`, and the architecture of `model`."""
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = dtype  # of the tensors; the live parameters of ZeRO-0 are float32
-    for part in (model.config, model.generation_config, tokenizer):
-        part.save_pretrained(folder)
-    save_torch_state_dict(dict(published), folder)
-
-
-def _load(config: ModelConfig, *, random_init: bool, **options: Any) -> Any:
-    try:
-        if random_init:
-            architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
-            return transformers.AutoModelForCausalLM.from_config(architecture, trust_remote_code=False, **options)
-        return transformers.AutoModelForCausalLM.from_pretrained(config.path, trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't load the model at model.path={config.path}: {error}") from error

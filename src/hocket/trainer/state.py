@@ -1,25 +1,15 @@
-"""The training state: master weights and moments as whole float32 tensors, their files, and a model made of them."""
+"""The training state: master weights and moments as whole float32 tensors, and their files."""
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
-from hocket.common.files import atomic_folder
-from hocket.config import ModelConfig
-from hocket.data import tokenizer as tokenizers
-from hocket.errors import ConfigError, TrainerError
-from hocket.protocol import AdapterConfig
-from hocket.trainer import lora
-from hocket.trainer.policy import PREFIX, skeleton, unshared, write_model
+from hocket.errors import TrainerError
 
 POLICY = "policy"  # prefix of the names of the trained model's tensors
 BUCKET_BYTES = 1 << 30  # most bytes of one file, and of CPU memory while it is written; a larger tensor is alone
@@ -137,30 +127,3 @@ class SavedTensors:
                 raise TrainerError(
                     f"the checkpoint {self._folder} is of another model: {name} is {there} there, {now} here"
                 )
-
-
-def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mapping[str, Any] | None) -> None:
-    """Write a checkpoint's model in Hugging Face format; `base`, where training began, gives config and tokenizer."""
-    if output.exists():
-        raise ConfigError(f"{output} exists already; remove it, or name another folder")
-    transformers.utils.logging.disable_progress_bar()
-    saved = SavedTensors(folder)
-    prefix = f"{POLICY}/{MASTER}/{PREFIX}"
-    names = [name.removeprefix(prefix) for name in saved.shapes() if name.startswith(prefix)]
-    tensors = {name: saved.read(prefix + name).to(getattr(torch, dtype)) for name in names}
-    if adapter is not None:
-        named = {lora.published_name(name): tensor for name, tensor in tensors.items()}
-        with TemporaryDirectory(prefix="hocket-") as temporary:
-            lora.save(Path(temporary), AdapterConfig.model_validate(adapter), named)
-            lora.merge(Path(temporary), output, base=base)
-        return
-    tokenizer, model = tokenizers.load(base), skeleton(ModelConfig(path=base))
-    with contextlib.suppress(OSError):  # it has none
-        model.generation_config = transformers.GenerationConfig.from_pretrained(base)
-    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if {name: tensor.shape for name, tensor in tensors.items()} != expected:
-        raise TrainerError(f"the checkpoint {folder} is of another model than {base}; name it with model.path=")
-    with atomic_folder(output) as partial:
-        write_model(
-            partial, model, tokenizer, unshared(revert_weight_conversion(model, tensors)), getattr(torch, dtype)
-        )

@@ -15,16 +15,6 @@ from hocket.trainer.ranks import Ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
-    """A model with its optimizer and its loss: the policy, or a critic."""
-
-    name: str
-    engine: DeepSpeedEngine
-    loss: Callable[[TrainBatch], LossOutput]  # runs the forward pass; this batch's share of the loss of the whole step
-    learns: Callable[[], bool] = lambda: True  # False: only compute the loss, as during critic.warmup_steps
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """The outcome of an optimiser step, the same on every rank."""
 
@@ -33,6 +23,19 @@ class Update:
     grad_norm: float = math.nan  # before clipping; nan if skipped
     is_faulty: bool = False  # not finite the second time, too; False where only float16's loss scale was too high
     bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """A model with its optimizer and its loss: the policy, or a critic."""
+
+    name: str
+    engine: DeepSpeedEngine
+    loss: Callable[[TrainBatch], LossOutput]  # runs the forward pass; this batch's share of the loss of the whole step
+    reads: Sequence[str] = ()  # columns of a batch that the loss reads
+    rate: str = "trainer.learning_rate"  # its setting
+    metrics: Callable[[Update], dict[str, float]] = lambda done: {}  # beside the policy's
+    learns: Callable[[], bool] = lambda: True  # False: only compute the loss, as during critic.warmup_steps
 
 
 def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:

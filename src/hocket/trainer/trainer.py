@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from hocket.algorithm.samples import Measured, is_measured
+from hocket.algorithm.samples import is_measured
 from hocket.common.machine import cpu_threads, return_freed_memory
 from hocket.common.tasks import seed_of
 from hocket.config import Config
@@ -21,13 +21,12 @@ from hocket.observe.metrics import over_updates
 from hocket.protocol import Health, TensorLayout, TensorSpec, manifest, weight_group
 from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, minibatches, num_positions
-from hocket.trainer.critic import critic_metrics
 from hocket.trainer.logprobs import CHUNK_TOKENS
-from hocket.trainer.models import BatchLoss, Models
+from hocket.trainer.models import Models, Objective, configured
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.step import Update, update
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import Columns, TokenSequence, TrainSample
 
 F = TypeVar("F", bound=Callable[..., Any])
 _METHODS: dict[str, Callable[..., Any]] = {}  # those that run on every rank; `follow` finds them here
@@ -62,39 +61,34 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
     Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks with the same cause.
-
-    Args:
-        loss: computed on the model's own distribution; default: the configured policy loss at rollout.temperature.
-        ranks: an existing connection to share, which `close` leaves open; default: a new one.
+    The objective is the configured algorithm's by default; `ranks` that are given stay open.
     """
 
-    def __init__(self, config: Config, *, loss: BatchLoss | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
         self._owns_ranks, self._closed, self._broken = ranks is None, False, False
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = cpu_threads(config.model.path, processes=local_size)
         self.ranks = ranks or Ranks(config.trainer.collective_timeout_s, threads)
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
-        self._epochs, self._minibatches = (1, 1) if loss else (config.algorithm.epochs, config.algorithm.minibatches)
+        self._objective = objective or configured(config)
         self._skipped_in_row = 0
-        self._longest = 0  # positions of this rank's longest sequence in the work that is being done
+        self._longest = 1  # positions of this rank's longest sequence in the work that is being done
+        self.micro_batch_tokens = CHUNK_TOKENS  # of the first rehearsal
         self.untrained: dict[int, str] = {}  # groups of the last step that no update has trained, with the reason
         self._away: offload.Offloaded | None = None
         self._failure: Exception | None = None  # of rank 0's disk, or of its sink
         try:
-            self.tokenizer = tokenizers.load(config.model.path)
-            self.models = Models(config, self.ranks, loss)
-        except BaseException as error:
+            with self._naming_memory("start"):
+                self.tokenizer = tokenizers.load(config.model.path)
+                self.models = Models(config, self.ranks, self._objective)
+        except BaseException:
             if self._owns_ranks:
                 self.ranks.destroy()
-            if not guards.is_out_of_memory(error):
-                raise
-            sizes = {"micro_batch_tokens": CHUNK_TOKENS, "longest": 1}  # of the first rehearsal
-            on_gpu = self.device.type == "cuda"
-            raise guards.out_of_memory(error, self._config, work="start", on_gpu=on_gpu, **sizes) from error
+            raise
         self.policy, self.engine = self.models.policy, self.models.engine
         self.micro_batch_tokens = self.models.micro_batch_tokens
-        self.adapter = self.policy.adapter  # the only weights that are trained; None: all are
+        self.adapter = self.policy.weights.adapter
 
     def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
         try:
@@ -139,25 +133,31 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """Run this rank's part of a method `on_all_ranks`."""
         self._broken, self._longest = True, 0
         self.ranks.use_this_thread()
-        with self.ranks.deadline(f"doing the common {name.strip('_')}"):
-            try:
-                result = _METHODS[name](self, *args)
-            except Exception as error:
-                if not guards.is_out_of_memory(error):
-                    raise
-                raise guards.out_of_memory(
-                    error,
-                    self._config,
-                    micro_batch_tokens=self.micro_batch_tokens,
-                    work=name.strip("_"),
-                    longest=self._longest,
-                    on_gpu=self.device.type == "cuda",
-                ) from error
+        work = name.strip("_")
+        with self.ranks.deadline(f"doing the common {work}"), self._naming_memory(work):
+            result = _METHODS[name](self, *args)
         self._broken = False
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         return result
+
+    @contextlib.contextmanager
+    def _naming_memory(self, work: str) -> Iterator[None]:
+        """Context that names what to set where there is no memory."""
+        try:
+            yield
+        except Exception as error:
+            if not guards.is_out_of_memory(error):
+                raise
+            raise guards.out_of_memory(
+                error,
+                self._config,
+                micro_batch_tokens=self.micro_batch_tokens,
+                work=work,
+                longest=self._longest,
+                on_gpu=self.device.type == "cuda",
+            ) from error
 
     @contextlib.contextmanager
     def _of_rank_0(self) -> Iterator[None]:
@@ -214,26 +214,43 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         groups = [sample.group for sample in samples]
         updates: list[dict[str, Update]] = []
         metrics: list[dict[str, float]] = []
-        fault, self.untrained = "", dict.fromkeys(groups, "stop_kl ended the step before its update")
+        reasons = dict.fromkeys(groups, "stop_kl ended the step before its update")
+        trained: set[int] = set()
+        fault = ""
         seed = seed_of(self._config.seed, "minibatches", number)
-        for places in minibatches(groups, epochs=self._epochs, count=self._minibatches, seed=seed):
+        how = self._objective
+        for places in minibatches(groups, epochs=how.epochs, count=how.minibatches, seed=seed):
             part = [samples[place] for place in places]
             done, measured = self._update(self._divide(part), tuple(map(num_positions, part)))
             updates.append(done)
             metrics.append(measured)
-            for group in self.untrained.keys() & {sample.group for sample in part}:
-                if done[POLICY].outcome == "updated":
-                    del self.untrained[group]
-                else:
-                    self.untrained[group] = NO_UPDATE[done[POLICY].outcome]
+            mine = {sample.group for sample in part}
+            if done[POLICY].outcome == "updated":
+                trained |= mine
+            else:
+                reasons |= dict.fromkeys(mine, NO_UPDATE[done[POLICY].outcome])
             if any(update.is_faulty for update in done.values()):
-                fault = guards.first_fault(part, done)
+                rates = {learner.name: learner.rate for learner in self.models.learners}
+                fault = guards.first_fault(part, done, rates)
                 if keep is not None:
                     guards.keep_batch(keep, part, fault, self.tokenizer.decode)
             if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
                 break
+        self.untrained = {group: reason for group, reason in reasons.items() if group not in trained}
         changed = {name for done in updates for name, update in done.items() if update.outcome == "updated"}
         self._end_step(tuple(changed))
+        self._count_skipped(updates, fault, keep)
+        seconds = time.perf_counter() - start
+        by_batch = "old_logprobs" in self.models.columns
+        timed = {"train/learning_rate": learning_rate, "time/train": seconds}
+        measured = over_updates(metrics, seconds, by_batch) | timed
+        if measured["train/mfu"] > 1:  # the peak was measured while others used the cores
+            self.models.peak_flops *= measured["train/mfu"]
+            measured["train/mfu"] = 1.0
+        return measured
+
+    def _count_skipped(self, updates: Sequence[Mapping[str, Update]], fault: str, keep: Path | None) -> None:
+        """Raise TrainerError after too many steps in a row without an update."""
         if all(any(update.is_faulty for update in done.values()) for done in updates):
             self._skipped_in_row += 1
         elif any(done[POLICY].outcome != "skipped" for done in updates):
@@ -244,14 +261,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
                 f"the first fault of the last one{kept}: {fault}"
             )
-        seconds = time.perf_counter() - start
-        by_batch = "old_logprobs" in self.models.columns
-        timed = {"train/learning_rate": learning_rate, "time/train": seconds}
-        measured = over_updates(metrics, seconds, by_batch) | timed
-        if measured["train/mfu"] > 1:  # the peak was measured while others used the cores
-            self.models.peak_flops *= measured["train/mfu"]
-            measured["train/mfu"] = 1.0
-        return measured
 
     @on_all_ranks
     def plan(self, steps: int) -> None:
@@ -285,10 +294,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
-        of_critic = critic_metrics(done["critic"]) if "critic" in done else {}
-        return done, {f"train/{name}": value for name, value in metrics.items()} | of_critic
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        for learner in self.models.learners:
+            named |= learner.metrics(done[learner.name])
+        return done, named
 
-    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
         """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing."""
         if not sequences or not self.models.columns:
             return []
@@ -296,8 +307,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         own = itertools.compress(sequences, used)
         samples = [TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own]
         numbers = self._numbers(self._divide(samples), False) if samples else {}
-        found = (Measured(**numbers[place]) for place in range(len(samples)))
-        return [next(found) if is_used else Measured() for is_used in used]
+        found = (numbers[place] for place in range(len(samples)))
+        return [next(found) if is_used else {} for is_used in used]
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Return the log-probs of each sample's tokens, 0 for those that its mask leaves out."""
@@ -326,7 +337,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def export(self, folder: Path) -> dict[str, TensorSpec]:
-        """Write the weights in Hugging Face format (adapter: PEFT's) and return the specs of the tensors in memory."""
+        """Write the weights as published and return the specs of the tensors in memory."""
         named = [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
             for bucket in self.engine.buckets(EXPORT_BYTES)
@@ -358,7 +369,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             "skipped_in_row": self._skipped_in_row,
             "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self.models.fitted_for},
             "dtype": manifest.dtype_name(self.models.dtype),
-            "adapter": None if self.adapter is None else self.adapter.model_dump(),
         }
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:

@@ -1,0 +1,74 @@
+"""Score programs by tests that they pass in the sandbox (docs/rewards.md)."""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hocket.common import sandbox
+from hocket.rewards.base import reward
+from hocket.rewards.builtin import after_thought, column, last_block
+from hocket.types import Score
+
+MAX_SHOWN = 800  # characters of what a program wrote, of each stream
+
+
+@reward("code")
+def code(
+    completion: str,
+    meta: Mapping[str, Any],
+    opening: str = "",
+    tests: str = "tests",
+    timeout_s: float = 10.0,
+    partial: bool = False,
+) -> Score:
+    """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0.
+
+    The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]; they share
+    `timeout_s`. Parts: the shares of tests by verdict; note: the first that was not passed, and what was written.
+    """
+    given = column(meta, tests)
+    if not isinstance(given, Sequence) or not given:
+        raise ValueError(f"the row has no tests in the column {tests!r}: set the option tests")
+    program = last_block(after_thought(completion, opening))
+    counts = dict.fromkeys(("passed", "wrong", "failed", "late"), 0)
+    if program is None:
+        return Score(total=0.0, parts=counts, note="there is no program in a fenced block")
+    note = ""
+    ends = time.monotonic() + timeout_s
+    for number, test in enumerate(given, 1):
+        verdict, wrote = _verdict(f"{program}\n", test, ends - time.monotonic())
+        counts[verdict] += 1
+        if verdict == "passed":
+            continue
+        note = note or f"test {number} of {len(given)}: {verdict}\n{wrote}"
+        if verdict == "late" or not partial:
+            break
+    shares = {name: count / len(given) for name, count in counts.items()}
+    return Score(total=shares["passed"] if partial else float(not note), parts=shares, note=note)
+
+
+def _verdict(program: str, test: Any, timeout_s: float) -> tuple[str, str]:
+    """Run one test; return its verdict and the ends of what the program wrote.
+
+    A program that ends well before its assert, or writes what it expects, has not passed it.
+    """
+    if timeout_s <= 0:
+        return "late", ""
+    end = secrets.token_hex(8)
+    if isinstance(test, Mapping):
+        ran = sandbox.run(program, test["input"], timeout_s)
+        passed = _lines(ran.stdout) == _lines(str(test["output"]))
+    else:
+        ran = sandbox.run(f"{program}\n{test}\nprint({end!r})", "", timeout_s)
+        passed = _lines(ran.stdout)[-1:] == [end]
+    wrote = f"stdout: {ran.stdout[-MAX_SHOWN:]}\nstderr: {ran.stderr[-MAX_SHOWN:]}"
+    if ran.status is None:
+        return "late", wrote
+    if ran.status != 0:
+        return "failed", wrote
+    return "passed" if passed else "wrong", wrote
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,152 @@
+"""Call rewards in this thread, or in the event loop; scorer.py has the worker processes."""
+
+import asyncio
+import math
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from hocket.common.tasks import retrieve
+from hocket.rewards.base import RetryError, Reward
+from hocket.rewards.scores import NoScoreError, failure
+
+T = TypeVar("T")
+
+BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at most before any
+_JITTER = random.Random()  # the run's own random numbers are left as they are
+
+
+class Call(NamedTuple):
+    """One call of a reward."""
+
+    reward: Reward
+    arguments: Mapping[str, Any]
+    size: int | None  # of the group that it scores; None: it scores one rollout
+    timeout_s: float
+
+
+class Runner:
+    """Calls rewards in one place."""
+
+    async def set_up(self) -> None:
+        """Wait until the first call can be made. Raise NoScoreError where none can."""
+
+    async def call(self, call: Call) -> Any:
+        """Return what the reward returns, or raise what it raises."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave nothing behind; may be called from any thread."""
+
+
+class Inline(Runner):
+    """Calls plain rewards in this thread; enters the instance of a class when it is first called."""
+
+    def __init__(self, seconds: Mapping[str, deque[float]]) -> None:
+        self._seconds = seconds
+        self._stack = ExitStack()
+        self._functions = dict[str, Callable[..., Any]]()
+
+    async def call(self, call: Call) -> Any:
+        with clocked(self._seconds[call.reward.name]):
+            return self.now(call.reward, call.arguments)
+
+    def now(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
+        """Call it without an event loop."""
+        if reward.name not in self._functions:
+            made: Any = reward.made()
+            self._functions[reward.name] = self._stack.enter_context(made) if hasattr(made, "__enter__") else made
+        return self._functions[reward.name](**arguments)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class InLoop(Runner):
+    """Calls an async reward in one event loop; the instance of a class lives until that ends."""
+
+    def __init__(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
+        """Begin to set it up."""
+        self._slots = asyncio.Semaphore(reward.max_concurrent or sys.maxsize)
+        self._made: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._seconds = clock()
+        self._held = asyncio.create_task(self._hold(reward, seconds))
+
+    async def set_up(self) -> None:
+        await asyncio.shield(self._made)
+
+    async def call(self, call: Call) -> Any:
+        """Return what it returns; a call that waits to be made again keeps its slot."""
+        async with self._slots:
+            return await retried(partial(self._in_time, call), call.reward.retries)
+
+    async def _in_time(self, call: Call) -> Any:
+        """Return the result of one call; one that is late or no longer wanted is cancelled but not waited for."""
+        timeout_s = math.inf if call.reward.own_deadline else call.timeout_s
+        task = asyncio.create_task(self._result(call))
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+            if not task.done():
+                raise NoScoreError(f"no result within {timeout_s:g} s")
+            if task.cancelled():
+                raise NoScoreError("it cancelled itself")
+            return task.result()
+        finally:
+            task.cancel()
+            task.add_done_callback(retrieve)
+
+    async def _result(self, call: Call) -> Any:
+        await self.set_up()
+        try:
+            with clocked(self._seconds):
+                return await self._made.result()(**call.arguments)
+        except SystemExit as error:  # in a task it would end the event loop
+            raise NoScoreError(failure(error).error) from error
+
+    async def _hold(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
+        """Keep it set up until the event loop ends; then tear it down, in the same task."""
+        async with AsyncExitStack() as stack:
+            try:
+                made: Any = reward.made()
+                if hasattr(made, "__aenter__"):
+                    await stack.enter_async_context(made)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
+                self._made.set_exception(NoScoreError(f"can't be set up: {type(error).__name__}: {error}"))
+                return
+            seconds[reward.name] = getattr(made, "call_seconds", self._seconds)  # its own: without waits
+            self._made.set_result(made)
+            await asyncio.Event().wait()
+
+
+async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
+    """Return what a call returns; make it again, after a while, where it raises RetryError."""
+    attempt = 0
+    while True:
+        try:
+            return await call()
+        except RetryError as error:
+            wait_s = error.retry_after
+            if wait_s is None:
+                wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * _JITTER.uniform(0.5, 1)
+            if attempt == retries or wait_s > MAX_BACK_OFF_S:
+                raise
+        attempt += 1
+        await asyncio.sleep(wait_s)
+
+
+def clock() -> deque[float]:
+    return deque(maxlen=1000)  # of the seconds of the last calls
+
+
+@contextmanager
+def clocked(seconds: deque[float]) -> Iterator[None]:
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds.append(time.perf_counter() - begun)

@@ -1,0 +1,131 @@
+"""Read what rewards return, and make the scores of a group of it: an error is never counted as a number."""
+
+import math
+import numbers
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hocket.types import Score
+
+if TYPE_CHECKING:
+    from hocket.config import RewardSpec  # its import would take most of a worker's start
+
+MAX_TEXT = 2000  # characters of an error, of a note, or of the name of a part
+LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
+_EPS = 1e-6
+
+
+class NoScoreError(Exception):
+    """Says why a call gives no score, where its place in the code does not matter."""
+
+
+def as_scores(returned: Any, size: int | None) -> list[Score]:
+    """Return the score of one rollout, or those of a group of `size`, each of which may be an error."""
+    if size is None:
+        return [as_score(returned)]
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+        kind = "None" if returned is None else type(returned).__name__
+        raise NoScoreError(f"returned {kind} instead of a list of {size} results, one per completion")
+    if len(returned) != size:
+        raise NoScoreError(f"returned {len(returned)} results for {size} completions")
+    return [as_score(one) for one in returned]
+
+
+def as_score(returned: Any) -> Score:
+    """Return the score for what was returned: an error if it is no finite number."""
+    try:
+        score = returned
+        if isinstance(returned, Mapping):
+            score = Score(total=math.fsum(map(_number, returned.values())), parts=returned)
+            if not returned:
+                raise NoScoreError("returned no parts")
+        elif not isinstance(returned, Score):
+            score = Score(total=returned)
+        if score.error is not None:
+            return no_score(score.error, score.note)
+        parts = {_plain(name): _number(value) for name, value in score.parts.items()}
+        return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
+    except Exception as error:  # noqa: BLE001 - a Score of anything; those beside it in a group are none the worse
+        return failure(error)
+
+
+def no_score(error: object, note: object = "") -> Score:
+    """Return the score of a rollout that has none, for this reason."""
+    return Score(total=math.nan, error=_plain(error), note=_plain(note))
+
+
+def failure(error: BaseException) -> Score:
+    """Return the score of a call that raised; the error names the line."""
+    if isinstance(error, NoScoreError):
+        return no_score(str(error))
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    text = _plain(error)[: MAX_TEXT // 2]
+    return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
+
+
+def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Score]]) -> list[Score]:
+    """Return the scores of a group from what each reward gave its rollouts; a total is the sum of weight · value.
+
+    A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
+    of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
+    """
+    rows = list(zip(*results.values(), strict=True))
+    totals = [0.0] * len(rows)
+    gates = [results[name] for name, spec in specs.items() if spec.gate]
+    for name, spec in specs.items():
+        values = {i: score.total for i, score in enumerate(results[name]) if score.error is None}
+        for i, value in _adjusted(values, spec).items():
+            term = spec.weight * value
+            is_open = spec.gate or all(gate[i].total > 0 for gate in gates)
+            totals[i] += term if is_open else min(term, 0.0)
+    return [_whole(dict(zip(results, row, strict=True)), total) for row, total in zip(rows, totals, strict=True)]
+
+
+def _adjusted(values: Mapping[int, float], spec: "RewardSpec") -> Mapping[int, float]:
+    """Return the values of a reward, by rollout, as they count in the totals."""
+    low, high = spec.clip or (-math.inf, math.inf)
+    values = {i: min(max(value, low), high) for i, value in values.items()}
+    if not spec.normalize or not values:
+        return values
+    mean = sum(values.values()) / len(values)
+    squares = sum((value - mean) * (value - mean) for value in values.values())
+    deviation = math.sqrt(squares / max(len(values) - 1, 1))
+    return {i: (value - mean) / (deviation + _EPS) for i, value in values.items()}
+
+
+def _whole(results: Mapping[str, Score], total: float) -> Score:
+    """Return a rollout's score, with the values of its rewards as parts, and all that they said."""
+    parts = dict[str, float]()
+    errors = list[str]()
+    notes = list[str]()
+    for name, result in results.items():
+        if result.note:
+            notes.append(f"{name}: {result.note}")
+        if result.error is not None:
+            errors.append(f"{name}: {result.error}")
+            continue
+        parts[name] = result.total
+        parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
+    note = _plain("\n".join(notes))
+    if errors:
+        return Score(total=math.nan, parts=parts, error=_plain("; ".join(errors)), note=note)
+    if max(map(abs, (total, *parts.values()))) <= LARGEST:
+        return Score(total=total, parts=parts, note=note)
+    return no_score(f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}")
+
+
+def _plain(value: object) -> str:
+    """Return its text as files and the console can take it: not too much, no half surrogate pair."""
+    try:
+        return str(value)[:MAX_TEXT].encode("utf-8", "replace").decode()
+    except Exception:  # noqa: BLE001 - code of others, too
+        return f"a {type(value).__name__} without a text"
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, numbers.Real):
+        raise NoScoreError(f"returned {'None' if value is None else type(value).__name__} instead of a number")
+    if not math.isfinite(value):
+        raise NoScoreError(f"returned {float(value)}, which is not a finite number")
+    return float(value)

@@ -1,0 +1,41 @@
+"""The ways to play episodes; an environment takes one of them (`Environment.player`)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from hocket.client.pool import ServerPool
+from hocket.data.prompts import Renderer
+from hocket.envs import Agent, Environment
+from hocket.rollout.agents import Agents
+from hocket.rollout.collect import Play
+from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget, single_turn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Players:
+    """Plays on these servers, by single turns, turns with an environment, or agents."""
+
+    pool: ServerPool
+    ask: Ask
+    make: Callable[[], Environment]
+    renderer: Renderer  # of the data that the prompts are from
+    decode: Callable[[Sequence[int]], str]
+    limits: Limits
+
+    def single_turns(self) -> Play:
+        """Prompts leave room for a turn, and the engine queues turns itself."""
+        return partial(single_turn, ask=self.ask)
+
+    def episodes(self) -> Play:
+        budget = self._budget()
+        return lambda prompt, seat: Episode(
+            prompt, seat, self.make, self.ask, self.renderer, self.limits, budget
+        ).play()
+
+    def agents(self, agent: Agent) -> Play:
+        budget = self._budget()
+        return Agents(agent=agent, pool=self.pool, limits=self.limits, decode=self.decode, budget=budget).play
+
+    def _budget(self) -> TokenBudget:
+        return TokenBudget(lambda: sum(member.kv_tokens for member in self.pool.members))

@@ -1,0 +1,91 @@
+"""The weights that a run trains: what they are, their published names, and how they become a model's folder."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+from transformers.core_model_loading import revert_weight_conversion
+
+from hocket.common.files import atomic_folder
+from hocket.config import ModelConfig
+from hocket.data import tokenizer as tokenizers
+from hocket.errors import ConfigError, TrainerError
+from hocket.protocol import AdapterConfig
+
+
+class Weights:
+    """All weights of a model. A subclass trains others; `policy.WEIGHTS` has the kinds.
+
+    Args:
+        config: of the model that training begins with.
+    """
+
+    adapter: AdapterConfig | None = None  # what servers must know of weights that are no whole model
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return transformers' options to load the model with."""
+        return {}
+
+    def prepare(self, model: Any, seed: int) -> None:
+        """Freeze what is not trained, and add what is."""
+
+    def base(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Context in which the model computes as before training; for passes without gradients."""
+        raise NotImplementedError("nothing keeps the weights of before training")
+
+    def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return trained parameters with the names and shapes of the architecture's checkpoints."""
+        return dict(revert_weight_conversion(model, named))
+
+    def write(self, folder: Path, model: Any, tokenizer: Any, published: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Write published parameters in `dtype`, with what is needed to load them."""
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = dtype  # of the tensors; the live parameters of ZeRO-0 are float32
+        for part in (model.config, model.generation_config, tokenizer):
+            part.save_pretrained(folder)
+        save_torch_state_dict(published, folder)
+
+    def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
+        """Write a whole model of a checkpoint's parameters."""
+        path = self.config.path
+        tokenizer = tokenizers.load(path)
+        with torch.device("meta"):
+            model = load_model(path, random_init=True)
+        with contextlib.suppress(OSError):  # it has none
+            model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+        expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if {name: tensor.shape for name, tensor in tensors.items()} != expected:
+            raise TrainerError(f"the checkpoint is of another model than {path}; name it with model.path=")
+        with atomic_folder(output) as partial:
+            self.write(partial, model, tokenizer, unshared(self.published(model, tensors)), dtype)
+
+    @classmethod
+    def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
+        """Write a whole model of published weights; `base`: the path of the model before, if it has moved."""
+        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers, as it is")
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that own their storage, without a copy where possible: safetensors refuses parts of one."""
+    return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
+
+
+def load_model(path: str, *, random_init: bool = False, **options: Any) -> Any:
+    """Return transformers' causal language model. Raise ConfigError where there is none."""
+    auto = transformers.AutoModelForCausalLM
+    try:
+        if random_init:
+            architecture = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            return auto.from_config(architecture, trust_remote_code=False, **options)
+        return auto.from_pretrained(path, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't load the model at model.path={path}: {error}") from error

@@ -1,0 +1,88 @@
+"""The best rollouts of a run become demonstrations."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from hocket.config import DataConfig, dump, load
+from hocket.data.demonstrations import load_demonstrations
+from hocket.errors import ConfigError
+from hocket.stages.select import select
+
+ROOT = Path(__file__).parents[2]
+
+
+def recorded(number: int, prompt: str, reward: float | None, completion: str, **more: Any) -> dict[str, Any]:
+    """A rollout as its run has recorded it."""
+    chat = [{"role": "user", "content": f"Sort: {prompt}"}]
+    row = {"prompt_id": prompt, "prompt": f"Sort: {prompt}", "messages": chat, "completion": completion}
+    return {**row, "reward": reward, "finish_reason": "stop", "step": number, **more}
+
+
+def run_of(folder: Path, rows: Sequence[Mapping[str, Any]], *settings: str) -> Path:
+    """Makes the folder of a run with rollouts."""
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump(load(None, [f"run.dir={folder}", *settings])))
+    (folder / "rollouts" / "eval_000001.jsonl").write_text(json.dumps(recorded(1, "held out", 9.0, "x")) + "\n")
+    for row in rows:
+        with (folder / "rollouts" / f"step_{row['step']:06d}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def test_select_writes_the_best_whole_rollouts_of_each_prompt_the_newest_of_equal_ones(tmp_path: Path) -> None:
+    rows = [
+        recorded(1, "ba", 1.0, "ab of step 1"), recorded(1, "ba", 0.5, "half"), recorded(1, "dc", 0.0, "dc"),
+        recorded(2, "ba", 1.0, "ab"), recorded(2, "ba", 1.0, "ab"), recorded(2, "dc", 0.4, "cd?"),
+        recorded(2, "fe", None, "ef"), recorded(2, "fe", 2.0, "e", finish_reason="length"),
+    ]  # fmt: skip
+    run, output = run_of(tmp_path / "lr=1e-5", rows), tmp_path / "rows.jsonl"
+
+    def chosen(**options: Any) -> list[tuple[str, str, float]]:
+        said = select(run, output, **options)
+        assert f"data.source={output} model.path=checkpoints/tiny-sort sft.epochs=3 " in said
+        assert "trainer.learning_rate=1e-05 run.dir=NEW" in said
+        found = [json.loads(line) for line in output.read_text().splitlines()]
+        assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in found)
+        return [(row["prompt_id"], row["messages"][1]["content"], row["reward"]) for row in found]
+
+    assert chosen(min_reward=None, per_prompt=1) == [("ba", "ab", 1.0)]  # the mean of six is .65
+    best = [("ba", "ab", 1.0), ("ba", "ab of step 1", 1.0)]
+    assert chosen(min_reward=0.4, per_prompt=2) == [*best, ("dc", "cd?", 0.4)]
+    assert chosen(min_reward=0.0, per_prompt=9) == [*best, ("ba", "half", 0.5), ("dc", "cd?", 0.4), ("dc", "dc", 0.0)]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    shown = tokenizer.decode(load_demonstrations(DataConfig(source=str(output)), tokenizer, 99)[0].token_ids)
+    assert shown == "<|user|>Sort: ba<|end|><|assistant|>ab<|end|>"
+    with pytest.raises(ConfigError, match=r"no rollout of .* has a reward of at least 3: the highest is 1"):
+        select(run, output, min_reward=3, per_prompt=1)
+    with pytest.raises(ConfigError, match="--per-prompt=0 would choose nothing: set 1 or more"):
+        select(run, output, min_reward=None, per_prompt=0)
+
+
+def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can_not(tmp_path: Path) -> None:
+    says = {"role": "assistant", "content": "<tool_call>{}</tool_call>"}
+    dialogue = [says, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
+    told = [says, {"role": "environment", "content": "hint"}, says]
+    rows = [recorded(1, "ba", 1.0, "1", dialogue=dialogue)]
+    rows += [recorded(1, "dc", 1.0, "1", dialogue=between) for between in (told, [says, says])]
+    tools = ("env.name=tools", "env.tools=[calculate]", "env.parser=hermes")
+    output = tmp_path / "rows.jsonl"
+    assert "1 of 3 rollouts, of 1 prompts" in select(
+        run_of(tmp_path / "tools", rows, *tools), output, min_reward=None, per_prompt=1
+    )
+    row = json.loads(output.read_text())
+    assert row["messages"] == [{"role": "user", "content": "Sort: ba"}, *dialogue]
+    assert [tool["function"]["name"] for tool in row["tools"]] == ["calculate"]
+
+    plain = run_of(tmp_path / "plain", [recorded(1, "ba", 1.0, "ab", messages=None)])
+    assert " data.chat_template=false " in select(plain, output, min_reward=None, per_prompt=1)
+    row = json.loads(output.read_text())
+    assert (row["prompt"], row["response"]) == ("Sort: ba", "ab")
+    settings = ("env.name=agent", "env.function=guess", f"plugins=[{ROOT}/config/guess_agent.py]")
+    agent = run_of(tmp_path / "agent", rows, *settings)
+    with pytest.raises(ConfigError, match=r"of an agent's calls it has the tokens, not the messages"):
+        select(agent, output, min_reward=None, per_prompt=1)
