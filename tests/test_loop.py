@@ -16,6 +16,8 @@ from batches import played
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import shape
+from hocket.data.cache import Prompts
+from hocket.data.curriculum import bind
 from hocket.data.stream import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
@@ -123,8 +125,8 @@ async def trained(
         Console(config.trainer.steps) as console,
         Checkpoints(config, world.state, {}) as kept,
     ):
-        prompts, others = ([Prompt(id=f"{name}{i}", token_ids=(1,)) for i in range(3)] for name in "ph")
-        stream = PromptStream(prompts, config.trainer.seed, retire_after=config.curriculum.retire_after)
+        prompts, others = (Prompts(Prompt(id=f"{name}{i}", token_ids=(1,)) for i in range(3)) for name in "ph")
+        stream = PromptStream(bind(config.curriculum, prompts, config.trainer.seed))
         evaluation = Evaluation(
             prompts=others[:held_out],
             play=world.play,

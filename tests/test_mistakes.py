@@ -83,9 +83,9 @@ rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, mo
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)
 rollout plugins=[mine.py] 'rewards.functions={my_text: 1}' | the first: step 1/0/0: my_text: returned str
 rollout plugins=[mine.py] 'rewards.functions={my_hangs: 1}' | no result within 1 s; its worker process was ended
-sft model.path=no/such/model | no such folder (paths are relative to HERE), and no model on the hub has
+sft model.path=no/such/model | no such folder (paths are relative to HERE), and the hub has no such model
 check model.path=no/model | no such folder (paths are relative to HERE), and the hub has no such model
-check model.path=lora | model.path=lora/weights/v000002 is an adapter, not a model; make one of it:
+check model.path=lora | model.path=lora/weights/v000002 holds one adapter, not a model; make one of it:
 sft model.path=lora/checkpoints/step_000003 | python3 ../clone/run.py export lora/checkpoints/step_000003 OUTPUT
 rollout model.path=empty | model.path=empty is no model: it has no config.json
 eval model.path=new | model.path=new is no model

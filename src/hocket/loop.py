@@ -115,7 +115,7 @@ class Run:
         """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
         refuse_failing([one.group for one in shaped], self.config.rewards.max_error_rate)
         groups = [one for one in shaped if one.reason is None]
-        metrics = signal_metrics(shaped, self.config.pass_reward if self.config.uses_pass_rates else None)
+        metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.planner.uses_pass_rates else None)
         if not groups and not self.checkpoints.due(step, last=last):
             return metrics
         publishes = bool(groups) and self.trainer.policy_learns

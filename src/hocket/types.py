@@ -29,7 +29,6 @@ class Prompt:
     opening: str = ""  # the thought at its end that the chat template opens, maybe closes: "<think>\n"
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template that rendered it
     answer: str | None = None  # the reference that rewards compare with
-    difficulty: float | None = None  # of data.difficulty_column; the higher, the harder
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
 
 

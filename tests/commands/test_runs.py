@@ -17,7 +17,7 @@ from hocket.commands import parts
 from hocket.commands import runs as commands
 from hocket.config import Config, load
 from hocket.data import sources
-from hocket.data.cache import Prompts
+from hocket.data.cache import KeptPrompts
 from hocket.errors import ConfigError, RewardError, ServerError
 from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
@@ -83,11 +83,11 @@ def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the
 def test_a_start_makes_no_prompt_of_the_cache_but_those_that_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, made, make = tmp_path / "rows.jsonl", list[object](), Prompts.__getitem__
+    rows, made, make = tmp_path / "rows.jsonl", list[object](), KeptPrompts.__getitem__
     rows.write_text("".join(json.dumps({"prompt": "a" * size, "answer": "b"}) + "\n" for size in (1, 9, 30, 2)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sources, "SMALL", 0)  # bytes from which on prompts are cached
-    monkeypatch.setattr(Prompts, "__getitem__", lambda self, index: made.append(index) or make(self, index))
+    monkeypatch.setattr(KeptPrompts, "__getitem__", lambda self, index: made.append(index) or make(self, index))
     settings = [f"data.source={rows}", "data.max_prompt_tokens=20", "rollout.max_tokens=16"]
     with commands.Console(1) as console:
         parts = commands.Parts(load(None, [*settings, f"model.path={ROOT}/checkpoints/tiny-sort"]), console)

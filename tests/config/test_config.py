@@ -270,14 +270,14 @@ def test_a_mistake_is_answered_with_its_name_or_the_fix(overrides: str, answer: 
         config.load(None, overrides.split(" ")[1:])
 
 
-def test_a_mistake_is_blamed_on_the_file_or_the_command_line_or_both(tmp_path: Path) -> None:
+def test_a_mistake_is_blamed_on_the_file_or_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "trainer: {steps: 0, sed: 1}\n", "trainer.stps=1", "rollout.group_size=0", "sync.delta=true")
     assert [line.partition(": ")[0] for line in str(caught.value).splitlines()] == [
         "command line", str(file), str(file), "command line"
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=f"^{file} with the command line: sync.delta=true needs"):
+    with pytest.raises(ConfigError, match=f"^{file}: sync.delta=true needs"):
         load(tmp_path, "sync: {backend: nccl}\n", "sync.delta=true")
     for text, answer in (
         ("- a\n", f"{file} must be a mapping of sections, got list"),
@@ -310,8 +310,6 @@ def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_
     for reward, passes in (("format", "format"), ("null", "right"), ("exact_match", "right")):
         loaded = config.load(None, ["rewards.functions={right: 1.0, format: 0.1}", f"eval.reward={reward}"])
         assert loaded.pass_reward == passes
-    for curriculum, uses in (("{}", False), ("{name: sorted}", True), ("{retire_after: 2}", True)):
-        assert config.load(None, [f"curriculum={curriculum}"]).uses_pass_rates is uses
 
 
 def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

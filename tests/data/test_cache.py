@@ -5,8 +5,10 @@ import json
 import logging
 import os
 import resource
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
 from hocket.data import cache, sources
-from hocket.data.cache import Prompts
+from hocket.data.cache import KeptPrompts, Prompts
+from hocket.data.curriculum import Planner
 from hocket.data.prompts import Renderer, load_prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError
-from hocket.types import Prompt
 
 ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "c"}]
@@ -32,7 +34,7 @@ ROWS = [
     {"prompt": "a longer one", "answer": "3", "level": 1, "more": float("nan")},
 ]
 PAIRS = pyarrow.scalar([("k", 1)], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
-Load = Callable[..., Sequence[Prompt]]
+Load = Callable[..., Prompts | KeptPrompts]
 
 
 @pytest.fixture
@@ -58,10 +60,10 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Load:
         longest: int = 99,
         tools: Any = (),
         **settings: Any,
-    ) -> Sequence[Prompt]:
+    ) -> Prompts | KeptPrompts:
         """Load prompts; without `cached`, prepare them as those of a small source."""
         monkeypatch.setattr(sources, "SMALL", 0 if cached else 1 << 40)
-        data = DataConfig(source=str(source), difficulty_column="level").model_copy(update=settings)
+        data = DataConfig(source=str(source)).model_copy(update=settings)
         return load_prompts(data, tok, max_prompt_tokens=longest, tools=tools)[0]
 
     return load
@@ -73,23 +75,23 @@ def test_a_second_start_has_the_same_prompts_without_rendering_one(
     plain, first = load(rows, cached=False), load(rows)
     monkeypatch.setattr(Renderer, "row", None)
     second = load(rows)
-    assert (type(plain), type(first), type(second)) == (list, Prompts, Prompts)
+    assert (type(plain), type(first), type(second)) == (Prompts, KeptPrompts, KeptPrompts)
     for prompts in (first, second):
         assert list(map(repr, prompts)) == list(map(repr, plain))  # NaN is not equal to itself
         assert prompts[-1].id == plain[-1].id
         assert [prompt.id for prompt in prompts[1:9]] == ["rows.jsonl:2", "rows.jsonl:3"]
-        state, expected = PromptStream(prompts, 7).state(), PromptStream(plain, 7).state()
+        state, expected = PromptStream(Planner(prompts, 7)).state(), PromptStream(Planner(plain, 7)).state()
         assert state == expected
-        assert [cache.difficulty(prompts, index) for index in range(3)] == [2.0, 0.5, 1.0]
+        assert prompts.column("level") == [2, 0.5, 1]
 
 
 def test_prompts_of_another_length_come_from_the_same_file(load: Load, rows: Path, folder: Path) -> None:
     for longest in (99, 5, 99):
         prompts, expected = load(rows, longest=longest), load(rows, cached=False, longest=longest)
         assert list(map(repr, prompts)) == list(map(repr, expected))
-        assert cache.fingerprint(prompts) == cache.fingerprint(expected)
+        assert prompts.fingerprint == expected.fingerprint
     assert len(load(rows, longest=5)) == 1
-    assert len(list(folder.iterdir())) == 1
+    assert len(list(folder.rglob("*.arrow"))) == 1
 
 
 def test_what_the_prompts_follow_from_is_in_the_key(
@@ -104,7 +106,6 @@ def test_what_the_prompts_follow_from_is_in_the_key(
     changes: list[dict[str, Any]] = [
         {},
         {"answer_column": None},
-        {"difficulty_column": None},
         {"prompt_column": "answer", "answer_column": None, "limit": 2},
         {"system_prompt": "Be brief."},
         {"chat_template": False, "limit": 1},
@@ -122,16 +123,19 @@ def test_what_the_prompts_follow_from_is_in_the_key(
     assert load(rows)[0].answer == "d"
 
 
-@pytest.mark.parametrize("hurt", [lambda b: b[:-9], lambda b: b[:400] + b"\xff" + b[401:], lambda b: b""])
+@pytest.mark.parametrize("hurt", [lambda b: b[:-9], lambda b: b[:400] + b"\xff" + b[401:], lambda b: b"", None])
+@pytest.mark.parametrize("kind", ["arrow", "json"])
 def test_a_damaged_file_is_not_used_and_written_again(
-    load: Load, rows: Path, folder: Path, hurt: Callable[[bytes], bytes]
+    load: Load, rows: Path, folder: Path, hurt: Callable[[bytes], bytes] | None, kind: str
 ) -> None:
     load(rows)
-    (file,) = folder.iterdir()
+    (file,) = folder.rglob(f"*.{kind}")
     whole = file.read_bytes()
-    file.write_bytes(hurt(whole))
+    file.unlink() if hurt is None else file.write_bytes(hurt(whole))
     assert list(map(repr, load(rows))) == list(map(repr, load(rows, cached=False)))
-    assert [path.read_bytes() for path in folder.iterdir()] == [whole]
+    assert isinstance(load(rows), KeptPrompts)
+    (again,) = folder.rglob("*.arrow")
+    assert kind == "json" or again.read_bytes() == whole
 
 
 def test_a_cache_that_can_not_be_written_costs_a_warning_and_nothing_else(
@@ -144,7 +148,7 @@ def test_a_cache_that_can_not_be_written_costs_a_warning_and_nothing_else(
         prompts = load(rows)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (len(prompts), list(folder.iterdir())) == (3, [])
+    assert (type(prompts), len(prompts), list(folder.rglob("*.arrow"))) == (Prompts, 3, [])
     folder.parent.parent.rename(folder.parents[2] / "before")
     folder.parents[1].touch()  # a file where the folder should be
     assert len(load(rows)) == 3
@@ -159,33 +163,28 @@ def test_a_cache_that_can_not_be_written_costs_a_warning_and_nothing_else(
         assert why in record.message
 
 
-def test_two_starts_at_once_and_one_that_fails_leave_one_file(
-    load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_starts_at_once_prepare_once_and_one_that_fails_leaves_nothing(
+    load: Load, rows: Path, folder: Path, tmp_path: Path
 ) -> None:
-    write = cache._write
-
-    def another_is_faster(*arguments: Any) -> None:
-        monkeypatch.setattr(cache, "_write", write)
-        load(rows)
-        write(*arguments)
-
-    monkeypatch.setattr(cache, "_write", another_is_faster)
-    assert isinstance(load(rows), Prompts)
+    program = tmp_path / "start.py"
+    program.write_text(
+        "import sys; from transformers import AutoTokenizer; from hocket.config import DataConfig\n"
+        "from hocket.data import prompts, sources; sources.SMALL = 0; row = prompts.Renderer.row\n"
+        "prompts.Renderer.row = lambda *a: (print('rendered'), row(*a))[1]\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "found, _ = prompts.load_prompts(DataConfig(source=sys.argv[2]), tokenizer, max_prompt_tokens=99)\n"
+        "print(type(found).__name__, len(found))\n"
+    )
+    command = [sys.executable, str(program), str(ROOT / "checkpoints" / "tiny-sort"), str(rows)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    starts = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [start.communicate(timeout=120)[0] for start in starts]
+    assert [text.splitlines()[-1] for text in said] == ["KeptPrompts 3"] * 2
+    assert "".join(said).count("rendered") == 3
     rows.write_text("{}\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: no column 'prompt'"):
         load(rows)
-    assert len(list(folder.iterdir())) == 1
-
-
-def test_what_another_process_removes_meanwhile_is_prepared_and_kept_again(
-    load: Load, rows: Path, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    load(rows)
-    (file,) = folder.iterdir()
-    file.rename(rows.with_name("removed"))
-    file.symlink_to("nowhere")  # is listed and can't be found, by who reads and by who clears away
-    assert isinstance(load(rows), Prompts)
-    assert (list(folder.iterdir()), file.is_symlink(), caplog.text) == ([file], False, "")
+    assert len(list(folder.rglob("*.arrow"))) == 1
 
 
 def test_data_that_changes_while_it_is_read_is_not_kept(
@@ -201,21 +200,19 @@ def test_data_that_changes_while_it_is_read_is_not_kept(
 
     monkeypatch.setattr(Renderer, "row", change)
     assert len(load(rows)) == 3
-    assert "rows.jsonl changed while it was read" in caplog.text
-    assert list(folder.iterdir()) == []
+    assert "the data changed while it was read" in caplog.text
+    assert list(folder.rglob("*.arrow")) == []
 
 
-def test_files_that_nobody_used_for_a_month_are_removed(load: Load, rows: Path, folder: Path) -> None:
+def test_what_nobody_used_for_a_month_is_removed(load: Load, rows: Path, folder: Path) -> None:
     load(rows)
     (used,) = folder.iterdir()
-    killed = folder / f"{cache.PARTIAL}x"
-    killed.touch()
-    for file, unused_s in (used, cache.UNUSED_S), (killed, cache.ABANDONED_S):
-        os.utime(file, (0, time.time() - unused_s - 60))
+    for old in folder / "unused", used:
+        old.mkdir(exist_ok=True)
+        os.utime(old, (0, time.time() - cache.UNUSED_S + 60 * (1 if old is used else -1)))
     load(rows)  # is used again
-    load(rows, limit=sources.NUM_ROWS + 1)
-    left = list(folder.iterdir())
-    assert (len(left), used in left, killed in left) == (2, True, False)
+    assert list(folder.iterdir()) == [used]
+    assert used.stat().st_mtime > time.time() - 60
 
 
 def test_a_hugging_face_data_set_is_known_by_its_content(
@@ -232,4 +229,4 @@ def test_a_hugging_face_data_set_is_known_by_its_content(
             for _ in range(2):
                 (prompt,) = load(f"hf:{source}")
                 assert (prompt.answer, prompt.id) == (answer, f"hf:{source}/train:0")
-    assert len(list(folder.iterdir())) == 4
+    assert len(list(folder.rglob("*.arrow"))) == 4

@@ -5,15 +5,16 @@ from typing import Any
 import pytest
 
 from hocket.config import CurriculumConfig
-from hocket.data.curriculum import Candidates, Curriculum, PassRates, Shuffle, Sorted, bind
-from hocket.errors import ConfigError
+from hocket.data.cache import Prompts
+from hocket.data.curriculum import CURRICULA, Candidates, PassRates, Shuffle, Sorted, bind
+from hocket.errors import ConfigError, DataError
 from hocket.types import Prompt
 
 
 def candidates(
     num: int,
     *,
-    difficulties: dict[int, float] | None = None,
+    levels: dict[int, Any] | None = None,
     rates: dict[int, tuple[int, float]] | None = None,
     epoch: int = 0,
     retired: tuple[int, ...] = (),
@@ -22,31 +23,48 @@ def candidates(
     measured = PassRates(num)
     for index, (when, rate) in (rates or {}).items():
         measured.record(index, when, rate)
-    prompts = [Prompt(id=f"p{i}", token_ids=(1,), difficulty=(difficulties or {}).get(i)) for i in range(num)]
+    prompts = Prompts(Prompt(id=f"p{i}", token_ids=(1,), meta={"level": (levels or {}).get(i)}) for i in range(num))
     members = [i for i in reversed(range(num)) if i not in retired]
     return Candidates(epoch=epoch, prompts=prompts, members=members, measured=measured)
 
 
 def test_shuffle_keeps_the_order_of_the_members_and_sorted_goes_from_easy_to_hard() -> None:
     assert list(Shuffle().plan(candidates(4, retired=(2,))).order) == [3, 1, 0]
-    assert Sorted().plan(candidates(5, difficulties={0: 2.0, 1: 0.5, 2: 2.0, 3: 1.0, 4: -1.0})).order == [4, 1, 3, 2, 0]
+    assert Sorted("level").plan(candidates(5, levels={0: 2, 1: 0.5, 2: 2.0, 3: 1, 4: -1.0})).order == [4, 1, 3, 2, 0]
     # 1 - pass rate: 0.5, 0, 0.5; prompt 1 is unknown
     assert Sorted().plan(candidates(4, rates={0: (0, 0.5), 2: (0, 1.0), 3: (0, 0.5)})).order == [2, 3, 0, 1]
 
 
 def test_the_documented_window_plays_what_is_within_its_bounds_or_not_measured(window: Any) -> None:
     config = CurriculumConfig.model_validate({"name": "window", "low": 0.3, "rest": 2})
-    assert isinstance(bind(config), Curriculum)
-    rates = {0: (0, 0.0), 1: (0, 0.3), 2: (0, 0.8), 3: (0, 0.875)}
-    plan = bind(config).plan(candidates(5, rates=rates, epoch=1))
-    assert (list(plan.order), sorted(plan.why)) == ([4, 2, 1], [0, 3])
-    assert list(bind(config).plan(candidates(2, rates={0: (0, 0.0), 1: (1, 1.0)}, epoch=3)).order) == [0]  # once more
-    assert list(bind(config).plan(candidates(2, rates={0: (1, 0.0), 1: (1, 1.0)}, epoch=2)).order) == [1, 0]
+    planner = bind(config, candidates(5).prompts, seed=0)
+    for index, rate in {0: 0.0, 1: 0.3, 2: 0.8, 3: 0.875}.items():
+        planner.settled(index, 0, rate)
+    order, out = planner.plan(1)
+    assert (sorted(order), out) == (
+        [1, 2, 4],
+        {i: ("skipped", f"its pass rate was {r}") for i, r in ((0, 0), (3, 0.875))},
+    )
+    window = CURRICULA.get("window")(low=0.3, rest=2)  # type: ignore[call-arg]
+    assert list(window.plan(candidates(2, rates={0: (0, 0.0), 1: (1, 1.0)}, epoch=3)).order) == [0]  # once more
+    assert list(window.plan(candidates(2, rates={0: (1, 0.0), 1: (1, 1.0)}, epoch=2)).order) == [1, 0]
+
+
+def test_a_difficulty_is_a_number_of_its_own_column() -> None:
+    for level in ("hard", None, float("nan")):
+        said = f"difficulty_column=level must name a column of numbers: that of p1 is {level!r}"
+        with pytest.raises(DataError, match=said):
+            Sorted("level").plan(candidates(2, levels={0: 1, 1: level}))
+
+
+def test_pass_rates_are_kept_where_something_depends_on_them() -> None:
+    for options, uses in (({}, False), ({"name": "sorted"}, True), ({"retire_after": 2}, True)):
+        assert bind(CurriculumConfig.model_validate(options), candidates(1).prompts, 0).uses_pass_rates is uses
 
 
 def test_an_option_that_is_none_is_refused_with_the_nearest_setting() -> None:
     with pytest.raises(ConfigError, match=r"has no option 'retire_afer' \(did you mean 'retire_after'\?\)"):
-        bind(CurriculumConfig(**{"retire_afer": 1}))
+        bind(CurriculumConfig(**{"retire_afer": 1}), candidates(1).prompts, 0)
 
 
 def test_a_pass_rate_of_an_older_epoch_replaces_no_newer_one() -> None:

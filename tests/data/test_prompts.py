@@ -162,16 +162,6 @@ def test_a_source_that_is_none_says_why(tokenizer: Any, write_jsonl: Write, tmp_
             load(source, tokenizer)
 
 
-def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl: Write) -> None:
-    loaded = load(write_jsonl(*ROWS), tokenizer, difficulty_column="level")
-    assert [(p.difficulty, p.meta) for p in loaded] == [(1.0, {"level": 1}), (2.0, {"level": 2})]
-    assert load(write_jsonl(*ROWS), tokenizer)[0].difficulty is None
-    source = write_jsonl(ROWS[0], ROWS[1] | {"level": "hard"}, {"prompt": "a", "answer": "b"})
-    said = r"(?s):2: column 'level' \(data.difficulty_column\) must be a number, got 'hard'.*:3: no column 'level'"
-    with pytest.raises(DataError, match=said):
-        load(source, tokenizer, difficulty_column="level")
-
-
 def test_tasks_and_jsonl_load_no_data_library() -> None:
     code = (
         "import sys; from hocket.data.prompts import load_prompts; from hocket.config import DataConfig\n"

@@ -6,7 +6,8 @@ from typing import Any
 import numpy
 import pytest
 
-from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Sorted
+from hocket.data.cache import Prompts
+from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Planner, Sorted
 from hocket.data.ledger import accounts
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
@@ -15,8 +16,14 @@ from hocket.types import Prompt
 TRAINED = Outcome(state="trained")
 
 
-def prompts(num: int, answer: str = "x", **known: Any) -> list[Prompt]:
-    return [Prompt(id=f"rows:{i}", token_ids=(i + 1,), answer=answer, **known) for i in range(num)]
+def prompts(num: int, answer: str = "x") -> Prompts:
+    return Prompts(Prompt(id=f"rows:{i}", token_ids=(i + 1,), answer=answer) for i in range(num))
+
+
+def new_stream(
+    rows: Prompts, seed: int, curriculum: Curriculum | None = None, *, retire_after: int = 0
+) -> PromptStream:
+    return PromptStream(Planner(rows, seed, curriculum, retire_after=retire_after), prompts_per_step=4)
 
 
 def ids(taken: dict[int, Prompt]) -> list[str]:
@@ -33,7 +40,7 @@ def solved(rate: float) -> Outcome:
 
 
 def test_every_epoch_has_each_prompt_once_in_the_order_of_a_generator_seeded_by_seed_and_epoch() -> None:
-    stream = PromptStream(prompts(10), seed=3)
+    stream = new_stream(prompts(10), seed=3)
     draws = {number: prompt for _ in range(10) for number, prompt in stream.take(3).items()}  # takes cross the epochs
     assert list(draws) == list(range(30))
     assert [draw["epoch"] for draw in stream.state()["in_flight"]] == [0] * 10 + [1] * 10 + [2] * 10
@@ -41,15 +48,15 @@ def test_every_epoch_has_each_prompt_once_in_the_order_of_a_generator_seeded_by_
         order = list(range(10))
         random.Random(f"3:{epoch}").shuffle(order)
         assert ids(draws)[epoch * 10 : epoch * 10 + 10] == [f"rows:{i}" for i in order]
-    assert ids(PromptStream(prompts(10), seed=3).take(30)) == ids(draws)  # one take may be longer than an epoch
+    assert ids(new_stream(prompts(10), seed=3).take(30)) == ids(draws)  # one take may be longer than an epoch
 
 
 def test_what_was_in_flight_comes_first_after_a_restore_with_its_numbers_and_epochs() -> None:
-    stream = PromptStream(prompts(5), seed=0)
+    stream = new_stream(prompts(5), seed=0)
     taken = stream.take(4) | stream.take(4)  # two batches; the second crosses into epoch 1
     for draw in (2, 4):
         stream.settle(draw, TRAINED)
-    restored = PromptStream(prompts(5), seed=0)
+    restored = new_stream(prompts(5), seed=0)
     restored.restore(saved(stream))
     assert list(restored.take(3).items()) == [(number, taken[number]) for number in (0, 1, 3)]
     restored.restore(saved(restored))  # killed once more, before anything is settled
@@ -58,7 +65,7 @@ def test_what_was_in_flight_comes_first_after_a_restore_with_its_numbers_and_epo
 
 
 def test_a_draw_is_settled_once_and_recorded_once() -> None:
-    stream = PromptStream(prompts(3), seed=0)
+    stream = new_stream(prompts(3), seed=0)
     a, b, c = ids(stream.take(3))
     stream.settle(1, Outcome(state="filtered", why="every reward is 1", pass_rate=1.0))
     stream.settle(0, solved(0.5))
@@ -74,7 +81,7 @@ def test_a_draw_is_settled_once_and_recorded_once() -> None:
 
 
 def test_a_prompt_that_was_solved_in_a_row_is_retired_and_what_stays_out_is_told_once() -> None:
-    stream = PromptStream(prompts(3), seed=0, retire_after=2)
+    stream = new_stream(prompts(3), seed=0, retire_after=2)
     rates = {"rows:0": [1.0, 1.0], "rows:1": [1.0, 0.5, 1.0, 1.0], "rows:2": [0.0] * 4}
     played = []
     for epoch in range(4):
@@ -92,7 +99,7 @@ def test_a_prompt_that_was_solved_in_a_row_is_retired_and_what_stays_out_is_told
 
 
 def test_a_stream_whose_prompts_are_all_retired_gives_no_more_and_stays_balanced() -> None:
-    stream = PromptStream(prompts(3), seed=0, retire_after=2)
+    stream = new_stream(prompts(3), seed=0, retire_after=2)
     for draw in stream.take(5):  # two of them of epoch 1, whose third prompt is still to come
         stream.settle(draw, solved(1.0))
     (last,) = stream.take(1)
@@ -105,7 +112,7 @@ def test_a_stream_whose_prompts_are_all_retired_gives_no_more_and_stays_balanced
 
 
 def test_a_prompt_that_fails_late_brings_an_exhausted_stream_back() -> None:
-    stream = PromptStream(prompts(1), seed=0, retire_after=1)
+    stream = new_stream(prompts(1), seed=0, retire_after=1)
     first, second = stream.take(2)
     stream.settle(first, solved(1.0))
     assert stream.take(1) == {}
@@ -125,13 +132,13 @@ def test_a_plan_that_makes_no_sense_names_its_curriculum() -> None:
     twice, none = "plans a prompt twice, or one that is no member", "leaves out every prompt of epoch 0"
     for order, said in (((0, 0), twice), ((0, 7), twice), ((), none)):
         with pytest.raises(DataError, match=f"the curriculum Odd {said}"):
-            PromptStream(prompts(2), seed=0, curriculum=Odd(*order))
-    stream = PromptStream(prompts(2), seed=0, curriculum=Odd(1))
+            new_stream(prompts(2), seed=0, curriculum=Odd(*order))
+    stream = new_stream(prompts(2), seed=0, curriculum=Odd(1))
     assert stream.entries() == [{"epoch": 0, "prompt": "rows:0", "state": "skipped", "why": "left out by Odd"}]
 
 
 def test_the_default_stream_keeps_nothing_per_prompt() -> None:
-    stream = PromptStream(prompts(1000), seed=0)
+    stream = new_stream(prompts(1000), seed=0)
     for draw in stream.take(900):
         stream.settle(draw, solved(0.5))
     stream.entries()
@@ -145,7 +152,7 @@ class Growing(Curriculum):
         self.num_solved, self.grown = 0, False
 
     def plan(self, candidates: Candidates) -> EpochPlan:
-        easy = [i for i in candidates.members if (candidates.difficulty(i) or 0.0) <= 0.5]
+        easy = [i for i in candidates.members if candidates.prompts[i].meta.get("level", 0.0) <= 0.5]
         order = candidates.members if self.grown else easy or candidates.members
         return EpochPlan(order=list(numpy.array(order)))  # a plugin may plan with any kind of number
 
@@ -165,8 +172,9 @@ class Growing(Curriculum):
 
 
 def test_a_curriculum_that_moves_on_ends_the_epoch_and_the_rest_is_accounted_for() -> None:
-    rows = [Prompt(id=str(i), token_ids=(1,), difficulty=level) for i, level in enumerate([0.0, 0.0, 0.0, 1.0])]
-    stream = PromptStream(rows, 0, Growing())
+    levels = enumerate([0.0, 0.0, 0.0, 1.0])
+    rows = Prompts(Prompt(id=str(i), token_ids=(1,), meta={"level": level}) for i, level in levels)
+    stream = PromptStream(Planner(rows, 0, Growing()))
     draws = stream.take(2)
     for draw in draws:
         stream.settle(draw, solved(1.0))
@@ -176,8 +184,8 @@ def test_a_curriculum_that_moves_on_ends_the_epoch_and_the_rest_is_accounted_for
     assert [entry for entry in stream.entries() if "draw" not in entry] == [
         {"epoch": 0, "prompt": "3", "state": "skipped", "why": "left out by Growing"},
         {"epoch": 0, "prompt": late, "state": "skipped", "why": "the curriculum moved on before its turn"},
-        {"epoch": 1, "prompt": "3", "state": "back"},
         {"epoch": 1, "prompt": late, "state": "back"},
+        {"epoch": 1, "prompt": "3", "state": "back"},
     ]
 
 
@@ -200,7 +208,7 @@ def test_over_any_number_of_kills_each_prompt_of_an_epoch_is_settled_exactly_onc
     rows = prompts(37)
 
     def new() -> PromptStream:
-        return PromptStream(rows, seed, make(), retire_after=retire_after, prompts_per_step=4)
+        return new_stream(rows, seed, make(), retire_after=retire_after)
 
     def outcome(draw: int) -> Outcome:  # decided by the draw, so that a resumed run may be compared with this one
         chance = random.Random(f"{seed}:{draw}")
@@ -243,7 +251,7 @@ def test_a_stream_that_is_restored_at_every_draw_draws_the_same(make: Callable[[
     rows = prompts(23)
 
     def new() -> PromptStream:
-        return PromptStream(rows, 5, make(), retire_after=3)
+        return new_stream(rows, 5, make(), retire_after=3)
 
     def rate(draw: int) -> float:
         return random.Random(f"{draw}").choice([0.0, 0.5, 1.0, 1.0])
@@ -262,14 +270,13 @@ def test_a_stream_that_is_restored_at_every_draw_draws_the_same(make: Callable[[
 
 
 def test_a_position_among_other_prompts_is_refused() -> None:
-    state = PromptStream(prompts(10), seed=0).state()
+    state = new_stream(prompts(10), seed=0).state()
     for rows, seed, said in (
         (prompts(10), 1, "seed of the prompts was 0 and is 1 now"),
         (prompts(9), 0, "num_prompts of the prompts was 10 and is 9 now"),
         (prompts(10, answer="y"), 0, "fingerprint of the prompts"),
-        (prompts(10, difficulty=1.0), 0, "fingerprint of the prompts"),
     ):
         with pytest.raises(DataError, match=said):
-            PromptStream(rows, seed).restore(state)
+            new_stream(rows, seed).restore(state)
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):
-        PromptStream([], seed=0)
+        new_stream(Prompts(), seed=0)

@@ -114,7 +114,7 @@ def test_between_two_turns_stands_what_the_template_writes_there(name: str, opti
 
 
 def test_a_reward_may_ask_for_the_opening_and_options_that_are_hockets_are_refused() -> None:
-    with pytest.raises(ValueError, match="chat_template_kwargs: tokenize can't be set"):
+    with pytest.raises(ValueError, match="tokenize can't be set, as hocket sets it"):
         DataConfig(chat_template_kwargs={"tokenize": True})
 
 

@@ -13,6 +13,8 @@ from batches import ids, own_reward, played, scoring
 from hocket import config as config_module
 from hocket.common.tasks import seed_of
 from hocket.config import Config
+from hocket.data.cache import Prompts
+from hocket.data.curriculum import Planner
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError, ServerError
 from hocket.observe.run_folder import lines_of
@@ -20,7 +22,7 @@ from hocket.rollout.collect import Seat, collect
 from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
 from hocket.types import Group, Prompt, Rollout, Score
 
-PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
+PROMPTS = Prompts(Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40))
 
 
 class FakePlayer:
@@ -50,7 +52,7 @@ def settings(*overrides: str) -> Config:
 
 
 def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], bool] = lambda group: True) -> Pipeline:
-    take, max_staleness = PromptStream(PROMPTS, seed=0).take, int(config.pipeline.max_staleness)
+    take, max_staleness = PromptStream(Planner(PROMPTS, 0)).take, int(config.pipeline.max_staleness)
     settings: dict[str, Any] = {"oversampling": config.algorithm.oversampling, "max_staleness": max_staleness}
     return Pipeline(
         lambda plan: collect(plan, take, player.play, scoring(own_reward), has_signal=has_signal),
@@ -61,7 +63,7 @@ def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], b
 
 
 def order() -> list[str]:
-    return [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS)).values()]
+    return [prompt.id for prompt in PromptStream(Planner(PROMPTS, 0)).take(len(PROMPTS)).values()]
 
 
 async def settled() -> None:

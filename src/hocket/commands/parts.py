@@ -15,6 +15,7 @@ from hocket.client.server import ServerClient
 from hocket.cluster.launch import Child, stop, visible_gpus
 from hocket.config import Config, DataConfig
 from hocket.data import tokenizer as tokenizers
+from hocket.data.cache import KeptPrompts, Prompts
 from hocket.data.curriculum import bind
 from hocket.data.prompts import Renderer, load_prompts
 from hocket.data.stream import PromptStream
@@ -69,7 +70,7 @@ class Parts:
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
             raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
 
-    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
+    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Prompts | KeptPrompts:
         """Return the prompts of a source that are short enough, and say how many were not."""
         made = self.environment()
         thought = made.thinking_tokens  # before an answer of max_tokens
@@ -109,10 +110,10 @@ class Parts:
             self.console.say(f"nothing is evaluated: {NO_ROWS}")
         return ()
 
-    def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
-        curriculum, size = self.config.curriculum, self.config.rollout.prompts_per_step
-        seed, retire_after = self.config.trainer.seed, curriculum.retire_after
-        return PromptStream(prompts, seed, bind(curriculum), retire_after=retire_after, prompts_per_step=size)
+    def stream(self, prompts: Prompts | KeptPrompts) -> PromptStream:
+        """Return the stream that draws the prompts of the batches."""
+        planner = bind(self.config.curriculum, prompts, self.config.trainer.seed)
+        return PromptStream(planner, prompts_per_step=self.config.rollout.prompts_per_step)
 
     def play(self, servers: ServerPool) -> Play:
         """Return how the environment has episodes played on these servers."""

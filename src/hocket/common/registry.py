@@ -153,6 +153,21 @@ def explain(item: Mapping[str, Any]) -> str:
     return message
 
 
+def refuse_owned(
+    where: str, given: Iterable[str], owned: Mapping[str, str], known: Collection[str], unknown: str
+) -> None:
+    """Raise ValueError that names all of `given` that are not `known`, or `owned` by a setting of hocket ("": none)."""
+    wrong = []
+    for name in given:
+        if name in owned:
+            advice = f"set {owned[name]}" if owned[name] else "leave it out"
+            wrong.append(f"{where}{name} can't be set, as hocket sets it: {advice}")
+        elif name not in known:
+            wrong.append(f"{where}{name}{unknown}{nearest(name, set(known) - owned.keys())}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ' (did you mean ...?)' for the closest known name, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)

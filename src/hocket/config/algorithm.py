@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
+from hocket.common import markdown
 from hocket.config.sections import Section, UserPath
 
 Baseline = Literal["mean", "leave_one_out", "none", "critic"]
@@ -192,9 +193,9 @@ class CriticConfig(Section):
 def preset_table() -> str:
     columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl", "updates")
     defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
-    rows = [f"| preset | {' | '.join(columns)} | besides | source |", "|---" * (len(columns) + 3) + "|"]
     unnamed = Preset("", "with a correction and one update every ratio is 1 and its clip has no effect", {})
-    for name, preset in {"(none)": unnamed, **{f"`{name}`": row for name, row in PRESETS.items()}}.items():
+    rows = []
+    for name, preset in (("(none)", unnamed), *((f"`{name}`", row) for name, row in PRESETS.items())):
         knobs = {**defaults, **preset.knobs}
         knobs["updates"] = f"{knobs['epochs']} x {knobs['minibatches']}"
         knobs["range"] = f"-{knobs['clip_low']:g} / +{knobs['clip_high']:g}"
@@ -202,5 +203,5 @@ def preset_table() -> str:
             knobs["kl"] = f"{knobs['kl']} in {knobs['kl_in']}, {knobs['kl_coef']:g}"
         is_paper = preset.source[:1].isdigit()
         source = f"[{preset.source}](https://arxiv.org/abs/{preset.source})" if is_paper else preset.source
-        rows.append(f"| {name} | {' | '.join(str(knobs[c]) for c in columns)} | {preset.remark} | {source} |")
-    return "\n".join(rows)
+        rows.append((name, *(knobs[column] for column in columns), preset.remark, source))
+    return markdown.table(("preset", *columns, "besides", "source"), rows)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hocket.common.registry import nearest
+from hocket.common.registry import refuse_owned
 
 _OWNED = {
     "train_batch_size": "rollout.prompts_per_step and rollout.group_size",
@@ -41,7 +41,8 @@ _PASSED = {
     "zero_optimization.sub_group_size",
     "zero_optimization.use_multi_rank_bucket_allreduce",
 }
-_STAGE_3 = "zero_optimization.stage3_"
+_ZERO = "zero_optimization."
+_STAGE_3 = f"{_ZERO}stage3_"
 """What is passed on, with all that begins so: weights and optimizer state stay where checkpoints and exports look."""
 
 
@@ -61,10 +62,9 @@ def read_deepspeed(value: Any) -> Any:
     if not isinstance(zero, Mapping):
         raise ValueError(f"zero_optimization must be a mapping, got {zero!r}")
     asked = {key: item for key, item in value.items() if key != "zero_optimization" and item != "auto"}
-    nested = {key: item for key, item in zero.items() if item != "auto"}
-    for name in (*asked, *(f"zero_optimization.{key}" for key in nested)):
-        if name in _OWNED:
-            raise ValueError(f"{name} can't be set, as hocket sets it: set {_OWNED[name]}, and leave it out")
-        if name not in _PASSED and not name.startswith(_STAGE_3):
-            raise ValueError(f"{name} is not passed on: leave it out{nearest(name, _PASSED)}")
-    return asked | ({"zero_optimization": nested} if nested else {})
+    nested = {f"{_ZERO}{key}": item for key, item in zero.items() if item != "auto"}
+    known = _PASSED.union(name for name in nested if name.startswith(_STAGE_3))
+    refuse_owned("", [*asked, *nested], _OWNED, known, " is not passed on: leave it out")
+    if nested:
+        asked["zero_optimization"] = {name.removeprefix(_ZERO): item for name, item in nested.items()}
+    return asked

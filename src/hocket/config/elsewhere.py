@@ -1,5 +1,7 @@
 """Say what the settings of TRL, OpenRLHF and verl are called here."""
 
+from hocket.common import markdown
+
 NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any section
     "model.path": "model_name_or_path pretrain actor_rollout_ref.model.path",
     "model.lora.rank": "lora_r lora_rank",
@@ -44,7 +46,10 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "run.dir": "output_dir default_local_dir",
     "no setting: every step is logged": "logging_steps",
 }
-_HERE = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
+MOVED = {  # earlier name → the one now
+    "data.difficulty_column": "curriculum.difficulty_column, an option of sorted",
+}
+_HERE = MOVED | {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
 
 def name_here(key: str) -> str | None:
@@ -54,5 +59,5 @@ def name_here(key: str) -> str | None:
 
 
 def names_table() -> str:
-    rows = (f"| {here} | `{names.replace(' ', '`, `')}` |" for here, names in NAMES_ELSEWHERE.items())
-    return "\n".join(["| here | in TRL, OpenRLHF or verl |", "|---|---|", *rows])
+    rows = ((here, f"`{names.replace(' ', '`, `')}`") for here, names in NAMES_ELSEWHERE.items())
+    return markdown.table(("here", "in TRL, OpenRLHF or verl"), rows)

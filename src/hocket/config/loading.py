@@ -11,6 +11,7 @@ import pydantic_core
 import yaml
 from pydantic.fields import FieldInfo
 
+from hocket.common import markdown
 from hocket.common.files import kind_of
 from hocket.common.registry import explain
 from hocket.config.elsewhere import name_here, names_table
@@ -106,29 +107,30 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return key → (before, now) of every setting that differs from an earlier `as_dict`, but checkpoint.resume."""
-    found = {}
-    now = as_dict(config)
-    for section in before.keys() & now.keys():
-        model: Any = Config.model_fields[section].annotation
-        if not _is_section(model):
-            found[section] = (before[section], now[section])
-            continue
-        keys = before[section].keys() & now[section].keys()
-        if model.model_config["extra"] == "allow":  # an option that is left out has a value, too: its default
-            keys |= (before[section].keys() | now[section].keys()) - model.model_fields.keys()
-        found |= {f"{section}.{key}": (before[section].get(key), now[section].get(key)) for key in keys}
-    return {key: pair for key, pair in sorted(found.items()) if pair[0] != pair[1] and key != "checkpoint.resume"}
+    """Return key → (before, now) of all that differs from an earlier `as_dict`, but checkpoint.resume."""
+    old = _by_key(as_dict(Config())) | _by_key(before)  # of a setting that there was not yet, its default
+    new = _by_key(as_dict(config))
+    pairs = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key != "checkpoint.resume"}
+
+
+def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for section, value in values.items():
+        settings = value if isinstance(value, Mapping) else {"": value}
+        found |= {f"{section}.{key}".removesuffix("."): one for key, one in settings.items()}
+    return found
 
 
 def reference() -> str:
     """Return every key with its default and description, as a Markdown table."""
     rows = (
-        f"| `{key}` | `{_default(field)}` | {field.description} |"
+        (f"`{key}`", f"`{_default(field)}`", field.description)
         for key, field in _fields()
-        if ("." in key or field.description) and not key.startswith("eval.data.")  # as in data; and no whole section
+        if field.description and not key.startswith("eval.data.")  # as in data
     )
-    return "\n".join(["| key | default | what it does |", "|---|---|---|", *rows, "", names_table()])
+    settings = markdown.table(("key", "default", "what it does"), rows)
+    return f"{settings}\n\n{names_table()}"
 
 
 def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -184,10 +186,8 @@ def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
     """Return how the error of a key begins: with where the key was set, file or command line; "" without a file."""
     if path is None:
         return ""
-    if any(f"{key}.".startswith(f"{one}.") for one in given):
-        return "command line: "
-    both = any(one.startswith(key) for one in given)
-    return f"{path} with the command line: " if both else f"{path}: "
+    typed = any(f"{key}.".startswith(f"{one}.") for one in given)
+    return "command line: " if typed else f"{path}: "
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
@@ -208,5 +208,5 @@ def _hint(key: str) -> str:
         return f"here that is {here}"
     known = [name for name, _ in _fields()]
     same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
-    close = difflib.get_close_matches(key, same, 1, SURE) or same or difflib.get_close_matches(key, known, 1, SURE)
+    close = difflib.get_close_matches(key, same or known, 1, SURE) or same
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "`python run.py config --reference` lists all"

@@ -12,6 +12,7 @@ import pydantic
 from pydantic import Field
 
 from hocket.common.files import newest_version
+from hocket.common.registry import refuse_owned
 from hocket.config.deepspeed import read_deepspeed
 from hocket.types import InFlight
 
@@ -20,6 +21,12 @@ def _path(text: str) -> str:
     if not text:
         raise ValueError("the path is empty: is a shell variable not set?")
     return os.path.expanduser(text)
+
+
+def _not_own(kwargs: dict[str, Any]) -> dict[str, Any]:
+    own = ("messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template")
+    refuse_owned("", kwargs, dict.fromkeys(own, ""), kwargs, "")
+    return kwargs
 
 
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
@@ -103,11 +110,10 @@ class DataConfig(Section):
     prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
     answer_pattern: re.Pattern[str] | None = Field(None, description="Regular expression; its group 1 is the answer.")
-    difficulty_column: str | None = Field(None, description="Column of a number, higher for harder rows (curriculum).")
     response_column: str = Field("response", description="Column of the demonstration, for sft; `messages` needs none.")
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
     chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
-    chat_template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], pydantic.AfterValidator(_not_own)] = Field(
         {}, description="Options of the chat template, on trainer and server: {enable_thinking: false}."
     )
     max_prompt_tokens: int | None = Field(None, ge=1, description="Longer prompts are dropped. Default: what fits.")
@@ -115,9 +121,6 @@ class DataConfig(Section):
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.system_prompt is not None and not self.chat_template, "system_prompt needs chat_template: true"
-        own = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
-        taken = sorted(own & self.chat_template_kwargs.keys())
-        yield bool(taken), f"chat_template_kwargs: {', '.join(taken)} can't be set, hocket does"
         yield self.answer_pattern is not None and self.answer_column is None, "answer_pattern needs answer_column"
         groups = 1 if self.answer_pattern is None else self.answer_pattern.groups
         yield groups < 1, "answer_pattern needs a group (...) around the answer"
@@ -125,7 +128,7 @@ class DataConfig(Section):
 
 class CurriculumConfig(Section, extra="allow"):
     name: str = Field("shuffle", description="Order of prompts: `shuffle`, `sorted` or a plugin's, with its options.")
-    retire_after: int = Field(0, ge=0, description="Epochs in a row, all solved, that retire a prompt. 0 disables it.")
+    retire_after: int = Field(0, ge=0)  # an option of each (curriculum.md)
 
 
 class RolloutConfig(Section):

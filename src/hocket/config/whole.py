@@ -135,11 +135,6 @@ class Config(Section):
         return self.eval.reward if self.eval.reward in self.rewards.functions else self.rewards.first
 
     @property
-    def uses_pass_rates(self) -> bool:
-        """Whether the choice of prompts depends on pass rates."""
-        return self.curriculum.name != "shuffle" or self.curriculum.retire_after > 0
-
-    @property
     def gpus_apart(self) -> bool:
         """Whether no server can be on a GPU of the trainer."""
         if self.launch.share_gpu:

@@ -1,8 +1,8 @@
 """Keep prepared prompts in $XDG_CACHE_HOME/hocket/prompts (default: ~/.cache): a second start maps them into memory.
 
-A file is an Arrow table, KEY-NUMBER-FINGERPRINT-SHA256.arrow: the key of all that its prompts follow from, how many
-were short enough, their fingerprint, and the hash of its content, so that a damaged one is never used. The cache only
-saves time: where it fails, the prompts are prepared in memory.
+Each folder there is a cache of the library `datasets`, called by the key of all that its prompts follow from, and the
+hash of its content, so that a damaged one is never used. The cache only saves time: where it fails, the prompts are
+prepared in memory.
 """
 
 import hashlib
@@ -10,33 +10,49 @@ import importlib.metadata
 import json
 import logging
 import os
-import tempfile
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hocket.common.files import write_atomically
+from hocket.errors import DataError
 from hocket.types import Prompt
 
-PARTIAL = ".partial-"  # begins the names of files that are being written
-UNUSED_S, ABANDONED_S = 30 * 86_400.0, 3600.0  # after which a file is removed, and one of a start that was killed
+UNUSED_S = 30 * 86_400.0  # after which a folder is removed
+COLUMNS = {"length": "int32", "digest": "string", "others": "string"}  # and token_ids
+OTHERS = [field.name for field in fields(Prompt) if field.name != "token_ids"]
 
 log = logging.getLogger(__name__)
 
 
-class Prompts(Sequence[Prompt]):
-    """The prompts of an Arrow table that have at most `longest` tokens; each is made when it is asked for."""
+class Prompts(list[Prompt]):
+    """Prompts in memory."""
 
-    def __init__(self, table: Any, longest: int, known: tuple[str, str]) -> None:
-        import pyarrow.compute as pc
+    def column(self, name: str) -> list[Any]:
+        """Return another column of the data; None where a row lacks it."""
+        return [prompt.meta.get(name) for prompt in self]
 
-        self._table = table
-        lengths = pc.list_value_length(table["token_ids"])
-        self._rows = pc.indices_nonzero(pc.less_equal(lengths, longest)).to_numpy()
-        self.lengths: list[int] = lengths.to_numpy().tolist()  # of all
-        self.difficulties: list[float | None] = table["difficulty"].take(self._rows).to_pylist()
-        self.fingerprint = known[1] if int(known[0]) == len(self) else None  # as many are short enough: the same ones
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what training takes from the prompts."""
+        return _sha256("".join(map(_digest, self)))
+
+
+class KeptPrompts(Sequence[Prompt]):
+    """The prompts of a table that have at most `longest` tokens; each is made when it is asked for."""
+
+    def __init__(self, table: Any, longest: int) -> None:
+        self.lengths: list[int] = table["length"][:]  # of all
+        self._rows = table.select([row for row, length in enumerate(self.lengths) if length <= longest])
+        self.fingerprint = _sha256("".join(self._rows["digest"]))
+
+    def column(self, name: str) -> list[Any]:
+        """Return another column of the data; None where a row lacks it."""
+        return [_others(text)["meta"].get(name) for text in self._rows["others"]]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -44,22 +60,31 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        (row,) = self._table.slice(int(self._rows[index]), 1).to_pylist()
-        fields = json.loads(row["fields"])
-        if fields["messages"] is not None:
-            fields["messages"] = tuple(fields["messages"])
-        return Prompt(token_ids=tuple(row["token_ids"]), difficulty=row["difficulty"], **fields)
+        row = self._rows[index]
+        return Prompt(token_ids=tuple(row["token_ids"]), **_others(row["others"]))
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of what training takes from the prompts."""
-    known = prompts.fingerprint if isinstance(prompts, Prompts) else None
-    return known or _add(hashlib.sha256(), prompts)
+def load(
+    origin: Callable[[], object | None], longest: int, prepare: Callable[[], Iterator[Prompt]]
+) -> tuple[Prompts | KeptPrompts, list[int]]:
+    """Return the prompts of at most `longest` tokens, and the lengths of all.
 
+    `origin` returns all that they follow from but the code, as text tells it; None if they are not worth keeping.
+    """
+    known = origin()
 
-def difficulty(prompts: Sequence[Prompt], index: int) -> float | None:
-    """Return the difficulty of a prompt, without making it."""
-    return prompts.difficulties[index] if isinstance(prompts, Prompts) else prompts[index].difficulty
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from map(_row, prepare())
+        if origin() != known:
+            raise OSError("the data changed while it was read")
+
+    table = None if known is None else _kept(_key(known), rows)
+    if table is not None:
+        kept = KeptPrompts(table, longest)
+        return kept, kept.lengths
+    prompts = list(prepare())
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    return Prompts(prompt for prompt in prompts if len(prompt.token_ids) <= longest), lengths
 
 
 def sha256_of(path: Path) -> str:
@@ -68,77 +93,73 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def key(*parts: object) -> str:
-    """Return the key of prompts that follow from these parts, from the code of this folder and from its libraries."""
+def _key(origin: object) -> str:
+    """Return the key of prompts of this origin, which follow from the code of this folder and its libraries, too."""
     code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers")]
-    return hashlib.sha256(repr([code, versions, *parts]).encode(errors="surrogatepass")).hexdigest()[:32]
+    versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "datasets")]
+    return _sha256(repr([code, versions, origin]))[:32]
 
 
-def load(key: str, longest: int, prepare: Callable[[], Iterator[list[Prompt]]]) -> Prompts | None:
-    """Return the prompts of a key; `prepare` and write them first if there are none. None if that fails."""
+def _kept(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any | None:
+    """Return the table of a key, of these rows where there is none yet; None if that fails."""
+    import datasets
+
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"
+    home = folder / key
+    seal = home / "SHA256"
+    features = datasets.Features({name: datasets.Value(kind) for name, kind in COLUMNS.items()})
+    features["token_ids"] = datasets.List(datasets.Value("int32"))
+    datasets.disable_progress_bars()  # there is one of the rows
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"
-        if (found := _read(folder, key, longest)) is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(folder, key, longest, prepare())
-            found = _read(folder, key, longest)
-        return found
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        log.warning("can't keep the prepared prompts, so that the next start prepares them again: %s", error)
+        _remove_unused(folder)
+        if seal.exists() and seal.read_text() != _contents(home):
+            shutil.rmtree(home)
+        table = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(home), fingerprint=key)
+        if not seal.exists():
+            write_atomically(seal, _contents(home))
+        os.utime(home)
+        return table
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, DataError):
+            raise cause from None
+        log.warning("can't keep the prepared prompts, so that the next start prepares them again: %s", cause)
         return None
 
 
-def _read(folder: Path, key: str, longest: int) -> Prompts | None:
-    import pyarrow
-
-    for path in folder.glob(f"{key}-*.arrow"):
-        _, num_prompts, fingerprint, content = path.stem.split("-")
-        with suppress(FileNotFoundError):  # another process removes unused ones
-            if content == sha256_of(path):
-                with suppress(OSError):  # another user's
-                    os.utime(path)
-                table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-                return Prompts(table, longest, (num_prompts, fingerprint))
-    return None
+def _remove_unused(folder: Path) -> None:
+    for old in folder.glob("*"):
+        with suppress(FileNotFoundError, NotADirectoryError):  # another process was faster, or it is none of these
+            if old.stat().st_mtime < time.time() - UNUSED_S:
+                shutil.rmtree(old)
 
 
-def _write(folder: Path, key: str, longest: int, parts: Iterator[list[Prompt]]) -> None:
-    import pyarrow
-
-    for file in folder.iterdir():
-        limit_s = ABANDONED_S if file.name.startswith(PARTIAL) else UNUSED_S
-        with suppress(FileNotFoundError):  # another process was faster
-            if file.stat().st_mtime < time.time() - limit_s:
-                file.unlink()
-    columns = {"token_ids": pyarrow.list_(pyarrow.int32()), "difficulty": pyarrow.float64(), "fields": pyarrow.string()}
-    schema, digest, num_prompts = pyarrow.schema(columns), hashlib.sha256(), 0
-    descriptor, name = tempfile.mkstemp(prefix=PARTIAL, dir=folder)  # of its own: others may prepare the same
-    try:
-        with open(descriptor, "wb") as sink, pyarrow.ipc.new_file(sink, schema) as writer:
-            for part in parts:
-                short = [prompt for prompt in part if len(prompt.token_ids) <= longest]
-                fingerprint, num_prompts = _add(digest, short), num_prompts + len(short)
-                rows = [{"token_ids": p.token_ids, "difficulty": p.difficulty, "fields": _fields(p)} for p in part]
-                writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema))
-        os.replace(name, folder / f"{key}-{num_prompts}-{fingerprint}-{sha256_of(Path(name))}.arrow")
-    finally:
-        Path(name).unlink(missing_ok=True)
+def _contents(home: Path) -> str:
+    """Return the hashes of a cache's files."""
+    files = (*home.rglob("*.arrow"), *home.rglob("*.json"))
+    return "\n".join(map(sha256_of, files))
 
 
-def _fields(prompt: Prompt) -> str:
-    """Return the other fields as JSON. Raise TypeError if they would not come back as they are."""
-    fields = {name: getattr(prompt, name) for name in ("id", "text", "opening", "options", "answer", "meta")}
-    fields["messages"] = None if prompt.messages is None else list(prompt.messages)
-    text = json.dumps(fields)
-    if repr(json.loads(text)) != repr(fields):
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """Return a row of the table. Raise TypeError if the prompt would not come back from it as it is."""
+    others = {name: getattr(prompt, name) for name in OTHERS}
+    text = json.dumps(others)
+    if repr(_others(text)) != repr(others):
         raise TypeError(f"{prompt.id} has a column that JSON can't hold as it is")
-    return text
+    ids = prompt.token_ids
+    return {"token_ids": ids, "length": len(ids), "digest": _digest(prompt), "others": text}
 
 
-def _add(digest: "hashlib._Hash", prompts: Iterable[Prompt]) -> str:
-    for prompt in prompts:
-        difficulty = "" if prompt.difficulty is None else f"{prompt.difficulty}\n"
-        text = f"{prompt.id}\n{prompt.token_ids}\n{prompt.answer}\n{difficulty}"
-        digest.update(text.encode(errors="surrogatepass"))
-    return digest.hexdigest()[:16]
+def _others(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text)
+    if found["messages"] is not None:
+        found["messages"] = tuple(found["messages"])
+    return found
+
+
+def _digest(prompt: Prompt) -> str:
+    return _sha256(repr([prompt.id, prompt.token_ids, prompt.answer]))[:16]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -3,15 +3,17 @@
 The same state has to make the same plan: a resumed run plans its epoch again.
 """
 
+import copy
 import dataclasses
 import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hocket.common.registry import Registry
 from hocket.config import CurriculumConfig
-from hocket.data.cache import difficulty
-from hocket.types import Prompt
+from hocket.data.cache import KeptPrompts, Prompts
+from hocket.errors import DataError
 
 
 class PassRates:
@@ -39,14 +41,9 @@ class Candidates:
     """The prompts to plan an epoch from; a prompt is named by its index in `prompts`."""
 
     epoch: int  # counts from 0
-    prompts: Sequence[Prompt]
+    prompts: Prompts | KeptPrompts
     members: Sequence[int]  # the prompts that are not retired, shuffled by (seed, epoch)
     measured: PassRates  # of all prompts
-
-    def difficulty(self, index: int) -> float | None:
-        """Return the number of data.difficulty_column, else 1 - pass rate; None if neither is known."""
-        given, rate = difficulty(self.prompts, index), self.measured.rates[index]
-        return given if given is not None or rate is None else 1 - rate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +82,6 @@ CURRICULA: Registry[type[Curriculum]] = Registry("curriculum")
 curriculum = CURRICULA.register  # decorator: @curriculum("name") on a class
 
 
-def bind(config: CurriculumConfig) -> Curriculum:
-    """Return the configured curriculum; raise ConfigError if its name or an option is wrong."""
-    options, keys = config.model_extra or {}, CurriculumConfig.model_fields
-    made: Curriculum = CURRICULA.bind(config.name, options, section="curriculum", keys=keys)()
-    return made
-
-
 @curriculum("shuffle")
 class Shuffle(Curriculum):
     """Every prompt, shuffled by (seed, epoch)."""
@@ -104,8 +94,80 @@ class Shuffle(Curriculum):
 
 @curriculum("sorted")
 class Sorted(Curriculum):
-    """From easy to hard; equals are shuffled, and prompts of unknown difficulty come last."""
+    """From easy to hard, by a column or else by pass rate; equals are shuffled, and unknown ones come last."""
+
+    def __init__(self, difficulty_column: str | None = None) -> None:
+        self._column = difficulty_column
 
     def plan(self, candidates: Candidates) -> EpochPlan:
-        known = {i: d for i in candidates.members if (d := candidates.difficulty(i)) is not None}
+        rates, prompts = enumerate(candidates.measured.rates), candidates.prompts
+        known = {index: -rate for index, rate in rates if rate is not None}
+        if self._column is not None:
+            known = dict(enumerate(prompts.column(self._column)))
+        for index, value in known.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                what = f"curriculum.difficulty_column={self._column} must name a column of numbers"
+                raise DataError(f"{what}: that of {prompts[index].id} is {value!r:.80}")
         return EpochPlan(order=sorted(candidates.members, key=lambda index: known.get(index, math.inf)))
+
+
+class Planner:
+    """A curriculum with what is the same for each: prompts are shuffled, measured and retired."""
+
+    def __init__(
+        self,
+        prompts: Prompts | KeptPrompts,
+        seed: int,
+        curriculum: Curriculum | None = None,  # default: all prompts, shuffled
+        *,
+        retire_after: int = 0,  # times in a row that a prompt was solved before it is left out; 0 disables it
+    ) -> None:
+        self.prompts, self.seed = prompts, seed
+        self._curriculum = curriculum or Shuffle()
+        self._retire_after = retire_after or math.inf
+        self._measured = PassRates(len(prompts))
+        self.uses_pass_rates = self._curriculum.uses_pass_rates or retire_after > 0
+        self.moves_on = self._curriculum.moves_on
+
+    def plan(self, epoch: int) -> tuple[list[int], dict[int, tuple[str, str]]]:
+        """Return the indices to play, and those left out with state and reason. All are retired: none is played."""
+        shuffled = list(range(len(self.prompts)))
+        random.Random(f"{self.seed}:{epoch}").shuffle(shuffled)
+        members = [index for index in shuffled if self._measured.streaks[index] < self._retire_after]
+        out = dict.fromkeys(range(len(shuffled)), ("retired", f"solved {self._retire_after} times in a row"))
+        if not members:
+            return [], out
+        plan = self._curriculum.plan(
+            Candidates(epoch=epoch, prompts=self.prompts, members=members, measured=self._measured)
+        )
+        name = type(self._curriculum).__name__
+        order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
+        played = set(order)
+        if len(played) < len(order) or not played.issubset(members):
+            raise DataError(f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()")
+        if not played:
+            raise DataError(f"the curriculum {name} leaves out every prompt of epoch {epoch}; change its options")
+        out |= {index: ("skipped", plan.why.get(index, f"left out by {name}")) for index in members}
+        return order, {index: why for index, why in out.items() if index not in played}
+
+    def settled(self, index: int, epoch: int, pass_rate: float) -> None:
+        """Record how a prompt was played."""
+        if self.uses_pass_rates:
+            self._measured.record(index, epoch, pass_rate)
+            self._curriculum.measured(index, pass_rate)
+
+    def state(self) -> dict[str, Any]:
+        """Return what it has learnt, ready for JSON."""
+        return {"pass_rates": self._measured.state(), "curriculum": copy.deepcopy(self._curriculum.state())}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state."""
+        self._measured = PassRates(len(self.prompts), state["pass_rates"])
+        self._curriculum.restore(state["curriculum"])
+
+
+def bind(config: CurriculumConfig, prompts: Prompts | KeptPrompts, seed: int) -> Planner:
+    """Return the planner of the configured curriculum; raise ConfigError if its name or an option is wrong."""
+    options, keys = config.model_extra or {}, CurriculumConfig.model_fields
+    made: Curriculum = CURRICULA.bind(config.name, options, section="curriculum", keys=keys)()
+    return Planner(prompts, seed, made, retire_after=config.retire_after)

@@ -43,29 +43,39 @@ def accounts(
     for row in rows:
         epochs[row["epoch"]].append(row)
     ids = {row["prompt"] for row in rows}
-    newest = max([*epochs, stream["epoch"] if stream is not None else 0])
+    pending, newest, num_over = "pending", max(epochs, default=0), 0
+    if stream is not None:
+        num_over = stream["epoch"]
+        newest = max(newest, num_over)
+    elif ended:
+        num_over = newest
+    else:
+        pending = "pending or in flight"
     left_out: dict[str, str] = {}
     found = []
     for epoch in range(newest + 1):
-        for row in sorted(epochs[epoch], key=lambda row: row["state"] != "back"):
-            if row["state"] == "back":
+        fates = []
+        for row in sorted(epochs[epoch], key=lambda row: row["state"] != "back"):  # those first, as some stand twice
+            if "draw" in row:
+                fates.append((row["prompt"], _label(row)))
+            elif row["state"] == "back":
                 left_out.pop(row["prompt"], None)
-            elif row["state"] in ("retired", "skipped"):
+            else:
                 left_out[row["prompt"]] = _label(row)
-        fates = [(row["prompt"], _label(row)) for row in epochs[epoch] if "draw" in row] + list(left_out.items())
+        fates += left_out.items()
         times = collections.Counter(prompt for prompt, _ in fates)
         states = collections.Counter(label for _, label in fates)
+        twice = {prompt for prompt, num in times.items() if num > 1}
         unknown = num_prompts - len(times)
-        over = epoch < stream["epoch"] if stream is not None else ended and epoch < newest
         problems = []
-        if unknown and over:
+        if unknown and epoch < num_over:
             states["missing"] = unknown
             problems.append(_problem(unknown, "not accounted for", ids - times.keys()))
         elif unknown:
-            states["pending or in flight" if stream is None and not ended else "pending"] = unknown
-        if twice := {prompt for prompt, num in times.items() if num > 1}:
+            states[pending] = unknown
+        if twice:
             problems.append(_problem(len(twice), "accounted for more than once", twice))
-        found.append(Account(epoch, over or not unknown, num_prompts, dict(states), tuple(problems)))
+        found.append(Account(epoch, epoch < num_over or not unknown, num_prompts, states, tuple(problems)))
     return found
 
 

@@ -47,7 +47,7 @@ def opening_of(prompt: str) -> str:
 
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[Sequence[Prompt], list[int]]:
+) -> tuple[cache.Prompts | cache.KeptPrompts, list[int]]:
     """Return the prompts of `data.source` that are short enough, and the number of tokens of each one that is there.
 
     None is cut. Prompts of a large source come from the cache. Raise DataError for a bad row.
@@ -61,33 +61,26 @@ def load_prompts(
         advice = f"{{% if add_generation_prompt %}}{{{{ {opening!r} }}}}{{% endif %}}"
         what = f"the chat template begins the model's turn with {opening!r}, but ends no prompt so"
         raise DataError(f"{what}: the model would have to write that itself; add {advice} at the end of the template")
-    if (content := identity(data)) is not None:
-        settings, template = data.model_dump_json(exclude={"max_prompt_tokens"}), tokenizer.chat_template
+
+    def origin() -> tuple[object, ...] | None:
+        content, template = identity(data), tokenizer.chat_template
+        if content is None:
+            return None
+        settings = data.model_dump_json(exclude={"max_prompt_tokens"})
         today = time.strftime("%F") if "strftime_now" in str(template) else None
-        key = cache.key(content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
+        return content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer)
 
-        def parts() -> Iterator[list[Prompt]]:
-            yield from _parts(data, renderer)
-            if identity(data) != content:
-                raise OSError(f"{data.source} changed while it was read")
-
-        if (found := cache.load(key, longest, parts)) is not None:
-            return found, found.lengths
-    prompts = list(itertools.chain.from_iterable(_parts(data, renderer)))
-    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
-    return kept, [len(prompt.token_ids) for prompt in prompts]
+    return cache.load(origin, longest, lambda: _prompts(data, renderer))
 
 
-def _parts(data: DataConfig, renderer: "Renderer") -> Iterator[list[Prompt]]:
+def _prompts(data: DataConfig, renderer: "Renderer") -> Iterator[Prompt]:
     is_file = not data.source.startswith(("task:", "hf:"))
     for rendered, problems in in_parts(data, renderer.row):
-        prompts = []
         token_ids = renderer.encode_prompts([text for _, (text, _) in rendered])
         for (place, (_, fields)), ids in zip(rendered, token_ids, strict=True):
-            prompts.append(Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields))
             if not ids:
                 problems[place] = NO_TOKEN
-        yield prompts
+            yield Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields)
 
 
 def in_parts(
@@ -159,7 +152,6 @@ class Renderer:
             "opening": opening_of(text),
             "options": data.chat_template_kwargs,
             "answer": self._answer(columns),
-            "difficulty": self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
         }
 
@@ -279,15 +271,6 @@ class Renderer:
             what = f"data.answer_pattern {pattern.pattern!r} finds no answer in column {column!r}"
             raise ValueError(f"{what}: {answer!r:.80}")
         return match[1].strip()
-
-    def _difficulty(self, columns: Mapping[str, Any]) -> float | None:
-        column = self._data.difficulty_column
-        if column is None:
-            return None
-        value = self.column(columns, "difficulty_column")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"column {column!r} (data.difficulty_column) must be a number, got {value!r:.80}")
-        return float(value)
 
     def column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
         """Return the value of the column that `setting` names; without it, raise ValueError with those there are."""

@@ -5,14 +5,11 @@ flight, so that a resumed run repeats those first.
 """
 
 import collections
-import copy
 import dataclasses
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from hocket.data import cache
-from hocket.data.curriculum import Candidates, Curriculum, PassRates, Shuffle
+from hocket.data.curriculum import Planner
 from hocket.errors import DataError
 from hocket.types import Prompt
 
@@ -34,28 +31,20 @@ class Outcome:
 class PromptStream:
     """Prompts in epochs, endless until all of them are retired. `take` numbers the draws of a run 0, 1, 2, ..."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        seed: int,
-        curriculum: Curriculum | None = None,  # default: all prompts, shuffled by (seed, epoch)
-        *,
-        retire_after: int = 0,  # leave a prompt out once it was solved this many times in a row; 0 disables it
-        prompts_per_step: int = 1,  # the length of a step, for the curriculum
-    ) -> None:
+    def __init__(self, planner: Planner, *, prompts_per_step: int = 1) -> None:
+        prompts = planner.prompts
         if not prompts:
             raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
+        self.planner = planner
         self._prompts = prompts
-        self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": cache.fingerprint(prompts)}
-        self._curriculum = curriculum or Shuffle()
-        self._retire_after, self._prompts_per_step = retire_after, prompts_per_step
-        self._measured = PassRates(len(prompts))
+        self._identity = {"seed": planner.seed, "num_prompts": len(prompts), "fingerprint": prompts.fingerprint}
+        self._prompts_per_step = prompts_per_step
         self._num_drawn = 0
         self._in_flight: dict[int, dict[str, Any]] = {}  # by number
         self._again: collections.deque[int] = collections.deque()  # numbers to draw once more after a restore
         self._entries: list[dict[str, Any]] = []
         self._left_out: dict[int, tuple[str, str]] = {}  # index: (state, why)
-        self._begin(epoch=0)
+        self._begin(0, *planner.plan(0))
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
         """Return the next prompts by draw number, across epochs; fewer once all are retired."""
@@ -65,14 +54,12 @@ class PromptStream:
     def settle(self, number: int, outcome: Outcome) -> None:
         """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""
         draw = self._in_flight.pop(number)
-        entry = {key: draw[key] for key in ("draw", "epoch", "prompt")} | {"state": outcome.state}
+        entry = {"draw": number, "epoch": draw["epoch"], "prompt": draw["prompt"], "state": outcome.state}
         if outcome.why:
             entry["why"] = outcome.why
         if outcome.pass_rate is not None:
             entry["pass_rate"] = outcome.pass_rate
-            if self._curriculum.uses_pass_rates or self._retire_after:
-                self._measured.record(draw["index"], draw["epoch"], outcome.pass_rate)
-                self._curriculum.measured(draw["index"], outcome.pass_rate)
+            self.planner.settled(draw["index"], draw["epoch"], outcome.pass_rate)
         self._entries.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
@@ -90,7 +77,7 @@ class PromptStream:
             "in_flight": list(self._in_flight.values()),
             "entries": list(self._entries),
             "at_start": self._at_start,
-            "learnt": self._learnt(),
+            "learnt": self.planner.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -106,20 +93,21 @@ class PromptStream:
         self._again = collections.deque(self._in_flight)
         self._entries = list(state["entries"])
         self._at_start = state["at_start"]
-        self._recall(self._at_start)  # the epoch's plan follows from what was known when it began
-        self._left_out = self._plan()
-        self._recall(state["learnt"])
+        self.planner.restore(self._at_start)  # the epoch's plan follows from what was known when it began
+        self._order, self._left_out = self.planner.plan(self._epoch)
+        self.planner.restore(state["learnt"])
 
     def _next(self) -> int | None:
         if self._again:
             return self._again.popleft()
-        moves_on = self._curriculum.moves_on(self._num_drawn // self._prompts_per_step)
+        moves_on = self.planner.moves_on(self._num_drawn // self._prompts_per_step)
         if moves_on or self._position == len(self._order):
-            if all(map(self._is_retired, range(len(self._prompts)))):
+            order, left_out = self.planner.plan(self._epoch + 1)
+            if not order:
                 return None
             for index in self._order[self._position :]:
                 self._leave_out(index, "skipped", "the curriculum moved on before its turn")
-            self._begin(self._epoch + 1)
+            self._begin(self._epoch + 1, order, left_out)
         number, index = self._num_drawn, self._order[self._position]
         prompt = self._prompts[index].id
         self._in_flight[number] = {"draw": number, "epoch": self._epoch, "index": index, "prompt": prompt}
@@ -127,44 +115,16 @@ class PromptStream:
         self._position += 1
         return number
 
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._position = epoch, 0
-        self._at_start = self._learnt()
-        before, self._left_out = self._left_out, self._plan()
-        for index, (state, why) in self._left_out.items():
+    def _begin(self, epoch: int, order: list[int], left_out: dict[int, tuple[str, str]]) -> None:
+        before = self._left_out
+        self._epoch, self._position, self._order, self._left_out = epoch, 0, order, left_out
+        self._at_start = self.planner.state()
+        for index, (state, why) in left_out.items():
             if before.get(index) != (state, why):
                 self._leave_out(index, state, why)
-        for index in [index for index in before if index not in self._left_out]:
+        for index in sorted(before.keys() - left_out.keys()):
             self._entries.append({"epoch": epoch, "prompt": self._prompts[index].id, "state": "back"})
 
     def _leave_out(self, index: int, state: str, why: str) -> None:
         self._left_out[index] = (state, why)
         self._entries.append({"epoch": self._epoch, "prompt": self._prompts[index].id, "state": state, "why": why})
-
-    def _plan(self) -> dict[int, tuple[str, str]]:
-        """Set the order of the epoch; return the prompts that it leaves out, with state and reason."""
-        shuffled = list(range(len(self._prompts)))
-        random.Random(f"{self._identity['seed']}:{self._epoch}").shuffle(shuffled)
-        members = [index for index in shuffled if not self._is_retired(index)]
-        plan = self._curriculum.plan(
-            Candidates(epoch=self._epoch, prompts=self._prompts, members=members, measured=self._measured)
-        )
-        name, played = type(self._curriculum).__name__, set(plan.order)
-        if len(played) < len(plan.order) or not played.issubset(members):
-            raise DataError(f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()")
-        if not played:
-            raise DataError(f"the curriculum {name} leaves out every prompt of epoch {self._epoch}; change its options")
-        self._order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
-        out = {i: ("skipped", plan.why.get(i, f"left out by {name}")) for i in members if i not in played}
-        retired = sorted(set(shuffled) - set(members))
-        return out | dict.fromkeys(retired, ("retired", f"solved {self._retire_after} times in a row"))
-
-    def _is_retired(self, index: int) -> bool:
-        return 0 < self._retire_after <= self._measured.streaks[index]
-
-    def _learnt(self) -> dict[str, Any]:
-        return {"pass_rates": self._measured.state(), "curriculum": copy.deepcopy(self._curriculum.state())}
-
-    def _recall(self, learnt: Mapping[str, Any]) -> None:
-        self._measured = PassRates(len(self._prompts), learnt["pass_rates"])
-        self._curriculum.restore(learnt["curriculum"])

@@ -32,23 +32,24 @@ def load(path: str, setting: str = "model.path") -> Any:
 
 def _check_is_model(path: str, setting: str) -> None:
     """Raise ConfigError unless `path` is a model's folder, or a name that the hub, which is asked only once, knows."""
-    from huggingface_hub import HfApi, errors, try_to_load_from_cache
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if (folder := Path(path)).exists():
-        advice = f"not a model; make one of it: {door()} export {path} OUTPUT"
-        others = {"adapter": f"an adapter, {advice}", "checkpoint": f"a checkpoint, {advice}", "model": None}
-        if other := others.get(kind_of(folder), "no model: it has no config.json"):
-            raise ConfigError(f"{setting}={path} is {other}")
+    folder = Path(path)
+    if folder.exists():
+        kind = kind_of(folder)
+        if kind in ("adapter", "checkpoint"):
+            advice = f"make one of it: {door()} export {path} OUTPUT"
+            raise ConfigError(f"{setting}={path} holds one {kind}, not a model; {advice}")
+        if kind != "model":
+            raise ConfigError(f"{setting}={path} is no model: it has no config.json")
         return
-    missing = f"{setting}={path}: there is no such folder (paths are relative to {Path.cwd()})"
     try:
         if try_to_load_from_cache(path, "config.json") is None:
             HfApi().model_info(path, timeout=10)
-    except errors.HFValidationError as error:
-        raise ConfigError(f"{missing}, and no model on the hub has such a name") from error
     except Exception as error:
-        if not isinstance(error, errors.HfHubHTTPError) or isinstance(error, errors.RepositoryNotFoundError):
-            raise ConfigError(f"{missing}, and the hub has no such model, or can't be asked: {error}") from error
+        missing = f"there is no such folder (paths are relative to {Path.cwd()})"
+        hub = f"the hub has no such model, or can't be asked: {error}"
+        raise ConfigError(f"{setting}={path}: {missing}, and {hub}") from error
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from hocket.common import markdown
 from hocket.types import Group
 
 PHASES = ("generate", "reward", "turn", "measure", "train", "sync", "eval")  # of time/step, in order; the rest: other
@@ -258,8 +259,8 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
 
 def reference() -> str:
     """Return the table of metrics as Markdown."""
-    rows = ["| metric | what it is | healthy | otherwise |", "|---|---|---|---|"]
+    rows = []
     for name, meaning, low, high, advice in METRICS:
         healthy = " ".join(f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None)
-        rows.append(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} | {healthy} | {advice} |")
-    return "\n".join(rows)
+        rows.append((f"`{name}`", meaning.replace("|", "\\|"), healthy, advice))
+    return markdown.table(("metric", "what it is", "healthy", "otherwise"), rows)

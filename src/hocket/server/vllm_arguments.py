@@ -4,7 +4,7 @@ import importlib.metadata
 from argparse import Namespace
 from typing import Any, get_args
 
-from hocket.common.registry import nearest
+from hocket.common.registry import refuse_owned
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 
@@ -43,6 +43,7 @@ def is_cpu_build() -> bool:
 def engine_arguments(config: Config) -> Namespace:
     """Return vLLM's own server arguments for a config. Raises ValueError where vLLM or hocket refuses one."""
     from vllm.config.lora import MaxLoRARanks
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -84,7 +85,9 @@ def engine_arguments(config: Config) -> Namespace:
         settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
         if not cpu:  # else vLLM wants that share of the GPU to be free, of which it then uses nothing
             settings["gpu_memory_utilization"] = 0.01
-    _refuse_owned(server.engine, OWN_NAMES.keys() | OWNED | settings.keys())
+    owned = dict.fromkeys(OWNED | settings.keys(), "") | OWN_NAMES
+    known = AsyncEngineArgs.__dataclass_fields__
+    refuse_owned("server.engine.", server.engine, owned, known, ": vLLM has no such engine argument")
     if cpu:
         settings["enforce_eager"] = True
         # With a seeded request whose prompt it cuts into chunks, vLLM's CPU worker dies ("does not use offset").
@@ -96,16 +99,3 @@ def engine_arguments(config: Config) -> Namespace:
         raise ValueError(f"this release of vLLM has no setting {min(unknown)!r}; install the one in requirements.txt")
     vars(args).update(settings | server.engine)
     return args
-
-
-def _refuse_owned(engine: dict[str, Any], owned: set[str]) -> None:
-    """Raise ValueError for an argument of server.engine that vLLM does not have, or that is not to be chosen."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    known = set(AsyncEngineArgs.__dataclass_fields__)
-    for name in engine:
-        if name in owned:
-            advice = f"set {OWN_NAMES[name]}" if name in OWN_NAMES else "leave it out"
-            raise ValueError(f"server.engine.{name} can't be set, as hocket sets it: {advice}")
-        if name not in known:
-            raise ValueError(f"server.engine.{name}: vLLM has no such engine argument{nearest(name, known - owned)}")
