@@ -55,9 +55,30 @@ def run_together(size: int, output: Path, scenarios: Sequence[tuple[str, str]]) 
     assert ended(ranks) == [0] * size, [rank.output() for rank in ranks]
 
 
+STUCK = {  # the rank that does not answer, and what the other one says
+    "rank_hangs": (1, "rank 0 lost the other ranks while doing the common update"),
+    "rank_is_cut_off": (1, "rank 0 lost the other ranks while telling the other ranks what to do"),
+    "main_is_cut_off": (0, "hocket: rank 1 ends, for rank 0, or the launcher, is gone: its store does not answer"),
+}
+
+
+@pytest.fixture(scope="module")
+def stuck(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Rank]]]:
+    """The ranks of each scenario in STUCK: they wait for their deadlines while others work."""
+    folder = tmp_path_factory.mktemp("stuck")
+    started = {scenario: start(2, folder, [(scenario, tied_model)]) for scenario in STUCK}
+    yield started
+    for rank in itertools.chain(*started.values()):
+        rank.__exit__()
+
+
 @pytest.fixture(scope="module")
 def runs(
-    tied_model: str, untied_model: str, experts_model: str, tmp_path_factory: pytest.TempPathFactory
+    stuck: dict[str, list[Rank]],
+    tied_model: str,
+    untied_model: str,
+    experts_model: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[int, Path]:
     """By number of ranks, the folder with one for each SCENARIO-MODEL of worker.py.
 
@@ -198,23 +219,6 @@ def test_two_ranks_train_the_adapter_of_one(runs: dict[int, Path]) -> None:
             assert untimed(step) == pytest.approx(untimed(other), rel=1e-4, abs=1e-5)
 
 
-STUCK = {  # the rank that does not answer, and what the other one says
-    "rank_hangs": (1, "rank 0 lost the other ranks while doing the common update"),
-    "rank_is_cut_off": (1, "rank 0 lost the other ranks while telling the other ranks what to do"),
-    "main_is_cut_off": (0, "hocket: rank 1 ends, for rank 0, or the launcher, is gone: its store does not answer"),
-}
-
-
-@pytest.fixture(scope="module")
-def stuck(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Rank]]]:
-    """The ranks of each scenario in STUCK: they wait for their deadlines while the tests between run."""
-    folder = tmp_path_factory.mktemp("stuck")
-    started = {scenario: start(2, folder, [(scenario, tied_model)]) for scenario in STUCK}
-    yield started
-    for rank in itertools.chain(*started.values()):
-        rank.__exit__()
-
-
 @pytest.mark.parametrize(
     ("scenario", "codes", "rank", "message"),
     [
@@ -225,7 +229,6 @@ def stuck(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         ("rank_waits_for_ever", [1, 1], 0, "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory"),
     ],
 )
-@pytest.mark.usefixtures("stuck")
 def test_a_failure_ends_all_ranks_with_the_reason(
     tied_model: str, tmp_path: Path, scenario: str, codes: list[int], rank: int, message: str
 ) -> None:
