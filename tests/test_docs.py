@@ -39,7 +39,7 @@ def test_the_reference_pages_are_up_to_date() -> None:
 
 
 def test_readme_and_architecture_name_no_file_that_is_not_there() -> None:
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## Reading order")[1].split("```")[1]
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## How it works")[1].split("```")[1]
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = {word for word in tree.split() if word.endswith((".py", ".yaml"))}
     named |= set(re.findall(r"[\w/]+\.py", page)) | set(re.findall(r"`([\w/]+/)`", page))

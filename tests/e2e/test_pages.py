@@ -1,4 +1,4 @@
-"""The README's curl commands and docs/python.md against a real server: each answers as it is shown."""
+"""The curl commands of docs/server.md and docs/python.md against a real server: each answers as it is shown."""
 
 import json
 import re
@@ -17,8 +17,8 @@ from processes import ROOT, START_S, Command, Process, free_port
 
 pytestmark = pytest.mark.e2e
 
-SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("## Ask the server")[1].split("\n## ")[0]
-BLOCKS = re.findall(r"```\n(curl.*?)```(?:\n```json\n(.*?)```)?", SECTION, re.DOTALL)
+PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```\n(curl.*?)```(?:\n```json\n(.*?)```)?", PAGE, re.DOTALL)
 COMMANDS = [(line, answer) for block, answer in BLOCKS for line in block.strip().splitlines()]
 
 
@@ -46,7 +46,7 @@ def shape(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("command", "answer"), COMMANDS, ids=range(len(COMMANDS)))
-def test_every_curl_command_answers_as_the_readme_shows(command: str, answer: str, port: int) -> None:
+def test_every_curl_command_answers_as_the_page_shows(command: str, answer: str, port: int) -> None:
     result = subprocess.run(
         ["bash", "-c", command.replace("localhost:8000", f"127.0.0.1:{port}")],
         capture_output=True,
@@ -62,7 +62,7 @@ def test_every_curl_command_answers_as_the_readme_shows(command: str, answer: st
         assert '"error":{' not in result.stdout.replace(" ", "")
 
 
-def test_the_readme_shows_every_route_that_hocket_adds_and_openais() -> None:
+def test_the_page_shows_every_route_that_hocket_adds_and_openais() -> None:
     shown = {re.search(r"localhost:8000(/\S*)", command)[1] for command, _ in COMMANDS}  # type: ignore[index]
     assert shown >= {"/generate", "/reload_weights", "/health", "/metrics"}
     assert shown >= {"/v1/models", "/v1/completions", "/v1/chat/completions"}
