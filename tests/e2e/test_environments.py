@@ -212,7 +212,7 @@ def test_the_policy_learns(port: int, runs: Path, name: str, steps: int, rise: f
 
 
 def test_the_policy_learns_from_what_an_agent_returns(port: int, runs: Path) -> None:
-    """From calls for numbers: the lower both are, the more. Hints take many more steps to learn."""
+    """From calls for numbers: the lower both are, the more. Hints (config/agent.yaml) take many more."""
     settings = [f"server.port={port}", f"run.dir={runs}/agent", "trainer.steps=6", "eval.num_prompts=0"]
     own = ["plugins=[config/tiny_tools.py,tests/e2e/low_agent.py]", "env.function=low", "trainer.learning_rate=1e-3"]
     sizes = ["rollout.prompts_per_step=8", "rollout.group_size=8"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from hocket.cluster.launch import visible_gpus
 from hocket.protocol.manifest import tensor_checksum
 from hocket.server import worker
 from processes import ROOT, START_S, Process, free_port
@@ -36,11 +37,11 @@ def has_steps(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists()
 
 
-def run(tmp_path: Path, *settings: str, command: str = "quickstart", gpus: str = "0") -> list[dict[str, float]]:
+def run(tmp_path: Path, *settings: str, command: str = "quickstart", gpus: int = 1) -> list[dict[str, float]]:
     """Runs the quickstart's policy with these settings to its end; returns the rows of its steps."""
     place = (f"run.dir={tmp_path / 'runs' / 'a'}", f"server.port={free_port()}")
     words = [command, "config/quickstart.yaml", *SMALL, *place, *settings]
-    with Process(words, tmp_path / "log", CUDA_VISIBLE_DEVICES=gpus) as process:
+    with Process(words, tmp_path / "log", CUDA_VISIBLE_DEVICES=",".join(visible_gpus()[:gpus])) as process:
         assert process.wait_end(START_S + 300) == 0, process.output()
         process.assert_gone()
     return steps_of(tmp_path / "runs" / "a")
@@ -183,7 +184,7 @@ def test_nccl_carries_every_byte_and_does_not_wait_for_ever_for_a_rank_that_does
 
 @TWO_GPUS
 def test_with_gpus_of_their_own_both_sides_overlap_and_weights_go_from_gpu_to_gpu(tmp_path: Path) -> None:
-    steps = run(tmp_path, "launch.servers=1", "launch.trainers=1", command="launch", gpus="0,1")
+    steps = run(tmp_path, "launch.servers=1", "launch.trainers=1", command="launch", gpus=2)
     config: dict[str, Any] = yaml.safe_load((tmp_path / "runs" / "a" / "config.yaml").read_text())
     assert (config["sync"]["backend"], config["pipeline"]["max_staleness"]) == ("nccl", 1)
     assert all(step["sync/fallbacks"] == 0 for step in steps)
@@ -196,7 +197,7 @@ def test_two_ranks_train_as_one_does_to_rounding(tmp_path: Path) -> None:
     for ranks in (1, 2):
         (tmp_path / str(ranks)).mkdir()
         settings = ("launch.share_gpu=true", f"launch.trainers={ranks}")
-        steps = run(tmp_path / str(ranks), *settings, gpus="0" if ranks == 1 else "0,1")
+        steps = run(tmp_path / str(ranks), *settings, gpus=ranks)
         rewards.append(steps[0]["train/loss"])
     assert rewards[1] == pytest.approx(rewards[0], abs=2e-3)
 

@@ -125,7 +125,7 @@ def test_an_adapter_alone_learns_and_merges_into_a_model(tmp_path: Path) -> None
     mebibytes = 2 * sum(16 * (i + o) for i, o in widths) * 4 / 2**20
     assert all(mebibytes <= step["sync/mebibytes"] <= mebibytes + 0.02 for step in steps)
     assert all(step.get("sync/fallbacks", 0) == 0 for step in steps)
-    # What a launch says at its end works, word by word.
+    # The command that a launch of this run would say at its end works, word by word.
     said = what_next(run_dir, ["config/quickstart.yaml", *settings])
     words = next(line for line in said.splitlines() if " export " in line).partition(" export ")[2].split()
     with Command(["export", *words], tmp_path / "export.log") as process:
@@ -251,7 +251,7 @@ def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> 
     assert log.read_text().count("interrupted; to go on from the start") == log.read_text().count("interrupted") == 1
 
 
-def test_a_killed_launch_takes_its_servers_and_ranks_along(tmp_path: Path) -> None:
+def test_a_killed_launch_takes_its_server_and_ranks_along(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("launch", log, f"run.dir={run_dir}", "launch.trainers=2") as process:
         process.wait_for((run_dir / "rollouts" / "step_000001.jsonl").exists, "step_000001")
