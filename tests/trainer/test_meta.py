@@ -103,11 +103,11 @@ class OnMeta:
         """There is nothing to free."""
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    sizes = {"vocab_size": 151_936, "num_key_value_heads": 2, "tie_word_embeddings": True, **SIZES[request.param]}
+    size = getattr(request, "param", "0.5B")
+    make_tokenizer().save_pretrained(tmp_path)
+    sizes = {"vocab_size": 151_936, "num_key_value_heads": 2, "tie_word_embeddings": True, **SIZES[size]}
     Qwen2Config(**sizes, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     return str(tmp_path)
 
@@ -143,9 +143,9 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
     return Trainer(config_module.load(None, [*defaults, *settings]), ranks=there)
 
 
-def samples(count: int = 8) -> list[TrainSample]:
-    """Returns sequences of 513 tokens, the last 449 of them sampled, in groups of two."""
-    return [sample_of(sequence([1] * 513, 64), group=place // 2) for place in range(count)]
+def samples(count: int, length: int) -> list[TrainSample]:
+    """Returns sequences, all but their first 64 tokens sampled, in groups of two."""
+    return [sample_of(sequence([1] * length, 64), group=place // 2) for place in range(count)]
 
 
 def train(trainer: Trainer, given: list[TrainSample]) -> None:
@@ -168,10 +168,11 @@ def test_a_preset_waits_for_the_device_where_that_is_intended_alone(
 ) -> None:
     kl = () if preset == "ppo" else ("algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
     with make_trainer(ranks, model, f"algorithm.preset={preset}", *kl) as trainer:
-        train(trainer, samples())
+        train(trainer, samples(2, 129))
     assert waiting.met >= {"trainer.step.accumulate", "trainer.engine.step"}
 
 
+@pytest.mark.parametrize("model", SIZES, indirect=True)
 @pytest.mark.parametrize("kind", ["kernel", "groups"])
 @pytest.mark.parametrize("settings", ["model.lora={}", "trainer.gradient_checkpointing=true"])
 def test_adapters_and_recomputed_activations_do_so_too(
@@ -180,7 +181,7 @@ def test_adapters_and_recomputed_activations_do_so_too(
     monkeypatch.setattr(attention, "has_kernel", lambda *args: kind == "kernel")
     extra = ("algorithm.entropy_coef=0.01", "algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
     with make_trainer(ranks, model, settings, *extra) as trainer:
-        train(trainer, samples())
+        train(trainer, samples(2, 129))
     assert waiting.met >= set(INTENDED) - {"trainer.flops._seconds_of_product"}  # once per process
 
 
@@ -193,17 +194,18 @@ def test_the_size_of_micro_batches_is_found_without_a_wait_of_its_own(
             memory.rehearse(learner, 2048, trainer.ranks, longest=1024)
 
 
+@pytest.mark.parametrize("model", SIZES, indirect=True)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_peak_of_a_step_is_the_plans_estimate(
     ranks: Ranks, model: str, waiting: Waiting, recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "has_kernel", lambda *args: True)
     with make_trainer(ranks, model, f"trainer.gradient_checkpointing={recomputes}") as trainer:
-        trainer.step(samples(4))  # which allocates the optimizer's moments
+        trainer.step(samples(4, 513))  # which allocates the optimizer's moments
         tracker = MemTracker()
         tracker.track_external(trainer.policy, trainer.engine._adamw)
         with tracker:
-            trainer.step(samples(4))
+            trainer.step(samples(4, 513))
         config = trainer._config
     peak = tracker.get_tracker_snapshot("peak")[META]["Total"]
     whole = skeleton(ModelConfig(path=model))
