@@ -48,6 +48,10 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
 }
 MOVED = {  # earlier name → the one now
     "data.difficulty_column": "curriculum.difficulty_column, an option of sorted",
+    "rollout.stop_token_ids": "rollout.stop, as text",
+    "server.served_model_name": "server.engine={served_model_name: NAME}",
+    "server.tool_parser": "server.engine={tool_call_parser: NAME}",
+    "trainer.collective_timeout_s": "6 x sync.timeout_s",
 }
 _HERE = MOVED | {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 

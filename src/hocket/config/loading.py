@@ -1,4 +1,4 @@
-"""Load a Config from YAML and overrides, write it back, compare it with an earlier one, and print the table of keys."""
+"""Load a Config from YAML and overrides, write it back, compare it, and print the table of keys."""
 
 import difflib
 import re
@@ -44,26 +44,24 @@ for _tag, _pattern in PLAIN.items():
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
-    """Read a YAML file (None: defaults), set `section.key=value`, in YAML, or a mapping's values, and validate.
+    """Read a YAML file (None: defaults), set `section.key=value` or a mapping's values, and validate.
 
-    Raises:
-        ConfigError: with the file or the command line, the key, and what an unknown one is called here.
+    Raise ConfigError with where it was set, the key, and what an unknown one is called here.
     """
     values: Any = {}
     given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(_read, overrides))
     if path is not None:
-        if (folder := Path(path)).is_dir():
-            raise ConfigError(
-                f"{path} is a {kind_of(folder) or 'folder'}, not a config file; as a model: model.path={path}"
-            )
+        if Path(path).is_dir():
+            kind = kind_of(Path(path)) or "folder"
+            raise ConfigError(f"{path} is a {kind}, not a config file; as a model: model.path={path}")
         try:
             with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
                 values = yaml.load(file, _Loader) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            advice = f"paths are relative to {Path.cwd()}"
-            if isinstance(error, yaml.YAMLError):
-                advice = "indent by spaces; text with : { or # needs quotes"
+        except yaml.YAMLError as error:
+            advice = "indent by spaces; text with : { or # needs quotes"
             raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"can't read the config {path}: {error}; paths are relative to {Path.cwd()}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
     for key, value in given.items():
@@ -76,7 +74,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Return the config of a YAML file (or `default`) and overrides, and the arguments that give a child the same."""
+    """Return the config of a YAML file (or `default`) and overrides, and a child's arguments for the same."""
     paths = [
         item for item in settings if "=" not in item or (item.endswith((".yaml", ".yml")) and Path(item).is_file())
     ]
@@ -93,7 +91,6 @@ def dump(config: Config) -> str:
 
 
 def to_yaml(values: Any) -> str:
-    """Return values as YAML that `load` reads as they were."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
@@ -107,7 +104,7 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return key → (before, now) of all that differs from an earlier `as_dict`, but checkpoint.resume."""
+    """Return key → (before, now) of what differs from an earlier `as_dict`, but checkpoint.resume."""
     old = _by_key(as_dict(Config())) | _by_key(before)  # of a setting that there was not yet, its default
     new = _by_key(as_dict(config))
     pairs = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
@@ -123,9 +120,8 @@ def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reference() -> str:
-    """Return every key with its default and description, as a Markdown table."""
     rows = (
-        (f"`{key}`", f"`{_default(field)}`", field.description)
+        (f"`{key}`", f"`{_default(field)}`", field.description.replace("\n", " "))
         for key, field in _fields()
         if field.description and not key.startswith("eval.data.")  # as in data
     )
@@ -134,17 +130,13 @@ def reference() -> str:
 
 
 def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with its field: a section's own, and those in it, also where it may be null."""
+    """Yield every key with its field, also within a section that may be null."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
         kind, *_ = get_args(field.annotation) or (field.annotation,)
-        if _is_section(kind):
+        if isinstance(kind, type) and issubclass(kind, Section):
             yield from _fields(kind, f"{key}.")
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _default(field: FieldInfo) -> str:
@@ -177,13 +169,13 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_text(key: str) -> bool:
-    """Return whether the key's value is text, which is taken literally: "runs/a #3", "2024_10", "0123"."""
+    """Return whether the key's value is literal text: "runs/a #3", "2024_10", "0123"."""
     kind = next((field.annotation for name, field in _fields() if name == key), None)
     return all(one in (str, UserPath, re.Pattern[str], type(None)) for one in get_args(kind) or (kind,))
 
 
 def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
-    """Return how the error of a key begins: with where the key was set, file or command line; "" without a file."""
+    """Return where a key was set, file or command line; "" without a file."""
     if path is None:
         return ""
     typed = any(f"{key}.".startswith(f"{one}.") for one in given)
@@ -191,7 +183,6 @@ def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong with it); a section that is unknown has several."""
     key, value = ".".join(map(str, item["loc"])), item["input"]
     if item["type"] == "extra_forbidden" and isinstance(value, Mapping) and value:
         for name in value:
