@@ -26,15 +26,14 @@ CORRECTION_RANGES = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}  # where
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preset:
-    """A published algorithm: the settings in which it differs from the defaults."""
+    """A published algorithm."""
 
     source: str  # number on arXiv, or a project
-    remark: str  # what it leaves out or adds
-    knobs: Mapping[str, Any]
+    remark: str
+    knobs: Mapping[str, Any]  # that differ from the defaults
 
 
 def _row(source: str, remark: str = "", **changes: Any) -> Preset:
-    """Return a row with PPO's symmetric clip, no correction, and `changes`."""
     return Preset(source, remark, {"clip_high": 0.2, "correction": "none", **changes})
 
 
@@ -137,7 +136,7 @@ class LossKnobs(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Set the preset's row, then the correction's own range, where the user set nothing."""
+        """Set the preset's row and the correction's range where the user set nothing."""
         if not isinstance(values, Mapping):
             return values
         row = PRESETS.get(str(values.get("preset")), NO_PRESET).knobs
@@ -171,18 +170,18 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
             by_token and self.scale in ("group", "batch"),
             f"baseline={self.baseline} compares no rollouts: set scale to tokens or none",
         )
-        yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
-        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
+        yield self.discount != 1 and not by_token, "discount is for baseline none or critic"
+        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic"
         several = "set correction=none, or several updates (epochs, minibatches)"
         yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
         yield (
             self.dual_clip is not None and (self.clip != "ppo" or one_ratio),
-            "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out",
+            "dual_clip has no effect: set clip=ppo and correction=none, or several updates",
         )
         yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
         yield (
             self.stop_kl is not None and self.correction == "none",
-            "stop_kl needs a correction: without one the ratio is to the engine's log-probs, not the old policy's",
+            "stop_kl needs a correction: without one the ratio is to the engine's log-probs",
         )
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
         yield (

@@ -19,7 +19,7 @@ from hocket.config.sections import Section, UserPath
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
-SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
+SURE = 0.8  # similarity of a key to the one that was meant
 PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 is text, off is false, and 010 is 8
     "null": "~|null|Null|NULL|",
     "bool": "true|True|TRUE|false|False|FALSE",
@@ -44,10 +44,7 @@ for _tag, _pattern in PLAIN.items():
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
-    """Read a YAML file (None: defaults), set `section.key=value` or a mapping's values, and validate.
-
-    Raise ConfigError with where it was set, the key, and what an unknown one is called here.
-    """
+    """Read a YAML file (None: defaults), set `section.key=value` or a mapping's values, and validate."""
     values: Any = {}
     given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(_read, overrides))
     if path is not None:
@@ -74,19 +71,20 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Return the config of a YAML file (or `default`) and overrides, and a child's arguments for the same."""
+    """Return the config of a YAML file (or `default`) and overrides, and arguments for the same."""
     paths = [
         item for item in settings if "=" not in item or (item.endswith((".yaml", ".yml")) and Path(item).is_file())
     ]
     overrides = [item for item in settings if item not in paths]
     if len(paths) > 1:
         raise ConfigError(f"one config file at most, got {', '.join(paths)}; settings look like section.key=value")
-    path = paths[0] if paths else default
-    return load(path, overrides), [*([path] if path else []), *overrides]
+    if default is not None and not paths:
+        paths = [default]
+    return load(next(iter(paths), None), overrides), [*paths, *overrides]
 
 
 def dump(config: Config) -> str:
-    """Return the resolved config as YAML that `load` reads back to an equal config; the token is left out."""
+    """Return the config as YAML that `load` reads back, without the token."""
     return to_yaml(as_dict(config))
 
 
@@ -95,17 +93,17 @@ def to_yaml(values: Any) -> str:
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """Return the resolved config ready for JSON; the token is left out."""
+    """Return the config for JSON, without the token."""
     values = config.model_dump(mode="json", by_alias=True)
     values["server"]["token"] = None  # a run folder is shared; a secret is not
-    # What it does not set is as in data; and a source of its own, even the default, would be held-out rows.
+    # Unset is as in data; and a source of its own, even the default, would be held-out rows.
     values["eval"]["data"] = config.eval.data.model_dump(mode="json", exclude_unset=True)
     return values
 
 
 def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """Return key → (before, now) of what differs from an earlier `as_dict`, but checkpoint.resume."""
-    old = _by_key(as_dict(Config())) | _by_key(before)  # of a setting that there was not yet, its default
+    old = _by_key(as_dict(Config())) | _by_key(before)  # a new setting had its default
     new = _by_key(as_dict(config))
     pairs = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key != "checkpoint.resume"}
@@ -149,9 +147,10 @@ def _read(override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
-    literal = text != "null" and _is_text(key)
+    if text != "null" and _is_text(key):
+        return key, text
     try:
-        return key, text if literal else yaml.load(text, _Loader)
+        return key, yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", error)
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
@@ -161,9 +160,9 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
         child = values.get(parent)
-        if not isinstance(child, dict | None):  # a file may say null
+        if not isinstance(child, dict | None):
             raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
-        values[parent] = dict(child or {})  # a copy: by an alias, or with the caller, it may stand elsewhere, too
+        values[parent] = dict(child or {})  # a copy: by an alias it may stand elsewhere, too
         values = values[parent]
     values[leaf] = value
 
@@ -175,7 +174,6 @@ def _is_text(key: str) -> bool:
 
 
 def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
-    """Return where a key was set, file or command line; "" without a file."""
     if path is None:
         return ""
     typed = any(f"{key}.".startswith(f"{one}.") for one in given)
@@ -194,10 +192,11 @@ def _explain(item: Any) -> Iterator[tuple[str, str]]:
 
 
 def _hint(key: str) -> str:
-    """Say what an unknown key is called here, if that is sure."""
     if here := name_here(key):
         return f"here that is {here}"
     known = [name for name, _ in _fields()]
     same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
     close = difflib.get_close_matches(key, same or known, 1, SURE) or same
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else "`python run.py config --reference` lists all"
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return "`python run.py config --reference` lists all"

@@ -36,15 +36,13 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Section(pydantic.BaseModel):
-    """Refuse unknown keys, and changes after loading."""
-
     model_config = pydantic.ConfigDict(
         extra="forbid",
         frozen=True,
         protected_namespaces=(),
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        coerce_numbers_to_str=True,  # YAML reads an answer column named 2024 as a number
+        coerce_numbers_to_str=True,  # an answer column named 2024
     )
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
@@ -357,7 +355,7 @@ class EvalConfig(Section):
     """Reward whose mean is the accuracy. Default: the first."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        yield self.samples > 1 and self.temperature == 0, "temperature=0 samples the same: set samples to 1"
+        yield self.samples > 1 and self.temperature == 0, "temperature=0 samples the same every time: set samples to 1"
 
 
 class CheckpointConfig(Section):

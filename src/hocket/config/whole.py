@@ -53,7 +53,7 @@ class Config(Section):
         inside = run_dir.is_relative_to(root) and run_dir != root
         yield (
             not inside or "/." in str(run_dir)[len(str(root)) :],
-            f"run.dir={run_dir} must lie under sync.root={root}, where the server looks, in no hidden folder",
+            f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder",
         )
         yield sync.delta and sync.backend == "nccl", "sync.delta=true needs sync.backend=disk: nccl sends all weights"
         yield sync.delta and model.lora is not None, "sync.delta has no effect with model.lora: adapters are small"
@@ -78,14 +78,14 @@ class Config(Section):
         )
         yield (
             replay is not None and Path(replay).resolve() == run_dir,
-            "pipeline.replay is this run's own folder, which it writes to; choose another run.dir",
+            "pipeline.replay is this run's own folder; choose another run.dir",
         )
         for wrong, message in (
-            (ahead, "needs pipeline.max_staleness=0: server and trainer take turns"),
+            (ahead, "needs pipeline.max_staleness=0: both take turns"),
             (sync.backend == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
-            (sync.delta, "does not go with sync.delta: whole versions are written"),
+            (sync.delta, "needs sync.delta=false: whole versions are written"),
             (self.server.discover is not None, "is for one server that server.urls names: leave server.discover out"),
-            (len(self.server_urls) > 1, "is for one server; give several servers GPUs of their own"),
+            (len(self.server_urls) > 1, "is for one server; give several GPUs of their own"),
             (launch.gpus_apart is True, "contradicts launch.gpus_apart=true"),
         ):
             yield launch.share_gpu and wrong, f"launch.share_gpu {message}"
@@ -99,18 +99,14 @@ class Config(Section):
 
     @property
     def sync_root(self) -> Path:
-        """Folder under which the server accepts published versions."""
         return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
 
     @property
     def held_out_data(self) -> sections.HeldOutConfig | None:
-        """Section eval.data, filled from section data; None with no evaluation, or no held-out rows.
-
-        Those are of its own source, of a hub dataset's split that it names, or of a built-in task's test split.
-        """
+        """Section eval.data, filled from section data; None with no evaluation, or no held-out rows."""
         own, data = self.eval.data, self.data
         kind, _, name = data.source.partition(":")
-        has_splits = kind == "hf" and not (Path(name).expanduser() / "state.json").is_file()  # a dataset that was saved
+        has_splits = kind == "hf" and not (Path(name).expanduser() / "state.json").is_file()
         other = own.split != data.split and (kind == "task" or (has_splits and "split" in own.model_fields_set))
         if not (self.eval.num_prompts and (other or "source" in own.model_fields_set)):
             return None
@@ -128,7 +124,6 @@ class Config(Section):
 
     @property
     def gpus_apart(self) -> bool:
-        """Whether no server can be on a GPU of the trainer."""
         if self.launch.share_gpu:
             return False
         if self.launch.gpus_apart is not None:
@@ -146,7 +141,9 @@ class Config(Section):
     @property
     def server_urls(self) -> tuple[str, ...]:
         """Base URLs of the servers; none where server.discover finds them."""
-        return self.server.urls or (() if self.server.discover else (self.own_url,))
+        if self.server.discover:
+            return ()
+        return self.server.urls or (self.own_url,)
 
     @property
     def token(self) -> str | None:

@@ -64,7 +64,7 @@ def load(
 ) -> tuple[Prompts | KeptPrompts, list[int]]:
     """Return the prompts of at most `longest` tokens, and the lengths of all.
 
-    `origin` returns all that they follow from but the code; None if they are not worth keeping.
+    `origin` returns what they follow from but the code; None: not worth keeping.
     """
     known = origin()
 

@@ -32,7 +32,6 @@ class PassRates:
         self.streaks[index] = self.streaks[index] + 1 if rate >= 1 else 0
 
     def state(self) -> dict[str, list[Any]]:
-        """Return a copy for JSON; empty until a prompt is measured."""
         return {name: values[:] for name, values in vars(self).items()} if max(self.epochs) >= 0 else {}
 
 
@@ -43,7 +42,7 @@ class Candidates:
     epoch: int  # counts from 0
     prompts: Prompts | KeptPrompts
     members: Sequence[int]  # the prompts that are not retired, shuffled by (seed, epoch)
-    measured: PassRates  # of all prompts
+    measured: PassRates
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class Curriculum:
         raise NotImplementedError
 
     def moves_on(self, step: int) -> bool:
-        """Return whether the epoch ends before its next prompt; `step` is prompts drawn / rollout.prompts_per_step."""
+        """Return whether the epoch ends here; `step` is prompts drawn / rollout.prompts_per_step."""
         return False
 
     def measured(self, index: int, pass_rate: float) -> None:
@@ -161,7 +160,6 @@ class Planner:
 
 
 def bind(config: CurriculumConfig, prompts: Prompts | KeptPrompts, seed: int) -> Planner:
-    """Return the planner of the configured curriculum. Raise ConfigError for a wrong name or option."""
     options, keys = config.model_extra or {}, CurriculumConfig.model_fields
     made: Curriculum = CURRICULA.bind(config.name, options, section="curriculum", keys=keys)()
     return Planner(prompts, seed, made, retire_after=config.retire_after)

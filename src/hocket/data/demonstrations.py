@@ -17,13 +17,13 @@ from hocket.data.prompts import NO_TOKEN, Renderer, check_messages, in_parts, op
 from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 
-Passage = tuple[str, str, list[int]]  # a text that is read, the turn behind it, and the tokens that end that
+Passage = tuple[str, str, list[int]]  # a text that is read, the turn behind it, and its end
 
 log = logging.getLogger(__name__)
 
 
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
-    """Return the demonstrations of at most max_length tokens, whose mask says what is taught."""
+    """Return the demonstrations of at most max_length tokens."""
     renderer = Renderer(data, tokenizer)
     end, kept, lengths = renderer.end_of_turn(), list[TokenSequence](), list[int]()
     for rendered, problems in in_parts(data, lambda columns: _samples(renderer, data, columns, end)):
@@ -65,7 +65,7 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
 
 def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, end: int) -> list[list[Passage]]:
     samples = list[list[Passage]]()
-    told = said = ""  # the text of the last sample: in its pieces, and with what stands behind its last turn
+    told = said = ""  # the last sample's text, and with what stands behind its last turn
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -77,14 +77,14 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
             turn = _behind(opening_of(asked), message["content"], f"message {index}") + renderer.after_turn
         else:
             what = f"the chat template does not write message {index} as it lets the model begin it: {asked[-20:]!r}"
-            raise ValueError(f"{what}; write its calls and thoughts into its content, or use another template")
+            raise ValueError(f"{what}; write all into its content, or use another template")
         calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, dict)]
         if any(str(call.get("name", "")) not in turn for call in calls):
-            raise ValueError(f"the chat template leaves the tool calls of message {index} out: use one that knows them")
+            raise ValueError(f"the chat template leaves the tool calls of message {index} out: use another template")
         if not samples or not asked.startswith(said):
             samples.append([])
             told = ""
-        body = turn.removesuffix(renderer.after_turn)  # else the turn has an end of its own: <|call|>
+        body = turn.removesuffix(renderer.after_turn)  # else it has an end of its own: <|call|>
         ends = turn.endswith(renderer.after_turn)
         samples[-1].append((asked[len(told) :], body, [end] if ends else []))
         told, said = asked + body, asked + turn
@@ -100,7 +100,7 @@ def _encode(renderer: Renderer, samples: Sequence[Sequence[Passage]]) -> list[To
     for sample in samples:
         token_ids, mask = list[int](), list[bool]()
         for (_, said, ends), read, whole in zip(sample, reads, wholes, strict=False):
-            if whole[: len(read)] != read:  # a token of both: the model reads its prompt without what it writes
+            if whole[: len(read)] != read:  # a token of both
                 whole = read + renderer.encode([said])[0]
             start = 1 if token_ids and read[:1] == token_ids[-1:] else 0  # the end of the turn before
             token_ids += whole[start:] + ends

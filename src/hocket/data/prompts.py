@@ -25,7 +25,7 @@ from hocket.types import Message, Prompt
 PROBE = "hocket-0123456789"  # the made-up turn that shows what the template writes around one
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
-PART = 1024  # rows that are encoded together
+PART = 1024  # rows
 NO_TOKEN = "the tokenizer makes no token of it"
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
@@ -38,7 +38,7 @@ class TooLongError(ValueError):
 
 
 def opening_of(prompt: str) -> str:
-    """Return the thought that a prompt ends with: opened, or opened and closed again; "" without one."""
+    """Return the thought that a prompt ends with, opened or closed again; "" without one."""
     found = OPENING.search(prompt)
     return found[0] if found else ""
 
@@ -46,7 +46,7 @@ def opening_of(prompt: str) -> str:
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[cache.Prompts | cache.KeptPrompts, list[int]]:
-    """Return the prompts of `data.source` that are short enough, none cut, and the numbers of tokens of all."""
+    """Return the prompts that are short enough, none cut, and the numbers of tokens of all."""
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
     if any(token.special and token.content == "</think>" for token in tokenizer.added_tokens_decoder.values()):
@@ -111,7 +111,6 @@ def in_parts(
 
 
 def columns_of(row: Any) -> Mapping[str, Any]:
-    """Parse a row of a file. Raise ValueError if it is no JSON object."""
     columns = json.loads(row) if isinstance(row, bytes) else row
     if not isinstance(columns, Mapping):
         raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
@@ -128,12 +127,12 @@ def check_messages(messages: Any, column: str) -> None:
 
 
 class Renderer:
-    """Render rows and messages with the chat template of a Hugging Face tokenizer, and encode them."""
+    """Render rows and messages with a tokenizer's chat template, and encode them."""
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         if data.chat_template and tokenizer.chat_template is None:
             advice = f"put one as chat_template.jinja into its folder, or set {data.section}.chat_template=false"
-            raise DataError(f"the tokenizer of the model has no chat template: {advice} for plain text")
+            raise DataError(f"the tokenizer has no chat template: {advice} for plain text")
         if tools and not data.chat_template:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
         self._data, self._tokenizer = data, tokenizer
@@ -179,7 +178,7 @@ class Renderer:
         from jinja2 import TemplateError
 
         if not self._data.chat_template:
-            raise ValueError("messages need data.chat_template: true; without one there is plain text alone")
+            raise ValueError("messages need data.chat_template: true")
         given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
         given |= self._data.chat_template_kwargs if options is None else options
         try:
@@ -190,11 +189,11 @@ class Renderer:
         return text
 
     def missing_opening(self) -> str:
-        """Return what the template writes before a turn of the model, if it ignores `add_generation_prompt`."""
+        """Return what the template writes before a model's turn, if it ignores `add_generation_prompt`."""
         try:
             asked, plain = (self.render(TURN[:1], add_generation_prompt=opens) for opens in (True, False))
             before, found, _ = self.render(TURN, add_generation_prompt=False).partition(PROBE)
-        except ValueError:  # without a template, or where it takes no such chat: the rows will tell
+        except ValueError:  # the rows will tell
             return ""
         opening = before.removeprefix(asked)
         return opening if found and asked == plain and opening != before and opening.strip() else ""
@@ -244,7 +243,7 @@ class Renderer:
             return (*self._first, {"role": "user", "content": value})
         check_messages(value, column)
         if value[-1]["role"] == "assistant":
-            raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
+            raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
         return tuple(value)
 
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
@@ -266,7 +265,6 @@ class Renderer:
         return match[1].strip()
 
     def column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
-        """Return the value of the column that `setting` names."""
         name = getattr(self._data, setting)
         if name not in columns:
             there = ", ".join(map(repr, columns))

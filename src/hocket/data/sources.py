@@ -19,7 +19,7 @@ from hocket.errors import DataError
 TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry("task")
 
 NUM_ROWS = 2048  # without data.limit
-SMALL = 1 << 20  # bytes of a source whose prompts are not cached
+SMALL = 1 << 20  # bytes: not worth a cache
 _MISTAKES = 0.75
 _TEST_SHARE = 1 / 8
 

@@ -48,8 +48,7 @@ def _check_is_model(path: str, setting: str) -> None:
             HfApi().model_info(path, timeout=10)
     except Exception as error:
         missing = f"there is no such folder (paths are relative to {Path.cwd()})"
-        hub = f"the hub has no such model, or can't be asked: {error}"
-        raise ConfigError(f"{setting}={path}: {missing}, and {hub}") from error
+        raise ConfigError(f"{setting}={path}: {missing}, and the hub has no such model: {error}") from error
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:
