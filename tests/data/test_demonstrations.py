@@ -161,7 +161,7 @@ def test_a_tokenizer_that_puts_a_space_before_any_text_puts_none_before_a_turn(w
     ("row", "what"),
     [
         ({"messages": [user("x"), says("y"), user("z")]}, "ends with a message of 'user', which nothing answers"),
-        ({"messages": []}, "column 'messages' ends with nothing"),
+        ({"messages": []}, "column 'messages' must be text or a list of messages, got []"),
         ({"messages": [user("x"), says(None)]}, "column 'messages' has an empty turn of the assistant"),
         ({"messages": [{"content": "x"}, says("y")]}, "message 0 of column 'messages' must be {'role': text"),
         ({"prompt": [user("x")], "response": [says("y"), user("z")]}, "must be text or one message of the assistant"),

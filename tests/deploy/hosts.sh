@@ -6,7 +6,7 @@
 #   tests/deploy/hosts.sh cut        the link is cut for CUT_S (20) seconds in mid-run: the run goes on and ends well
 #   tests/deploy/hosts.sh lost       the link is cut for good: every process ends, says why, within LOST_S (240) seconds
 #   tests/deploy/hosts.sh replaced   the host of rank 1 is lost and another one takes its place, as Kubernetes makes a pod again:
-#                                    rank 0 ends at once, and not after trainer.collective_timeout_s
+#                                    rank 0 ends at once, and not after 6 x sync.timeout_s
 #
 # The hosts are network namespaces with a bridge between them: real TCP over a real link, a name, /etc/hosts and
 # /dev/shm each. n1 has rank 0, n2 has rank 1 and the server, so that both the gradients (gloo) and everything between
@@ -23,7 +23,7 @@ HOCKET_TOKEN=hosts-$RANDOM$RANDOM$RANDOM; export HOCKET_TOKEN  # the server list
 NAME=hocket$$  # of the namespaces: no other run's, and nobody else's
 
 # Deadlines as short as a cut of 20 s allows: TCP tries again ever more seldom, and may notice its end 13 s late.
-DEADLINES=(trainer.collective_timeout_s=46 sync.timeout_s=11 server.silence_s=30 server.start_timeout_s=30)
+DEADLINES=(sync.timeout_s=8 server.silence_s=30 server.start_timeout_s=30)
 SETTINGS=(config/quickstart.yaml "${DEADLINES[@]}"
   sync.backend=nccl sync.upload=true)  # as with hosts that share no disk
 
@@ -96,7 +96,7 @@ train() {  # RUN: one rank on each host, by torchrun; the first host keeps the l
 rank() {  # HOST RANK: one of two ranks that a scheduler has numbered, with the default deadline
   host "$1" "$OUT/$run.n$1.log" "$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 \
     --node-rank "$2" --master-addr n1 --master-port 29500 \
-    run.py train "${SETTINGS[@]}" trainer.collective_timeout_s=1800 run.dir="$OUT/$run" server.discover=n2:8000
+    run.py train "${SETTINGS[@]}" sync.timeout_s=300 run.dir="$OUT/$run" server.discover=n2:8000
   launchers[$1]=$!
 }
 steps() { wc -l 2> /dev/null < "$OUT/$run/metrics.jsonl" || echo 0; }

@@ -39,7 +39,7 @@ def port(runs: Path) -> Iterator[int]:
     """A server of checkpoints/tiny-tools."""
     free = free_port()
     runs.mkdir()
-    settings = [f"server.port={free}", f"run.dir={runs}/server", "server.tool_parser=hermes"]  # for agents' tools
+    settings = [f"server.port={free}", f"run.dir={runs}/server", "server.engine.tool_call_parser=hermes"]
     with Command(["serve", "config/guess.yaml", *settings], runs.parent / "server.log") as server:
         server.wait_for(lambda: "ready on" in server.output(), "the server is ready")
         yield free

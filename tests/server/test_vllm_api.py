@@ -283,15 +283,15 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     assert (args.generation_config, args.logprobs_mode) == ("vllm", "processed_logprobs")
     assert args.kv_cache_memory_bytes == 64 * 1024 * 1024
     assert (args.enable_lora, args.hf_overrides or {}, args.enable_sleep_mode) == (False, {}, False)
-    assert arguments("server.served_model_name=mine").served_model_name == ["mine", model]
+    assert arguments("server.engine={served_model_name: mine}").served_model_name == ["mine", model]
     with_lora = arguments("model.lora.rank=8", "model.dtype=bfloat16")
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
     assert arguments("model.lora.rank=12").max_lora_rank == 16  # vLLM takes 8, 16, 32, ...
     assert arguments("model.float32_head=true").hf_overrides == {"head_dtype": "float32"}
-    tools = arguments("server.tool_parser=hermes")
+    tools = arguments("server.engine={tool_call_parser: hermes}")
     assert (tools.enable_auto_tool_choice, tools.tool_call_parser) == (True, "hermes")
-    with pytest.raises(ValueError, match=r"server.tool_parser=hermesse: vLLM has no such parser; it has .*hermes"):
-        arguments("server.tool_parser=hermesse")
+    with pytest.raises(ValueError, match=r"tool_call_parser=hermesse: vLLM has no such parser; it has .*hermes"):
+        arguments("server.engine={tool_call_parser: hermesse}")
     monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
     on_gpu = arguments("launch.share_gpu=true")
     assert on_gpu.enable_sleep_mode

@@ -246,7 +246,7 @@ def test_a_rank_that_does_not_answer_ends_the_other_at_its_deadline(
     assert other.wait_end(DEADLINE_S) == 1, other.output()
     assert stuck[scenario][silent].popen.poll() is None
     assert message in other.output()
-    waited = "no answer in 20 s" if silent == 0 else "did not answer within trainer.collective_timeout_s=20"
+    waited = "no answer in 20 s" if silent == 0 else "did not answer within 6 x sync.timeout_s = 20"
     assert waited in other.output()
 
 

@@ -304,7 +304,7 @@ def fail(scenario: str, model: str) -> None:
         return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={})
 
     timeout_s = 20 if cut_off or scenario == "rank_hangs" else 60
-    settings = ("trainer.micro_batch_tokens=20", f"trainer.collective_timeout_s={timeout_s}", "trainer.zero_stage=2")
+    settings = ("trainer.micro_batch_tokens=20", f"sync.timeout_s={timeout_s / 6}", "trainer.zero_stage=2")
     trainer = Trainer(make_config(model, *settings), objective=Objective(loss=deadly))
     if not trainer.is_main:
         if between:

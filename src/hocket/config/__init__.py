@@ -1,7 +1,7 @@
 """Load a run's configuration: one YAML file, `section.key=value` overrides, checked once, then frozen.
 
-A class is a section, a field's description its documentation: `python3 run.py config --reference` prints them all.
-No engine and no torch are imported here, so that a mistake is reported within a second.
+A field's description is its documentation: `python3 run.py config --reference` prints them all.
+Without an engine and torch a mistake is reported within a second.
 """
 
 from hocket.config.algorithm import *  # noqa: F403

@@ -1,7 +1,4 @@
-"""Declare the algorithm's knobs once: the advantages', the policy loss's, and the published rows over them.
-
-No torch here, so that a mistake is reported within a second. Formulas: docs/algorithms.md.
-"""
+"""The algorithm's knobs, and the published rows over them. Formulas: docs/algorithms.md."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -29,18 +26,18 @@ CORRECTION_RANGES = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}  # where
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preset:
-    """A published algorithm: the settings in which it differs from the defaults."""
+    """A published algorithm."""
 
     source: str  # number on arXiv, or a project
-    remark: str  # what it leaves out or adds
-    knobs: Mapping[str, Any]
+    remark: str
+    knobs: Mapping[str, Any]  # that differ from the defaults
 
 
 def _row(source: str, remark: str = "", **changes: Any) -> Preset:
-    """Return a row with PPO's symmetric clip, no correction, and `changes`."""
     return Preset(source, remark, {"clip_high": 0.2, "correction": "none", **changes})
 
 
+NO_PRESET = Preset("", "with a correction and one update every ratio is 1 and its clip has no effect", {})
 PRESETS: Mapping[str, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
     "dapo": _row(
@@ -73,63 +70,76 @@ PRESETS: Mapping[str, Preset] = {
 
 
 class AdvantageConfig(Section):
-    """Knobs between the rewards and the advantages (algorithm/advantages.py, samples.py)."""
+    """Knobs between the rewards and the advantages."""
 
-    preset: PresetName | None = Field(None, description="Published algorithm (docs/algorithms.md); replaces defaults.")
-    baseline: Baseline = Field("mean", description="Group's `mean` or `leave_one_out`; per token: `none`, `critic`.")
-    scale: Scale = Field(
-        "group",
-        description="Divisor of the advantage: standard deviation in the `group`, in the `batch`, or `none`; `tokens`: "
-        "minus the mean, divided by the deviation, of all trained tokens.",
-    )
-    discount: float = Field(1.0, gt=0, le=1, description="Discount per token. Needs baseline none or critic.")
-    gae_lambda: float = Field(
-        1.0, ge=0, le=1, description="Lambda of GAE: 1 returns, 0 next value. Needs baseline critic."
-    )
-    overlong_share: float = Field(0.0, ge=0, le=1, description="Last share of max_tokens with a penalty of 0 to -1.")
-    oversampling: float = Field(1.0, ge=1, description="Dynamic sampling: draws up to this x prompts_per_step. 1: off.")
-    epochs: int = Field(1, ge=1, description="Passes of the optimiser over the samples of a step.")
-    minibatches: int = Field(1, ge=1, description="Updates per epoch, on mini-batches of whole groups; their maximum.")
-    stop_kl: float | None = Field(None, gt=0, description="KL(policy before the step ‖ policy) that ends its updates.")
-    mask_truncated: bool = Field(False, description="Exclude truncated rollouts from the loss, not from the baseline.")
-    kl_target: float | None = Field(None, gt=0, description="Target KL per token; kl_coef adapts. Needs kl_in=reward.")
-    reference: UserPath | None = Field(None, description="Reference of the KL. Default: the first model, no adapter.")
+    preset: PresetName | None = None
+    """Published algorithm (algorithms.md); replaces defaults."""
+    baseline: Baseline = "mean"
+    """Group's `mean` or `leave_one_out`; per token: `none`, `critic`."""
+    scale: Scale = "group"
+    """Divisor: deviation in the `group` or `batch`, or `none`; `tokens`: minus the mean, divided by the deviation, of
+    all trained tokens."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """Discount per token. Needs baseline none or critic."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Lambda of GAE. Needs baseline critic."""
+    overlong_share: float = Field(0.0, ge=0, le=1)
+    """Last share of max_tokens, punished by 0 to -1."""
+    oversampling: float = Field(1.0, ge=1)
+    """Dynamic sampling: up to this x prompts_per_step."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the samples of a step."""
+    minibatches: int = Field(1, ge=1)
+    """Most updates per epoch, on whole groups."""
+    stop_kl: float | None = Field(None, gt=0)
+    """KL(policy before the step ‖ policy) that ends its updates."""
+    mask_truncated: bool = False
+    """Exclude truncated rollouts from the loss, not from the baseline."""
+    kl_target: float | None = Field(None, gt=0)
+    """Target KL per token; kl_coef adapts. Needs kl_in=reward."""
+    reference: UserPath | None = None
+    """Reference of the KL. Default: model.path, no adapter."""
 
 
 class LossKnobs(Section):
-    """Knobs of the policy loss (algorithm/losses.py)."""
+    """Knobs of the policy loss."""
 
-    ratio: Ratio = Field("token", description="Probability ratio per `token`, or its geometric mean per `sequence`.")
-    clip: Clip = Field("ppo", description="`ppo`: min(clipped, unclipped); `cispo`: clipped as fixed weight; `none`.")
-    clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low, from the second update on.")
-    clip_high: float = Field(0.28, gt=0, description="Upper clip range: 1 + clip_high, from the second update on.")
-    dual_clip: float | None = Field(None, gt=1, description="Upper bound of the ratio where the advantage is negative.")
-    aggregate: Aggregate = Field(
-        "token_mean",
-        description="Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of "
-        "their token mean or token sum; `constant`: that sum divided by rollout.max_tokens.",
-    )
-    correction: Correction = Field(
-        "truncate",
-        description="Importance weight between engine and trainer: `truncate` clips it to [correction_low, "
-        "correction_high]; `mask` sets it to 0 outside; `sequence_mask` does so by its geometric mean over the "
-        "sequence, and caps it at 2 per token; `none`.",
-    )
-    correction_low: float = Field(0.0, ge=0, description="Lower bound. Default: 0; mask 0.5, sequence_mask 0.99.")
-    correction_high: float = Field(2.0, gt=0, description="Upper bound. Default: 2; mask 5, sequence_mask 1.01.")
-    kl: Kl = Field("off", description="KL penalty, x = log(policy/reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x.")
-    kl_in: KlIn = Field("loss", description="Place of the penalty: a term of the `loss`, or part of the `reward`.")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the penalty; its start value with kl_target.")
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus. 0 disables it.")
+    ratio: Ratio = "token"
+    """Probability ratio per `token`, or its geometric mean per `sequence`."""
+    clip: Clip = "ppo"
+    """`ppo`: min(clipped, unclipped); `cispo`: clipped as fixed weight; `none`."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """Lower clip range, 1 - clip_low."""
+    clip_high: float = Field(0.28, gt=0)
+    """Upper clip range, 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Upper bound of the ratio where the advantage is negative."""
+    aggregate: Aggregate = "token_mean"
+    """Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of their token mean or
+    token sum; `constant`: that sum divided by rollout.max_tokens."""
+    correction: Correction = "truncate"
+    """Importance weight between engine and trainer: `truncate` clips it to [correction_low, correction_high]; `mask`
+    sets it to 0 outside; `sequence_mask` does so by its geometric mean, and caps it at 2 per token; `none`."""
+    correction_low: float = Field(0.0, ge=0)
+    """Lower bound. Default: 0; mask 0.5, sequence_mask 0.99."""
+    correction_high: float = Field(2.0, gt=0)
+    """Upper bound. Default: 2; mask 5, sequence_mask 1.01."""
+    kl: Kl = "off"
+    """KL penalty, x = log(policy/reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x."""
+    kl_in: KlIn = "loss"
+    """Place of the penalty: `loss` or `reward`."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the penalty, or its start with kl_target."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Set the preset's row, then the correction's own range, where the user set nothing."""
+        """Set the preset's row and the correction's range where the user set nothing."""
         if not isinstance(values, Mapping):
             return values
-        preset = str(values.get("preset"))
-        row = PRESETS[preset].knobs if preset in PRESETS else {}
+        row = PRESETS.get(str(values.get("preset")), NO_PRESET).knobs
         if values.get("kl") == "off":
             row = {key: value for key, value in row.items() if not key.startswith("kl_")}
         values = {**row, **values}
@@ -138,46 +148,46 @@ class LossKnobs(Section):
 
 
 class LossConfig(LossKnobs):
-    """The policy loss alone: its knobs, and the length that aggregate=constant divides by."""
+    """The policy loss alone."""
 
-    constant_length: int | None = Field(None, ge=1)
+    constant_length: int | None = Field(None, ge=1)  # by which aggregate=constant divides
 
 
 class AlgorithmConfig(LossKnobs, AdvantageConfig):
-    """Section `algorithm`: the knobs of advantages and loss, without contradictions."""
-
     @property
     def updates(self) -> int:
-        """Most optimiser steps on the samples of one step of the run."""
+        """Most optimiser steps per step of the run."""
         return self.epochs * self.minibatches
 
     def loss(self, max_tokens: int) -> LossConfig:
-        """Return the knobs of the policy loss for completions of at most `max_tokens` tokens."""
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         by_token, one_ratio = self.baseline in ("none", "critic"), self.correction != "none" and self.updates == 1
         in_reward, off = self.kl_in == "reward", self.kl == "off"
-        for_kl = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
+        for_kl = in_reward or self.kl_coef or self.kl_target or self.reference
         yield (
             by_token and self.scale in ("group", "batch"),
             f"baseline={self.baseline} compares no rollouts: set scale to tokens or none",
         )
-        yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
-        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
+        yield self.discount != 1 and not by_token, "discount is for baseline none or critic"
+        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic"
         several = "set correction=none, or several updates (epochs, minibatches)"
         yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
         yield (
             self.dual_clip is not None and (self.clip != "ppo" or one_ratio),
-            "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out",
+            "dual_clip has no effect: set clip=ppo and correction=none, or several updates",
         )
         yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
         yield (
             self.stop_kl is not None and self.correction == "none",
-            "stop_kl needs a correction: without one the ratio is to the engine's log-probs, not the old policy's",
+            "stop_kl needs a correction: without one the ratio is to the engine's log-probs",
         )
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
-        yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
+        yield (
+            off and bool(for_kl),
+            "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out",
+        )
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
         yield self.kl == "k1" and not in_reward, "k1 in the loss has no expected gradient: set kl_in=reward, or kl=k2"
         yield in_reward and self.scale == "group", "with kl_in=reward set another scale: group cancels it"
@@ -185,17 +195,19 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
 
 
 class CriticConfig(Section):
-    path: UserPath | None = Field(None, description="Model whose layers the critic starts from. Default: model.path.")
-    learning_rate: float = Field(1e-5, gt=0, description="Constant learning rate of the critic's AdamW.")
-    warmup_steps: int = Field(0, ge=0, description="First steps, in which only the critic learns. 0 disables them.")
+    path: UserPath | None = None
+    """Model of the critic's layers. Default: model.path."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Constant learning rate of the critic's AdamW."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps, in which only the critic learns."""
 
 
 def preset_table() -> str:
     columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl", "updates")
     defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
-    unnamed = Preset("", "with a correction and one update every ratio is 1 and its clip has no effect", {})
     rows = []
-    for name, preset in (("(none)", unnamed), *((f"`{name}`", row) for name, row in PRESETS.items())):
+    for name, preset in (("(none)", NO_PRESET), *((f"`{name}`", row) for name, row in PRESETS.items())):
         knobs = {**defaults, **preset.knobs}
         knobs["updates"] = f"{knobs['epochs']} x {knobs['minibatches']}"
         knobs["range"] = f"-{knobs['clip_low']:g} / +{knobs['clip_high']:g}"

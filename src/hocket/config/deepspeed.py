@@ -21,7 +21,6 @@ _OWNED = {
     "zero_optimization.stage": "trainer.zero_stage",
     "zero_optimization.offload_optimizer": "trainer.offload_optimizer",
 }
-"""Names of what has a setting of its own."""
 _PASSED = {
     "communication_data_type",
     "comms_logger",
@@ -43,14 +42,11 @@ _PASSED = {
 }
 _ZERO = "zero_optimization."
 _STAGE_3 = f"{_ZERO}stage3_"
-"""What is passed on, with all that begins so: weights and optimizer state stay where checkpoints and exports look."""
+"""What begins so is passed on, too."""
 
 
 def read_deepspeed(value: Any) -> Any:
-    """Return the settings, read from a file where a path is given, without those left to the trainer ("auto").
-
-    Raises ValueError for one that is not to be chosen, with hocket's own for it, or that is not known.
-    """
+    """Return the settings, or a file's, without those left to the trainer ("auto"). Raise ValueError for others."""
     if isinstance(value, str):
         try:
             value = json.loads(Path(value).expanduser().read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 from hocket.common import markdown
 
-NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any section
+NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "model.path": "model_name_or_path pretrain actor_rollout_ref.model.path",
     "model.lora.rank": "lora_r lora_rank",
     "data.source: hf:NAME:SUBSET": "subset dataset_config",
@@ -48,12 +48,16 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
 }
 MOVED = {  # earlier name → the one now
     "data.difficulty_column": "curriculum.difficulty_column, an option of sorted",
+    "rollout.stop_token_ids": "rollout.stop, as text",
+    "server.served_model_name": "server.engine={served_model_name: NAME}",
+    "server.tool_parser": "server.engine={tool_call_parser: NAME}",
+    "trainer.collective_timeout_s": "6 x sync.timeout_s",
 }
 _HERE = MOVED | {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
 
 def name_here(key: str) -> str | None:
-    """Return what a key that ends with a name from elsewhere is called here; the longest such name counts."""
+    """Return what a key that ends with a name from elsewhere is called here."""
     words = key.split(".")
     return next((_HERE[end] for i in range(len(words)) if (end := ".".join(words[i:])) in _HERE), None)
 

@@ -1,4 +1,4 @@
-"""Load a Config from YAML and overrides, write it back, compare it with an earlier one, and print the table of keys."""
+"""Load a Config from YAML and overrides, write it back, compare it, and print the table of keys."""
 
 import difflib
 import re
@@ -19,7 +19,7 @@ from hocket.config.sections import Section, UserPath
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
-SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
+SURE = 0.8  # similarity of a key to the one that was meant
 PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 is text, off is false, and 010 is 8
     "null": "~|null|Null|NULL|",
     "bool": "true|True|TRUE|false|False|FALSE",
@@ -44,26 +44,21 @@ for _tag, _pattern in PLAIN.items():
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
-    """Read a YAML file (None: defaults), set `section.key=value`, in YAML, or a mapping's values, and validate.
-
-    Raises:
-        ConfigError: with the file or the command line, the key, and what an unknown one is called here.
-    """
+    """Read a YAML file (None: defaults), set `section.key=value` or a mapping's values, and validate."""
     values: Any = {}
     given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(_read, overrides))
     if path is not None:
-        if (folder := Path(path)).is_dir():
-            raise ConfigError(
-                f"{path} is a {kind_of(folder) or 'folder'}, not a config file; as a model: model.path={path}"
-            )
+        if Path(path).is_dir():
+            kind = kind_of(Path(path)) or "folder"
+            raise ConfigError(f"{path} is a {kind}, not a config file; as a model: model.path={path}")
         try:
             with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
                 values = yaml.load(file, _Loader) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            advice = f"paths are relative to {Path.cwd()}"
-            if isinstance(error, yaml.YAMLError):
-                advice = "indent by spaces; text with : { or # needs quotes"
+        except yaml.YAMLError as error:
+            advice = "indent by spaces; text with : { or # needs quotes"
             raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"can't read the config {path}: {error}; paths are relative to {Path.cwd()}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
     for key, value in given.items():
@@ -76,39 +71,39 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Return the config of a YAML file (or `default`) and overrides, and the arguments that give a child the same."""
+    """Return the config of a YAML file (or `default`) and overrides, and arguments for the same."""
     paths = [
         item for item in settings if "=" not in item or (item.endswith((".yaml", ".yml")) and Path(item).is_file())
     ]
     overrides = [item for item in settings if item not in paths]
     if len(paths) > 1:
         raise ConfigError(f"one config file at most, got {', '.join(paths)}; settings look like section.key=value")
-    path = paths[0] if paths else default
-    return load(path, overrides), [*([path] if path else []), *overrides]
+    if default is not None and not paths:
+        paths = [default]
+    return load(next(iter(paths), None), overrides), [*paths, *overrides]
 
 
 def dump(config: Config) -> str:
-    """Return the resolved config as YAML that `load` reads back to an equal config; the token is left out."""
+    """Return the config as YAML that `load` reads back, without the token."""
     return to_yaml(as_dict(config))
 
 
 def to_yaml(values: Any) -> str:
-    """Return values as YAML that `load` reads as they were."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """Return the resolved config ready for JSON; the token is left out."""
+    """Return the config for JSON, without the token."""
     values = config.model_dump(mode="json", by_alias=True)
     values["server"]["token"] = None  # a run folder is shared; a secret is not
-    # What it does not set is as in data; and a source of its own, even the default, would be held-out rows.
+    # Unset is as in data; and a source of its own, even the default, would be held-out rows.
     values["eval"]["data"] = config.eval.data.model_dump(mode="json", exclude_unset=True)
     return values
 
 
 def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return key → (before, now) of all that differs from an earlier `as_dict`, but checkpoint.resume."""
-    old = _by_key(as_dict(Config())) | _by_key(before)  # of a setting that there was not yet, its default
+    """Return key → (before, now) of what differs from an earlier `as_dict`, but checkpoint.resume."""
+    old = _by_key(as_dict(Config())) | _by_key(before)  # a new setting had its default
     new = _by_key(as_dict(config))
     pairs = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key != "checkpoint.resume"}
@@ -123,9 +118,8 @@ def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reference() -> str:
-    """Return every key with its default and description, as a Markdown table."""
     rows = (
-        (f"`{key}`", f"`{_default(field)}`", field.description)
+        (f"`{key}`", f"`{_default(field)}`", field.description.replace("\n", " "))
         for key, field in _fields()
         if field.description and not key.startswith("eval.data.")  # as in data
     )
@@ -134,17 +128,13 @@ def reference() -> str:
 
 
 def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with its field: a section's own, and those in it, also where it may be null."""
+    """Yield every key with its field, also within a section that may be null."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
         kind, *_ = get_args(field.annotation) or (field.annotation,)
-        if _is_section(kind):
+        if isinstance(kind, type) and issubclass(kind, Section):
             yield from _fields(kind, f"{key}.")
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _default(field: FieldInfo) -> str:
@@ -157,9 +147,10 @@ def _read(override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
-    literal = text != "null" and _is_text(key)
+    if text != "null" and _is_text(key):
+        return key, text
     try:
-        return key, text if literal else yaml.load(text, _Loader)
+        return key, yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", error)
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
@@ -169,21 +160,20 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
         child = values.get(parent)
-        if not isinstance(child, dict | None):  # a file may say null
+        if not isinstance(child, dict | None):
             raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
-        values[parent] = dict(child or {})  # a copy: by an alias, or with the caller, it may stand elsewhere, too
+        values[parent] = dict(child or {})  # a copy: by an alias it may stand elsewhere, too
         values = values[parent]
     values[leaf] = value
 
 
 def _is_text(key: str) -> bool:
-    """Return whether the key's value is text, which is taken literally: "runs/a #3", "2024_10", "0123"."""
+    """Return whether the key's value is literal text: "runs/a #3", "2024_10", "0123"."""
     kind = next((field.annotation for name, field in _fields() if name == key), None)
     return all(one in (str, UserPath, re.Pattern[str], type(None)) for one in get_args(kind) or (kind,))
 
 
 def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
-    """Return how the error of a key begins: with where the key was set, file or command line; "" without a file."""
     if path is None:
         return ""
     typed = any(f"{key}.".startswith(f"{one}.") for one in given)
@@ -191,7 +181,6 @@ def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong with it); a section that is unknown has several."""
     key, value = ".".join(map(str, item["loc"])), item["input"]
     if item["type"] == "extra_forbidden" and isinstance(value, Mapping) and value:
         for name in value:
@@ -203,10 +192,11 @@ def _explain(item: Any) -> Iterator[tuple[str, str]]:
 
 
 def _hint(key: str) -> str:
-    """Say what an unknown key is called here, if that is sure."""
     if here := name_here(key):
         return f"here that is {here}"
     known = [name for name, _ in _fields()]
     same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
     close = difflib.get_close_matches(key, same or known, 1, SURE) or same
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else "`python run.py config --reference` lists all"
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return "`python run.py config --reference` lists all"

@@ -1,7 +1,4 @@
-"""Declare the sections of a run's configuration; `algorithm` and `critic` are in algorithm.py.
-
-A field's description is its documentation. Checks between sections are in whole.py.
-"""
+"""The sections of a config, but `algorithm` and `critic` (algorithm.py). A field's description is its documentation."""
 
 import os
 import re
@@ -39,18 +36,17 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Section(pydantic.BaseModel):
-    """Refuse unknown keys, and changes after loading."""
-
     model_config = pydantic.ConfigDict(
         extra="forbid",
         frozen=True,
         protected_namespaces=(),
         allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # YAML reads an answer column named 2024 as a number
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,  # an answer column named 2024
     )
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        """Yield (condition, message) for each combination that is refused."""
+        """Yield (condition, message) of what is refused."""
         return ()
 
     @pydantic.model_validator(mode="after")
@@ -62,62 +58,76 @@ class Section(pydantic.BaseModel):
 
 
 class RunConfig(Section):
-    dir: UserPath = Field("runs/default", description="Folder of the run: metrics, rollouts, checkpoints, weights.")
+    dir: UserPath = "runs/default"
+    """Folder of metrics, rollouts, checkpoints and weights."""
 
 
 class LoraConfig(Section):
-    rank: int = Field(16, ge=1, le=MAX_LORA_RANK, description="Rank of each layer's update.")
-    alpha: float = Field(32.0, gt=0, description="Factor of the update, times rank: it is scaled by alpha / rank.")
-    quantize: Literal["nf4"] | None = Field(None, description="QLoRA: frozen 4-bit weights; needs GPU, bitsandbytes.")
-    targets: Literal["all-linear"] | Annotated[Names, Field(min_length=1)] = Field(
-        "all-linear", description="Adapted layers: `all-linear` (all but the output head), or names, e.g. [q_proj]."
-    )
+    rank: int = Field(16, ge=1, le=MAX_LORA_RANK)
+    """Rank of each layer's update."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    quantize: Literal["nf4"] | None = None
+    """QLoRA: frozen 4-bit weights; needs GPU, bitsandbytes."""
+    targets: Literal["all-linear"] | Annotated[Names, Field(min_length=1)] = "all-linear"
+    """Layers: `all-linear` (all but the output head), or names: [q_proj]."""
 
 
 class ModelConfig(Section):
-    path: Annotated[UserPath, pydantic.AfterValidator(newest_version)] = Field(
-        "checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face model; of a run: its newest version."
-    )
-    dtype: Dtype = Field("auto", description="Precision on both sides. `auto`: bfloat16 on a GPU, float32 on a CPU.")
-    max_length: int | None = Field(None, ge=2, description="Maximum tokens, prompt included. Default: the model's own.")
-    random_init: bool = Field(False, description="Random initial weights; path needs only a config and a tokenizer.")
-    float32_head: bool = Field(False, description="Logits in float32 on server and trainer, whatever the dtype.")
-    lora: LoraConfig | None = Field(None, description="LoRA adapter ({} for defaults); needs 10x the learning rate.")
+    path: Annotated[UserPath, pydantic.AfterValidator(newest_version)] = "checkpoints/tiny-sort"
+    """Folder or hub name of a model; of a run: its newest version."""
+    dtype: Dtype = "auto"
+    """Precision. `auto`: bfloat16 on a GPU, float32 on a CPU."""
+    max_length: int | None = Field(None, ge=2)
+    """Maximum tokens, with the prompt. Default: the model's."""
+    random_init: bool = False
+    """Random weights; path needs only a config and a tokenizer."""
+    float32_head: bool = False
+    """Logits in float32 on both sides, whatever the dtype."""
+    lora: LoraConfig | None = None
+    """LoRA ({} for defaults); needs 10x the learning rate."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.lora is not None and self.random_init, "lora adapts loaded weights; with random_init there are none"
 
     @property
     def weights(self) -> Literal["model", "adapter"]:
-        """What is trained: the whole model, or an adapter beside its frozen weights."""
         return "model" if self.lora is None else "adapter"
 
     @property
     def quantizes(self) -> bool:
-        """Whether frozen weights are held in 4 bits."""
         return self.lora is not None and self.lora.quantize is not None
 
     def beside(self, path: str | None) -> "ModelConfig":
-        """Return the config of another whole model: at `path`, or the one that the run starts from."""
+        """Return the config of another whole model; without a path, of the one that the run starts from."""
         other = {} if path is None else {"path": path, "random_init": False}
         return self.model_copy(update={"lora": None, **other})
 
 
 class DataConfig(Section):
     section: ClassVar[str] = "data"
-    source: str = Field("task:sort", description="Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME.")
-    split: str = Field("train", description="Split of a Hugging Face dataset or of a built-in task.")
-    prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
-    answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
-    answer_pattern: re.Pattern[str] | None = Field(None, description="Regular expression; its group 1 is the answer.")
-    response_column: str = Field("response", description="Column of the demonstration, for sft; `messages` needs none.")
-    system_prompt: str | None = Field(None, description="System message before every text prompt.")
-    chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
-    chat_template_kwargs: Annotated[dict[str, Any], pydantic.AfterValidator(_not_own)] = Field(
-        {}, description="Options of the chat template, on trainer and server: {enable_thinking: false}."
-    )
-    max_prompt_tokens: int | None = Field(None, ge=1, description="Longer prompts are dropped. Default: what fits.")
-    limit: int | None = Field(None, ge=1, description="Number of rows used, from the first. Default: all.")
+    source: str = "task:sort"
+    """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME."""
+    split: str = "train"
+    """Split of a Hugging Face dataset or of a built-in task."""
+    prompt_column: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+    answer_column: str | None = "answer"
+    """Column of the answer; null without one."""
+    answer_pattern: re.Pattern[str] | None = None
+    """Regular expression; its group 1 is the answer."""
+    response_column: str = "response"
+    """Column of the demonstration, for sft."""
+    system_prompt: str | None = None
+    """System message before every text prompt."""
+    chat_template: bool = True
+    """Text prompts become a user message in the chat template."""
+    chat_template_kwargs: Annotated[dict[str, Any], pydantic.AfterValidator(_not_own)] = Field({})
+    """Options of the chat template: {enable_thinking: false}."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longer prompts are dropped. Default: what fits."""
+    limit: int | None = Field(None, ge=1)
+    """Number of rows used, from the first. Default: all."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.system_prompt is not None and not self.chat_template, "system_prompt needs chat_template: true"
@@ -127,37 +137,44 @@ class DataConfig(Section):
 
 
 class CurriculumConfig(Section, extra="allow"):
-    name: str = Field("shuffle", description="Order of prompts: `shuffle`, `sorted` or a plugin's, with its options.")
+    name: str = "shuffle"
+    """Order of prompts: `shuffle`, `sorted` or a plugin's; its options."""
     retire_after: int = Field(0, ge=0)  # an option of each (curriculum.md)
 
 
 class RolloutConfig(Section):
-    prompts_per_step: int = Field(16, ge=1, description="Prompts per step.")
-    group_size: int = Field(8, ge=1, description="Rollouts per prompt; a reward is compared with those of its group.")
-    max_tokens: int = Field(256, ge=1, description="Maximum length of a completion, or of a turn, in tokens.")
-    temperature: float = Field(1.0, ge=0, le=2, description="Sampling temperature; divides the trainer's logits, too.")
-    stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's.")
-    timeout_s: float = Field(600.0, gt=0, description="Seconds for the generation of one batch.")
+    prompts_per_step: int = Field(16, ge=1)
+    """Prompts per step."""
+    group_size: int = Field(8, ge=1)
+    """Rollouts per prompt, whose rewards are compared."""
+    max_tokens: int = Field(256, ge=1)
+    """Maximum tokens of a completion, or of a turn."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Temperature; divides the trainer's logits, too."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds for the generation of one batch."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        advice = "set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily"
         yield (
             self.temperature < 0.01,
-            f"temperature={self.temperature:g} would make all rollouts of a group alike: {advice}",
+            f"temperature={self.temperature:g} would make all rollouts of a group alike: set 0.01 or more, such as 1; "
+            "eval.temperature=0 evaluates greedily",
         )
 
 
 class EnvConfig(Section, extra="allow"):
-    name: str = Field("single_turn", description="`single_turn`, `tools`, `agent`, or a plugin with options.")
-    max_turns: int = Field(16, ge=1, description="Maximum turns of an episode, or model calls of an agent.")
-    timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="Seconds of the environment's work, or of an agent, per episode."
-    )
+    name: str = "single_turn"
+    """`single_turn`, `tools`, `agent`, or a plugin with options."""
+    max_turns: int = Field(16, ge=1)
+    """Maximum turns, or model calls of an agent."""
+    timeout_s: float = Field(60.0, gt=0, le=86_400)
+    """Seconds of the environment or agent per episode."""
 
 
 class RewardSpec(Section, extra="allow"):
-    """Keys of every reward; each other one is an argument of its function."""
+    """Keys of every reward; each other is its function's argument."""
 
     gate: bool = False  # where its value is not above 0, the other rewards can only cost
     weight: float = Field(default_factory=lambda known: 0.0 if known.get("gate") else 1.0)
@@ -176,165 +193,185 @@ class RewardSpec(Section, extra="allow"):
 
 
 class RewardsConfig(Section):
-    functions: dict[str, RewardSpec] = Field(
-        {"exact_match": RewardSpec()},
-        min_length=1,
-        description="{NAME: weight} or {NAME: {weight: 1, argument: ...}} (rewards.md).",
-    )
-    timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
-    max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")
+    functions: dict[str, RewardSpec] = Field({"exact_match": RewardSpec()}, min_length=1)
+    """{NAME: weight} or {NAME: {weight: 1, argument: ...}} (rewards.md)."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Seconds per reward and rollout."""
+    max_error_rate: float = Field(0.5, ge=0, le=1)
+    """Share of failed scores that stops the run."""
 
     @property
     def first(self) -> str:
-        """Name of the first reward that has a weight, which a gate has not."""
+        """Name of the first reward that is no gate."""
         return next((name for name, spec in self.functions.items() if spec.weight), next(iter(self.functions)))
 
     def spec(self, name: str) -> RewardSpec:
-        """Return the section of a reward; without options where it has none, as eval.reward may."""
         return self.functions.get(name, RewardSpec())
 
 
 class TrainerConfig(Section):
-    steps: int = Field(100, ge=1, description="Steps of the run: one batch of rollouts, and one weight version, each.")
-    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of AdamW.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay rates of AdamW's moments.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm; larger gradients are scaled.")
-    micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
-        "auto", description="Maximum tokens per forward pass of one rank. `auto`: 8192 on a CPU; what fits on a GPU."
-    )
-    zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        None,
-        description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32.",
-    )
-    gradient_checkpointing: bool = Field(False, description="Recomputed activations: less memory, more time.")
-    kernels: Literal["eager", "compile", "liger"] = Field(
-        "eager", description="Kernels of the layers: PyTorch's one by one, torch.compile's, or Liger's (a package)."
-    )
-    offload_optimizer: bool = Field(False, description="Optimizer state, update and (ZeRO-3) gradients on the CPU.")
-    deepspeed: Annotated[dict[str, Any], pydantic.BeforeValidator(read_deepspeed)] = Field(
-        {}, description="Other settings of DeepSpeed, {zero_optimization: {overlap_comm: true}}, or a ds_config.json."
-    )
-    collective_timeout_s: float = Field(1800.0, gt=0, description="Seconds that a trainer rank waits for the others.")
+    steps: int = Field(100, ge=1)
+    """Steps, each with one batch of rollouts and one version."""
+    seed: int = Field(0, ge=0)
+    """Seed of data order, sampling and initial weights."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear learning-rate warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Maximum global gradient norm."""
+    micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
+    """Maximum tokens per forward pass. `auto`: 8192 on a CPU; what fits on a GPU."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32."""
+    gradient_checkpointing: bool = False
+    """Recomputed activations: less memory, more time."""
+    kernels: Literal["eager", "compile", "liger"] = "eager"
+    """Kernels of PyTorch, of torch.compile, or Liger's (a package)."""
+    offload_optimizer: bool = False
+    """Optimizer and (ZeRO-3) gradients on the CPU."""
+    deepspeed: Annotated[dict[str, Any], pydantic.BeforeValidator(read_deepspeed)] = Field({})
+    """Others of DeepSpeed: {zero_optimization: {overlap_comm: true}}, or a ds_config.json."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.offload_optimizer and self.zero_stage == 0, "offload_optimizer needs zero_stage 1, 2 or 3"
 
     def unmeasured(self) -> "TrainerConfig":
-        """Return the settings with a size in place of micro_batch_tokens=auto: that of CPUs, and of plans for GPUs."""
+        """Return the settings with the size of CPUs, and of plans, in place of micro_batch_tokens=auto."""
         return self.model_copy(update={"micro_batch_tokens": 8192}) if self.micro_batch_tokens == "auto" else self
 
 
 class SftConfig(Section):
-    batch_size: int = Field(64, ge=1, description="Demonstrations per optimiser step.")
-    epochs: int | None = Field(None, ge=1, description="Passes over the demonstrations. Default: trainer.steps steps.")
+    batch_size: int = Field(64, ge=1)
+    """Demonstrations per optimiser step."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the demonstrations. Default: trainer.steps steps."""
 
 
 class PipelineConfig(Section):
-    max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
-        "auto",
-        description="Maximum age of a rollout: batches ahead; 0 is on-policy. `auto`: 1 with GPUs apart, else 0.",
-    )
-    replay: UserPath | None = Field(None, description="Run folder whose rollouts are trained on, without a server.")
+    max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = "auto"
+    """Batches ahead; 0 is on-policy. `auto`: 1 with GPUs apart, else 0."""
+    replay: UserPath | None = None
+    """Run folder whose rollouts are trained on, without a server."""
 
 
 class SyncConfig(Section):
-    backend: Literal["auto", "disk", "nccl"] = Field(
-        "auto", description="New weights by files, or by broadcast. `auto`: nccl with GPUs apart, else disk."
-    )
-    root: UserPath | None = Field(None, description="Folder above run.dir, equal on both sides. Default: its parent.")
-    timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
-    in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
-    take_over: bool = Field(False, description="Take the servers of another trainer that runs, which then stops.")
-    delta: bool = Field(False, description="Changed weights alone (backend disk); copies in RAM and servers' $TMPDIR.")
-    upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
-    check_every: int = Field(20, ge=0, description="Versions between proofs, besides the first two. 0 disables them.")
-    max_logprob_gap: float | None = Field(
-        None, gt=0, description="Highest mean |Δ log-prob| in them. Default: dtype's."
-    )
-    on_mismatch: Literal["stop", "warn"] = Field("stop", description="What a proof that fails does to the run.")
+    backend: Literal["auto", "disk", "nccl"] = "auto"
+    """How new weights go to the servers. `auto`: nccl with GPUs apart, else disk."""
+    root: UserPath | None = None
+    """Folder above run.dir, equal on both sides. Default: its parent."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Seconds for one server to load one version; ranks wait for 6x."""
+    in_flight: InFlight = "keep"
+    """Requests meanwhile: `keep` continues, `drain` waits, `abort`."""
+    take_over: bool = False
+    """Take the servers of another trainer, which then stops."""
+    delta: bool = False
+    """Changed weights alone, by disk; copies in RAM and $TMPDIR."""
+    upload: bool = False
+    """Files go over HTTP, without a shared disk."""
+    check_every: int = Field(20, ge=0)
+    """Versions between proofs, besides the first two. 0: none."""
+    max_logprob_gap: float | None = Field(None, gt=0)
+    """Highest mean |Δ log-prob| in them. Default: dtype's."""
+    on_mismatch: Literal["stop", "warn"] = "stop"
+    """What a proof that fails does to the run."""
 
     @property
     def bucket_timeout_s(self) -> float:
-        """Seconds that a server may take to join a group, or to take a bucket: the others wait for it meanwhile."""
+        """Seconds for a server to join a group, or to take a bucket."""
         return self.timeout_s / 4
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Seconds that a rank waits: longer than a hand-over, its repetition, a comparison and log-probs."""
+        return self.timeout_s * 6
 
 
 class ServerConfig(Section):
-    host: str = Field("127.0.0.1", description="Address of the server; any but loopback needs a token.")
-    port: int = Field(8000, ge=1, le=65535, description="Port of the server.")
-    urls: Urls = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
-    discover: UserPath | None = Field(
-        None, description="Servers that come and go, instead of urls: NAME:PORT, by DNS, or a file of URLs, PATH/FILE."
-    )
-    token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
-    start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
-    silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
-    served_model_name: str | None = Field(None, description="Name of the model in /v1. Default: model.path alone.")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
-    gpu_memory_utilization: float = Field(
-        0.85,
-        gt=0,
-        le=1,
-        description="Share of GPU memory. A trainer beside it needs the rest; with launch.share_gpu leave 2 GiB.",
-    )
-    kv_cache_mib: int | None = Field(
-        None, ge=16, description="KV cache in MiB. Default: what requests can fill of a GPU's share, 256 on a CPU."
-    )
-    max_concurrent: int | None = Field(
-        None, ge=1, description="Maximum sequences decoded at the same time. Default: vLLM's on a GPU, 256 on a CPU."
-    )
-    engine: dict[str, Any] = Field({}, description="Other engine arguments of vLLM: {enforce_eager: true}.")
-    tool_parser: str | None = Field(None, description="vLLM's tool-call format (hermes, ...) of /v1, not env `tools`.")
+    host: str = "127.0.0.1"
+    """Address of the server; any but loopback needs a token."""
+    port: int = Field(8000, ge=1, le=65535)
+    """Port of the server."""
+    urls: Urls = ()
+    """URLs of the servers. Default: http://host:port."""
+    discover: UserPath | None = None
+    """Servers that come and go: NAME:PORT, by DNS, or a file of URLs, PATH/FILE."""
+    token: str | None = None
+    """Bearer token of every route but /health. Default: $HOCKET_TOKEN."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds to wait for a server."""
+    silence_s: float = Field(60.0, gt=0)
+    """Seconds of silence until a server is lost."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that share one copy of the model."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of GPU memory; with launch.share_gpu leave 2 GiB."""
+    kv_cache_mib: int | None = Field(None, ge=16)
+    """KV cache in MiB. Default: what a GPU's share allows, 256 on a CPU."""
+    max_concurrent: int | None = Field(None, ge=1)
+    """Sequences decoded at once. Default: vLLM's on a GPU, 256 on a CPU."""
+    engine: dict[str, Any] = Field({})
+    """Other arguments of vLLM: {enforce_eager: true}."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        where = self.discover or "servers/"
-        yield self.discover is not None and bool(self.urls), "discover and urls both name the servers: leave one out"
-        name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", where)
-        is_name, is_file = name is not None and int(name[1]) < 1 << 16, "/" in where and "://" not in where
+        if self.discover is None:
+            return
+        yield bool(self.urls), "discover and urls both name the servers: leave one out"
+        name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", self.discover)
+        is_file = "/" in self.discover and "://" not in self.discover
         yield (
-            not (is_name or is_file),
-            f"discover={where} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls",
+            not is_file and (name is None or int(name[1]) >= 1 << 16),
+            f"discover={self.discover} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls",
         )
 
 
 class HeldOutConfig(DataConfig):
     section: ClassVar[str] = "eval.data"
-    split: str = Field("test", description="As in section data.")
+    split: str = "test"
+    """As in section data."""
 
 
 class EvalConfig(Section):
-    data: HeldOutConfig = Field(
-        HeldOutConfig(),
-        description="Held-out prompts: `source` or, of a hub dataset, `split`; else as `data`.",
-    )
-    num_prompts: int = Field(256, ge=0, description="Prompts per evaluation. 0 disables evaluation.")
-    samples: int = Field(1, ge=1, description="Rollouts per prompt; pass@k is measured for k = 1, 2, 4, ... up to it.")
-    every_steps: int = Field(0, ge=0, description="Steps between evaluations, besides start and end. 0 disables them.")
-    max_tokens: int | None = Field(None, ge=1, description="Maximum length of a turn. Default: rollout.max_tokens.")
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="Temperature, 0 is greedy. Default: rollout.temperature."
-    )
-    reward: str | None = Field(None, description="Reward function whose mean is the accuracy. Default: the first.")
+    data: HeldOutConfig = HeldOutConfig()
+    """Held-out `source`, or a hub dataset's `split`; else as `data`."""
+    num_prompts: int = Field(256, ge=0)
+    """Prompts per evaluation. 0 disables evaluation."""
+    samples: int = Field(1, ge=1)
+    """Rollouts per prompt, for pass@k with k = 1, 2, 4, ..."""
+    every_steps: int = Field(0, ge=0)
+    """Steps between evaluations, besides start and end. 0: none."""
+    max_tokens: int | None = Field(None, ge=1)
+    """As rollout.max_tokens, the default."""
+    temperature: float | None = Field(None, ge=0, le=2)
+    """Temperature, 0 is greedy. Default: rollout.temperature."""
+    reward: str | None = None
+    """Reward whose mean is the accuracy. Default: the first."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.samples > 1 and self.temperature == 0, "temperature=0 samples the same every time: set samples to 1"
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(
-        50, ge=0, description="Steps between checkpoints (12 B/trained parameter), one at the end. 0 disables them."
-    )
-    keep: int = Field(2, ge=1, description="Number of newest checkpoints kept on disk.")
-    in_background: bool = Field(False, alias="async", description="Written from a copy while training goes on.")
-    resume: bool = Field(False, description="Continue from the newest complete checkpoint in run.dir, if there is one.")
+    every_steps: int = Field(50, ge=0)
+    """Steps between checkpoints (12 B/trained parameter), and one at the end. 0: none."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    in_background: bool = Field(False, alias="async")
+    """Written while training goes on."""
+    resume: bool = False
+    """Continue from the newest checkpoint, if there is one."""
 
 
 class ObserveConfig(Section):
-    tensorboard: bool = Field(False, description="TensorBoard files; needs `pip install tensorboard`.")
+    tensorboard: bool = False
+    """TensorBoard files; needs `pip install tensorboard`."""
 
 
 def listed(gpus: str | None) -> list[str]:
@@ -342,12 +379,13 @@ def listed(gpus: str | None) -> list[str]:
 
 
 class LaunchConfig(Section):
-    servers: int | None = Field(
-        None, ge=1, description="Servers. Default: as many as half of the GPUs hold, or those that `trainers` leaves."
-    )
-    trainers: int | None = Field(None, ge=1, description="Trainer ranks. Default: one per GPU left; 1 on a CPU.")
-    gpus_apart: bool | None = Field(
-        None, description="Servers and ranks have GPUs of their own. Default: `launch` says it, or no server is here."
-    )
-    gpus_per_node: int = Field(8, ge=0, description="GPUs of a cluster's node, for launch --engine. 0: CPUs only.")
-    share_gpu: bool = Field(False, description="One GPU for both sides, which take turns on it; start both with it.")
+    servers: int | None = Field(None, ge=1)
+    """Servers. Default: half of the GPUs, or what `trainers` leaves."""
+    trainers: int | None = Field(None, ge=1)
+    """Trainer ranks. Default: one per GPU left; 1 on a CPU."""
+    gpus_apart: bool | None = None
+    """Servers have GPUs of their own. Default: as `launch` says, or if no server is here."""
+    gpus_per_node: int = Field(8, ge=0)
+    """GPUs of a node, for launch --engine. 0: CPUs only."""
+    share_gpu: bool = False
+    """One GPU, on which both sides take turns."""

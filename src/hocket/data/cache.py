@@ -1,8 +1,7 @@
-"""Keep prepared prompts in $XDG_CACHE_HOME/hocket/prompts (default: ~/.cache): a second start maps them into memory.
+"""Keep prepared prompts in $XDG_CACHE_HOME/hocket/prompts (default: ~/.cache) for the next start.
 
-Each folder there is a cache of the library `datasets`, called by the key of all that its prompts follow from, and the
-hash of its content, so that a damaged one is never used. The cache only saves time: where it fails, the prompts are
-prepared in memory.
+Each folder is a cache of `datasets`, named by a key of all that its prompts follow from, with the hash of its content:
+a damaged one is never used. Where the cache fails, the prompts are prepared in memory.
 """
 
 import hashlib
@@ -22,28 +21,25 @@ from hocket.common.files import write_atomically
 from hocket.errors import DataError
 from hocket.types import Prompt
 
-UNUSED_S = 30 * 86_400.0  # after which a folder is removed
-COLUMNS = {"length": "int32", "digest": "string", "others": "string"}  # and token_ids
+UNUSED_S = 30 * 86_400.0
+COLUMNS = {"length": "int32", "digest": "string", "others": "string"}
 OTHERS = [field.name for field in fields(Prompt) if field.name != "token_ids"]
 
 log = logging.getLogger(__name__)
 
 
 class Prompts(list[Prompt]):
-    """Prompts in memory."""
-
     def column(self, name: str) -> list[Any]:
         """Return another column of the data; None where a row lacks it."""
         return [prompt.meta.get(name) for prompt in self]
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what training takes from the prompts."""
         return _sha256("".join(map(_digest, self)))
 
 
 class KeptPrompts(Sequence[Prompt]):
-    """The prompts of a table that have at most `longest` tokens; each is made when it is asked for."""
+    """The prompts of a table with at most `longest` tokens, made when asked for."""
 
     def __init__(self, table: Any, longest: int) -> None:
         self.lengths: list[int] = table["length"][:]  # of all
@@ -51,7 +47,6 @@ class KeptPrompts(Sequence[Prompt]):
         self.fingerprint = _sha256("".join(self._rows["digest"]))
 
     def column(self, name: str) -> list[Any]:
-        """Return another column of the data; None where a row lacks it."""
         return [_others(text)["meta"].get(name) for text in self._rows["others"]]
 
     def __len__(self) -> int:
@@ -69,7 +64,7 @@ def load(
 ) -> tuple[Prompts | KeptPrompts, list[int]]:
     """Return the prompts of at most `longest` tokens, and the lengths of all.
 
-    `origin` returns all that they follow from but the code, as text tells it; None if they are not worth keeping.
+    `origin` returns what they follow from but the code; None: not worth keeping.
     """
     known = origin()
 
@@ -88,20 +83,18 @@ def load(
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hash of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _key(origin: object) -> str:
-    """Return the key of prompts of this origin, which follow from the code of this folder and its libraries, too."""
+    """Return the key of prompts of this origin, made by this code and these libraries."""
     code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
     versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "datasets")]
     return _sha256(repr([code, versions, origin]))[:32]
 
 
 def _kept(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any | None:
-    """Return the table of a key, of these rows where there is none yet; None if that fails."""
     import datasets
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"
@@ -123,25 +116,23 @@ def _kept(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any | None:
         cause = error.__cause__ or error
         if isinstance(cause, DataError):
             raise cause from None
-        log.warning("can't keep the prepared prompts, so that the next start prepares them again: %s", cause)
+        log.warning("can't keep the prepared prompts for the next start: %s", cause)
         return None
 
 
 def _remove_unused(folder: Path) -> None:
     for old in folder.glob("*"):
-        with suppress(FileNotFoundError, NotADirectoryError):  # another process was faster, or it is none of these
+        with suppress(FileNotFoundError, NotADirectoryError):  # another process was faster
             if old.stat().st_mtime < time.time() - UNUSED_S:
                 shutil.rmtree(old)
 
 
 def _contents(home: Path) -> str:
-    """Return the hashes of a cache's files."""
     files = (*home.rglob("*.arrow"), *home.rglob("*.json"))
     return "\n".join(map(sha256_of, files))
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """Return a row of the table. Raise TypeError if the prompt would not come back from it as it is."""
     others = {name: getattr(prompt, name) for name in OTHERS}
     text = json.dumps(others)
     if repr(_others(text)) != repr(others):

@@ -1,6 +1,6 @@
 """Choose the prompts of an epoch and their order (docs/curriculum.md).
 
-The same state has to make the same plan: a resumed run plans its epoch again.
+The same state makes the same plan: a resumed run plans its epoch again.
 """
 
 import copy
@@ -17,65 +17,61 @@ from hocket.errors import DataError
 
 
 class PassRates:
-    """The latest pass rates of all prompts, in lists by prompt index, from nothing or from a `state`."""
+    """The latest pass rates of all prompts, in lists by prompt index."""
 
     def __init__(self, num_prompts: int, state: Mapping[str, Sequence[Any]] | None = None) -> None:
         state = state or {}
-        self.rates: list[float | None] = list(state.get("rates", [None] * num_prompts))  # None: never measured
-        self.epochs: list[int] = list(state.get("epochs", [-1] * num_prompts))  # of that rate; -1: never measured
+        self.rates: list[float | None] = list(state.get("rates", [None] * num_prompts))
+        self.epochs: list[int] = list(state.get("epochs", [-1] * num_prompts))  # of that rate
         self.streaks: list[int] = list(state.get("streaks", [0] * num_prompts))  # times in a row with a rate of 1
 
     def record(self, index: int, epoch: int, rate: float) -> None:
-        """Record a pass rate; one of an older epoch, that comes late, changes only the streak."""
+        """Record a pass rate; a late one of an older epoch changes only the streak."""
         if epoch >= self.epochs[index]:
             self.rates[index], self.epochs[index] = rate, epoch
         self.streaks[index] = self.streaks[index] + 1 if rate >= 1 else 0
 
     def state(self) -> dict[str, list[Any]]:
-        """Return a copy, ready for JSON; empty until a prompt is measured."""
         return {name: values[:] for name, values in vars(self).items()} if max(self.epochs) >= 0 else {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """The prompts to plan an epoch from; a prompt is named by its index in `prompts`."""
+    """What to plan an epoch from; a prompt is named by its index in `prompts`."""
 
     epoch: int  # counts from 0
     prompts: Prompts | KeptPrompts
     members: Sequence[int]  # the prompts that are not retired, shuffled by (seed, epoch)
-    measured: PassRates  # of all prompts
+    measured: PassRates
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """The members that an epoch plays, in this order; the others are left out, and `why` may give reasons."""
+    """The members that an epoch plays, in this order; `why` may give reasons for the others."""
 
     order: Sequence[int]
     why: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 class Curriculum:
-    """Base of every curriculum."""
-
-    uses_pass_rates = True  # if False none are kept, unless solved prompts are retired
+    uses_pass_rates = True  # else none are kept, unless prompts are retired
 
     def plan(self, candidates: Candidates) -> EpochPlan:
-        """Return the plan of the epoch that begins."""
         raise NotImplementedError
 
     def moves_on(self, step: int) -> bool:
-        """Return whether the epoch ends before its next prompt; `step` is prompts drawn / rollout.prompts_per_step."""
+        """Return whether the epoch ends here; `step` is prompts drawn / rollout.prompts_per_step."""
         return False
 
     def measured(self, index: int, pass_rate: float) -> None:
         """Receive the pass rate of a prompt that was played."""
 
     def state(self) -> dict[str, Any]:
-        """Return what it remembers besides its options, ready for JSON."""
+        """Return what it remembers besides its options, for JSON."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state."""
+        """Go back to a `state`."""
 
 
 CURRICULA: Registry[type[Curriculum]] = Registry("curriculum")
@@ -94,7 +90,7 @@ class Shuffle(Curriculum):
 
 @curriculum("sorted")
 class Sorted(Curriculum):
-    """From easy to hard, by a column or else by pass rate; equals are shuffled, and unknown ones come last."""
+    """From easy to hard, by a column or pass rate; equals are shuffled, unknown ones come last."""
 
     def __init__(self, difficulty_column: str | None = None) -> None:
         self._column = difficulty_column
@@ -112,7 +108,7 @@ class Sorted(Curriculum):
 
 
 class Planner:
-    """A curriculum with what is the same for each: prompts are shuffled, measured and retired."""
+    """A curriculum whose prompts are shuffled, measured and retired."""
 
     def __init__(
         self,
@@ -120,7 +116,7 @@ class Planner:
         seed: int,
         curriculum: Curriculum | None = None,  # default: all prompts, shuffled
         *,
-        retire_after: int = 0,  # times in a row that a prompt was solved before it is left out; 0 disables it
+        retire_after: int = 0,  # times solved in a row, after which a prompt is left out; 0 disables it
     ) -> None:
         self.prompts, self.seed = prompts, seed
         self._curriculum = curriculum or Shuffle()
@@ -130,7 +126,7 @@ class Planner:
         self.moves_on = self._curriculum.moves_on
 
     def plan(self, epoch: int) -> tuple[list[int], dict[int, tuple[str, str]]]:
-        """Return the indices to play, and those left out with state and reason. All are retired: none is played."""
+        """Return the indices to play, none if all are retired, and those left out with state and reason."""
         shuffled = list(range(len(self.prompts)))
         random.Random(f"{self.seed}:{epoch}").shuffle(shuffled)
         members = [index for index in shuffled if self._measured.streaks[index] < self._retire_after]
@@ -151,23 +147,19 @@ class Planner:
         return order, {index: why for index, why in out.items() if index not in played}
 
     def settled(self, index: int, epoch: int, pass_rate: float) -> None:
-        """Record how a prompt was played."""
         if self.uses_pass_rates:
             self._measured.record(index, epoch, pass_rate)
             self._curriculum.measured(index, pass_rate)
 
     def state(self) -> dict[str, Any]:
-        """Return what it has learnt, ready for JSON."""
         return {"pass_rates": self._measured.state(), "curriculum": copy.deepcopy(self._curriculum.state())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state."""
         self._measured = PassRates(len(self.prompts), state["pass_rates"])
         self._curriculum.restore(state["curriculum"])
 
 
 def bind(config: CurriculumConfig, prompts: Prompts | KeptPrompts, seed: int) -> Planner:
-    """Return the planner of the configured curriculum; raise ConfigError if its name or an option is wrong."""
     options, keys = config.model_extra or {}, CurriculumConfig.model_fields
     made: Curriculum = CURRICULA.bind(config.name, options, section="curriculum", keys=keys)()
     return Planner(prompts, seed, made, retire_after=config.retire_after)

@@ -1,11 +1,9 @@
 """Turn rows into demonstrations: token ids, and which of them are taught.
 
-A row is a prompt with its response, or a whole conversation, of which every turn of the assistant is taught, with the
-token that ends it, and nothing else. As in a rollout, a turn stands behind exactly what the model reads before it
-writes one: the template's rendering of the messages so far, generation prompt included. The text of a turn is what the
-template adds to that when the turn is the last message. Where a template writes an earlier turn otherwise, as those of
-thinking models do that leave old thoughts out, the conversation goes on in a sample of its own. This holds for every
-template; the `{% generation %}` marks of transformers, which few have, mark such turns behind what no model will read.
+A row is a prompt with its response, or a whole conversation. Each turn of the assistant is taught, with the token that
+ends it, behind what the model reads before it: the template's rendering of the messages so far. Its text is what the
+template adds when the turn is the last message. Where a template writes an earlier turn otherwise, as those that leave
+old thoughts out, the conversation goes on in a sample of its own; `{% generation %}` marks would not show that.
 """
 
 import contextlib
@@ -19,13 +17,13 @@ from hocket.data.prompts import NO_TOKEN, Renderer, check_messages, in_parts, op
 from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 
-Passage = tuple[str, str, list[int]]  # a text that is read, the turn behind it, and the tokens that end that
+Passage = tuple[str, str, list[int]]  # a text that is read, the turn behind it, and its end
 
 log = logging.getLogger(__name__)
 
 
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
-    """Return the demonstrations of at most max_length tokens, whose mask says what is taught."""
+    """Return the demonstrations of at most max_length tokens."""
     renderer = Renderer(data, tokenizer)
     end, kept, lengths = renderer.end_of_turn(), list[TokenSequence](), list[int]()
     for rendered, problems in in_parts(data, lambda columns: _samples(renderer, data, columns, end)):
@@ -47,7 +45,6 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
 
 
 def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int) -> list[list[Passage]]:
-    """Return the samples of a row."""
     whole = [name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)]
     if whole and data.response_column not in columns:
         tools = columns.get("tools") or None
@@ -68,7 +65,7 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
 
 def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, end: int) -> list[list[Passage]]:
     samples = list[list[Passage]]()
-    told = said = ""  # the text of the last sample: in its pieces, and with what stands behind its last turn
+    told = said = ""  # the last sample's text, and with what stands behind its last turn
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -80,14 +77,14 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
             turn = _behind(opening_of(asked), message["content"], f"message {index}") + renderer.after_turn
         else:
             what = f"the chat template does not write message {index} as it lets the model begin it: {asked[-20:]!r}"
-            raise ValueError(f"{what}; write its tool calls and thoughts into its content, or use another template")
+            raise ValueError(f"{what}; write all into its content, or use another template")
         calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, dict)]
         if any(str(call.get("name", "")) not in turn for call in calls):
-            raise ValueError(f"the chat template leaves the tool calls of message {index} out: use one that knows them")
+            raise ValueError(f"the chat template leaves the tool calls of message {index} out: use another template")
         if not samples or not asked.startswith(said):
             samples.append([])
             told = ""
-        body = turn.removesuffix(renderer.after_turn)  # else the turn has an end of its own: <|call|>
+        body = turn.removesuffix(renderer.after_turn)  # else it has an end of its own: <|call|>
         ends = turn.endswith(renderer.after_turn)
         samples[-1].append((asked[len(told) :], body, [end] if ends else []))
         told, said = asked + body, asked + turn
@@ -95,7 +92,7 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
 
 
 def _encode(renderer: Renderer, samples: Sequence[Sequence[Passage]]) -> list[TokenSequence]:
-    """Encode each turn behind what is read before it: alone, some tokenizers would put a space before it."""
+    """Encode each turn behind what is read before it: alone, it might get a space before it."""
     passages = [passage for sample in samples for passage in sample]
     reads = iter(renderer.encode_prompts([read for read, _, _ in passages]))
     wholes = iter(renderer.encode_prompts([read + said for read, said, _ in passages]))
@@ -103,7 +100,7 @@ def _encode(renderer: Renderer, samples: Sequence[Sequence[Passage]]) -> list[To
     for sample in samples:
         token_ids, mask = list[int](), list[bool]()
         for (_, said, ends), read, whole in zip(sample, reads, wholes, strict=False):
-            if whole[: len(read)] != read:  # a token of both: the model reads its prompt without what it writes
+            if whole[: len(read)] != read:  # a token of both
                 whole = read + renderer.encode([said])[0]
             start = 1 if token_ids and read[:1] == token_ids[-1:] else 0  # the end of the turn before
             token_ids += whole[start:] + ends
@@ -113,12 +110,10 @@ def _encode(renderer: Renderer, samples: Sequence[Sequence[Passage]]) -> list[To
 
 
 def _behind(opening: str, response: str, what: str) -> str:
-    """Return what the model writes behind a prompt that ends with the `opening` of a thought."""
     if opening and response.lstrip().startswith(opening.strip()):
         response = response.lstrip().removeprefix(opening.strip()).lstrip()
     if opening and "</think>" not in opening + response:
-        why = "the chat template opens a thought in the prompt"
-        raise ValueError(f"{why}, {what} never closes it: begin it with the thought and </think>")
+        raise ValueError(f"the prompt opens a thought, {what} never closes it: begin it with the thought and </think>")
     return response
 
 
@@ -127,15 +122,15 @@ def _turns(messages: Sequence[Any], column: str, data: DataConfig) -> list[Messa
     check_messages(turns, column)
     if {"role": "assistant", "content": ""} in turns:
         raise ValueError(f"column {column!r} has an empty turn of the assistant: remove it")
-    if not turns or turns[-1]["role"] != "assistant":
-        last = f"a message of {turns[-1]['role']!r}, which nothing answers" if turns else "nothing"
+    last = turns[-1]["role"]
+    if last != "assistant":
         advice = f"remove that, add the answer, or name its column in {data.section}.response_column"
-        raise ValueError(f"column {column!r} ends with {last}: {advice}")
+        raise ValueError(f"column {column!r} ends with a message of {last!r}, which nothing answers: {advice}")
     return turns
 
 
 def _clean(value: Any) -> Any:
-    """Drop the nulls with which tables fill objects of several shapes; read a call's arguments, as vLLM does."""
+    """Drop the nulls with which tables fill objects; read a call's arguments, as vLLM does."""
     if isinstance(value, list):
         return [_clean(item) for item in value]
     if not isinstance(value, Mapping):

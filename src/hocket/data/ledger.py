@@ -17,13 +17,13 @@ NUM_EPOCHS = 4
 
 
 class Account(NamedTuple):
-    """One epoch: every prompt is counted once in `states`, under a state and its reason ("failed: no score")."""
+    """One epoch: each prompt counts once in `states`, under a state and its reason ("failed: no score")."""
 
     epoch: int
-    finished: bool  # all of its prompts have been drawn or left out
+    finished: bool  # all are drawn or left out
     num_prompts: int  # of the whole source
     states: dict[str, int]
-    problems: tuple[str, ...]  # prompts that are missing or counted twice; empty where the account balances
+    problems: tuple[str, ...]  # prompts that are missing or counted twice
 
 
 def accounts(
@@ -31,8 +31,8 @@ def accounts(
 ) -> list[Account]:
     """Return the account of each epoch that has begun.
 
-    `rows` are the lines of the ledger; `stream` is the state of the PromptStream in the newest checkpoint (None without
-    one: draws in flight are unknown then); `ended`: the run has taken all of its steps, so that nothing is in flight.
+    `rows` are the ledger's; `stream` is the PromptStream's state in the newest checkpoint (None: draws in flight are
+    unknown); `ended`: the run has taken all steps, so that nothing is in flight.
     """
     num_prompts, rows = rows[0]["num_prompts"], list(rows[1:])
     if stream is not None:
@@ -43,7 +43,9 @@ def accounts(
     for row in rows:
         epochs[row["epoch"]].append(row)
     ids = {row["prompt"] for row in rows}
-    pending, newest, num_over = "pending", max(epochs, default=0), 0
+    pending = "pending"
+    newest = max(epochs, default=0)
+    num_over = 0
     if stream is not None:
         num_over = stream["epoch"]
         newest = max(newest, num_over)
@@ -80,7 +82,7 @@ def accounts(
 
 
 def table(found: Sequence[Account]) -> str:
-    """Return the newest epochs' accounts as text; the last lines say whether those of all epochs balance."""
+    """Return the newest accounts as text; the last lines say whether all balance."""
     lines = []
     for account in found[-NUM_EPOCHS:]:
         lines.append(f"epoch {account.epoch}: {account.num_prompts:,} prompts")
@@ -97,7 +99,6 @@ def _label(row: Mapping[str, Any]) -> str:
 
 
 def _place(item: tuple[str, int]) -> tuple[int, int, str]:
-    """Return the sorting key of a count: by state, the most frequent reason first."""
     state = next(index for index, state in enumerate(STATES) if item[0].startswith(state))
     return state, -item[1], item[0]
 

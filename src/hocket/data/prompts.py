@@ -1,7 +1,6 @@
 """Turn rows into prompts: each row is checked, rendered and encoded exactly once.
 
-The chat template writes every special token itself, the beginning-of-sequence token included, so its text is encoded
-without adding any; plain text gets the one that the tokenizer puts before text, unless it starts with it.
+The chat template writes every special token itself; plain text gets the one that the tokenizer puts before text.
 """
 
 import functools
@@ -23,15 +22,14 @@ from hocket.data.sources import identity, read_rows
 from hocket.errors import DataError
 from hocket.types import Message, Prompt
 
-PROBE = "hocket-0123456789"  # the text of a made-up model turn, to find the template's text around it
+PROBE = "hocket-0123456789"  # the made-up turn that shows what the template writes around one
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
-PART = 1024  # rows that are encoded together
+PART = 1024  # rows
 NO_TOKEN = "the tokenizer makes no token of it"
-OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
+OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
-
 T = TypeVar("T")
 
 
@@ -40,7 +38,7 @@ class TooLongError(ValueError):
 
 
 def opening_of(prompt: str) -> str:
-    """Return the thought that a prompt ends with: opened, or opened and closed again; "" without one."""
+    """Return the thought that a prompt ends with, opened or closed again; "" without one."""
     found = OPENING.search(prompt)
     return found[0] if found else ""
 
@@ -48,19 +46,18 @@ def opening_of(prompt: str) -> str:
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[cache.Prompts | cache.KeptPrompts, list[int]]:
-    """Return the prompts of `data.source` that are short enough, and the number of tokens of each one that is there.
-
-    None is cut. Prompts of a large source come from the cache. Raise DataError for a bad row.
-    """
+    """Return the prompts that are short enough, none cut, and the numbers of tokens of all."""
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
     if any(token.special and token.content == "</think>" for token in tokenizer.added_tokens_decoder.values()):
-        advice = 'set "special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
-        raise DataError(f"the tokenizer has </think> as a special token: no reward would see a thought end; {advice}")
+        raise DataError(
+            "the tokenizer has </think> as a special token: no reward would see a thought end; set "
+            '"special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
+        )
     if opening := renderer.missing_opening():
         advice = f"{{% if add_generation_prompt %}}{{{{ {opening!r} }}}}{{% endif %}}"
         what = f"the chat template begins the model's turn with {opening!r}, but ends no prompt so"
-        raise DataError(f"{what}: the model would have to write that itself; add {advice} at the end of the template")
+        raise DataError(f"{what}; add {advice} at the end of the template")
 
     def origin() -> tuple[object, ...] | None:
         content, template = identity(data), tokenizer.chat_template
@@ -88,7 +85,7 @@ def in_parts(
 ) -> Iterator[tuple[list[tuple[str, T]], dict[str, str]]]:
     """Yield (place, rendered row) in parts, as encoding all at once takes gigabytes, and what is wrong, by place.
 
-    Raise DataError at the end for the rows that `render` raises a ValueError for, or the caller has added.
+    Raise DataError at the end for rows that `render` refuses by a ValueError, or that the caller has added.
     """
     num_rows, problems = 0, dict[str, str]()
     rows = iter(tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5))
@@ -114,15 +111,15 @@ def in_parts(
 
 
 def columns_of(row: Any) -> Mapping[str, Any]:
-    """Parse a row of a file. Raise ValueError if it is no JSON object."""
     columns = json.loads(row) if isinstance(row, bytes) else row
     if not isinstance(columns, Mapping):
         raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
     return columns
 
 
-def check_messages(messages: Sequence[Any], column: str) -> None:
-    """Raise ValueError where one is no message."""
+def check_messages(messages: Any, column: str) -> None:
+    if not (isinstance(messages, list) and messages):
+        raise ValueError(f"column {column!r} must be text or a list of messages, got {messages!r:.80}")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             what = f"message {index} of column {column!r}"
@@ -130,19 +127,21 @@ def check_messages(messages: Sequence[Any], column: str) -> None:
 
 
 class Renderer:
-    """Render rows and messages with the chat template of a Hugging Face tokenizer, and encode them."""
+    """Render rows and messages with a tokenizer's chat template, and encode them."""
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         if data.chat_template and tokenizer.chat_template is None:
             advice = f"put one as chat_template.jinja into its folder, or set {data.section}.chat_template=false"
-            raise DataError(f"the tokenizer of the model has no chat template: {advice} for plain text")
+            raise DataError(f"the tokenizer has no chat template: {advice} for plain text")
         if tools and not data.chat_template:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
         self._data, self._tokenizer = data, tokenizer
         self._tools = list(tools) or None
+        system = data.system_prompt
+        self._first = () if system is None else ({"role": "system", "content": system},)
 
     def row(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return a row's text and Prompt fields. Raise ValueError that names its fault."""
+        """Return a row's text and the fields of its Prompt."""
         data = self._data
         text, messages = self.prompt(columns)
         asked = [message["content"] for message in messages or () if message["role"] == "user"]
@@ -156,7 +155,6 @@ class Renderer:
         }
 
     def prompt(self, columns: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
-        """Return a row's prompt, and the chat that it was rendered from; None for plain text."""
         value = self.column(columns, "prompt_column")
         messages = self._messages(value)
         return value if messages is None else self.render(messages), messages
@@ -169,43 +167,40 @@ class Renderer:
         return [ids if ids[:1] == [bos] else [bos, *ids] for ids in token_ids]
 
     def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
-        """Return each text's token ids, no special token added; raise TooLongError early if one exceeds `at_most`."""
+        """Return each text's token ids, none added; raise TooLongError early if one exceeds `at_most`."""
         if any(len(text) > at_most * self._most_characters for text in texts):
             raise TooLongError(f"a text has more than {at_most} tokens")
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
 
     def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
-        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be.
-
-        `more` are options besides: the tools of these messages, or no generation prompt.
-        """
+        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
         from jinja2 import TemplateError
 
         if not self._data.chat_template:
-            raise ValueError("messages need data.chat_template: true; without one there is plain text alone")
+            raise ValueError("messages need data.chat_template: true")
         given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
         given |= self._data.chat_template_kwargs if options is None else options
         try:
             text: str = self._tokenizer.apply_chat_template(list(messages), **given | more)
-        # A template is a small program: besides its own refusals it fails in these ways on what it did not expect.
+        # A template is a program: besides its own refusals it fails in these ways.
         except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return text
 
     def missing_opening(self) -> str:
-        """Return what the template writes before a turn of the model, if it ignores `add_generation_prompt`."""
+        """Return what the template writes before a model's turn, if it ignores `add_generation_prompt`."""
         try:
             asked, plain = (self.render(TURN[:1], add_generation_prompt=opens) for opens in (True, False))
             before, found, _ = self.render(TURN, add_generation_prompt=False).partition(PROBE)
-        except ValueError:  # without a template, or where it takes no such chat: the rows will tell
+        except ValueError:  # the rows will tell
             return ""
         opening = before.removeprefix(asked)
         return opening if found and asked == plain and opening != before and opening.strip() else ""
 
     @functools.cached_property
     def _most_characters(self) -> int:
-        # A byte is written as at least one character; of four, a tokenizer may compose or leave out three.
+        # Of four characters, a tokenizer may compose or leave out three.
         return 4 * max(map(len, self._tokenizer.get_vocab()))
 
     def following(
@@ -213,10 +208,9 @@ class Renderer:
     ) -> list[int]:
         """Return the tokens between a turn of the model and its next one, in which it receives `messages`.
 
-        They are what the template writes after a made-up turn, so that nothing of the real one is rendered or encoded
-        again: a template may rewrite earlier turns, and the model need not write a text as the tokenizer would.
-        `ended` is the token with which the model ended its turn; None if it was cut off, and the template's own end of
-        turn is added. Raise ValueError if the template can't render them, TooLongError as `encode` does.
+        They are what the template writes after a made-up turn: it may rewrite the real one, and the model need not
+        write a text as the tokenizer would. `ended` is the token with which the model ended its turn; where it was cut
+        off, None, the template's own is added. Raise ValueError if the template can't render them, or TooLongError.
         """
         _, found, after = self.render([*TURN, *messages], options).partition(PROBE)
         if not found:
@@ -226,32 +220,30 @@ class Renderer:
 
     @functools.cached_property
     def after_turn(self) -> str:
-        """What the chat template writes after a last turn of the model: its end, and maybe a line break."""
         return self.render(TURN, add_generation_prompt=False).rpartition(PROBE)[2] if self._data.chat_template else ""
 
     def end_of_turn(self) -> int:
-        """Return the token with which the model ends its answer: the chat template's own, else the tokenizer's EOS."""
+        """Return the token that ends an answer: the chat template's own, else the tokenizer's EOS."""
         eos: int | None = self._tokenizer.eos_token_id
         after = self.encode([self.after_turn])[0][:1]
         if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
             return after[0]
         if eos is None:
-            raise DataError("the tokenizer has no end-of-sequence token, so that no response could ever end")
+            raise DataError("the tokenizer has no end-of-sequence token: no response could ever end")
         return eos
 
     def _messages(self, value: Any) -> tuple[Message, ...] | None:
         """Return the chat of a prompt column's value; None if it stays plain text."""
-        column, system = self._data.prompt_column, self._data.system_prompt
-        if not isinstance(value, str | list):
-            raise ValueError(f"column {column!r} must be text or a list of messages, got {value!r:.80}")
-        if not (value.strip() if isinstance(value, str) else value):
-            raise ValueError(f"column {column!r} is empty")
+        column = self._data.prompt_column
         if isinstance(value, str):
-            first = () if system is None else ({"role": "system", "content": system},)
-            return (*first, {"role": "user", "content": value}) if self._data.chat_template else None
+            if not value.strip():
+                raise ValueError(f"column {column!r} is empty")
+            if not self._data.chat_template:
+                return None
+            return (*self._first, {"role": "user", "content": value})
         check_messages(value, column)
         if value[-1]["role"] == "assistant":
-            raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
+            raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
         return tuple(value)
 
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
@@ -273,9 +265,10 @@ class Renderer:
         return match[1].strip()
 
     def column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
-        """Return the value of the column that `setting` names; without it, raise ValueError with those there are."""
-        name, there = getattr(self._data, setting), ", ".join(map(repr, columns)) or "an empty object"
+        name = getattr(self._data, setting)
         if name not in columns:
-            advice = f"set {self._data.section}.{setting} to one of these{hint}"
-            raise ValueError(f"no column {name!r}, only {there}: {advice}")
+            there = ", ".join(map(repr, columns))
+            raise ValueError(
+                f"no column {name!r}, only {there}: set {self._data.section}.{setting} to one of these{hint}"
+            )
         return columns[name]

@@ -1,4 +1,4 @@
-"""Read rows from files, Hugging Face data sets and built-in tasks. Each row comes with the place to look at."""
+"""Read rows from files, Hugging Face data sets and built-in tasks, each with its place."""
 
 import functools
 import hashlib
@@ -15,17 +15,17 @@ from hocket.config import DataConfig
 from hocket.data.cache import sha256_of
 from hocket.errors import DataError
 
-# A task is a function (split, seed) -> endless rows with the columns prompt, answer and response.
+# (split, seed) -> endless rows with the columns prompt, answer and response
 TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry("task")
 
 NUM_ROWS = 2048  # without data.limit
-SMALL = 1 << 20  # bytes of a source whose prompts are not cached
+SMALL = 1 << 20  # bytes: not worth a cache
 _MISTAKES = 0.75
 _TEST_SHARE = 1 / 8
 
 
 def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (place, columns) of at most `data.limit` rows, unchecked; lines of .jsonl as they are. Raises DataError."""
+    """Yield (place, columns) of at most `data.limit` rows, unchecked; lines of .jsonl as they are."""
     kind, _, name = data.source.partition(":")
     rows: Iterable[tuple[int, Any]]
     place, limit = f"{data.source}/{data.split}", data.limit
@@ -46,7 +46,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
 
 
 def identity(data: DataConfig) -> str | None:
-    """Return what identifies the content of a source; None if its prompts are made faster than found in a cache."""
+    """Return what identifies a source's content; None if its prompts are not worth a cache."""
     kind, _, name = data.source.partition(":")
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
@@ -95,14 +95,14 @@ def _hugging_face(source: str, split: str, section: str) -> Any:
             loaded = datasets.load_from_disk(str(folder))
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset or None, split=split)
-    except (OSError, ValueError, KeyError) as error:  # not found, no network, no such split or subset, not readable
-        advice = "" if section == "data" else "; choose another, or eval.num_prompts=0 for no evaluation"
+    except (OSError, ValueError, KeyError) as error:
+        advice = "" if section == "data" else "; choose another, or eval.num_prompts=0"
         raise DataError(f"can't load hf:{source}, {section}.split={split}: {error}{advice}") from error
 
 
 @TASKS.register("sort")
 def sort(split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield "Sort: dbca" for "abcd", 4 to 6 letters; the demonstration in `response` is wrong in three of four rows."""
+    """Yield "Sort: dbca" for "abcd", 4 to 6 letters; `response` is wrong in three of four rows."""
     rng = generator("sort", split, seed)
     while True:
         letters = rng.sample(string.ascii_lowercase, rng.randint(4, 6))
@@ -122,5 +122,5 @@ def generator(task: str, split: str, seed: int) -> random.Random:
 
 
 def split_of(text: str) -> str:
-    """Return the split of a row by the hash of its text, so that no test row is ever a training row."""
+    """Return the split of a row by the hash of its text: no test row is ever a training row."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] < 256 * _TEST_SHARE else "train"

@@ -1,7 +1,6 @@
-"""Draw prompts in shuffled epochs and track each draw until its step is trained.
+"""Draw prompts in epochs of every prompt once, and track each draw until its step is trained.
 
-An epoch contains every prompt once; the ledger states the reason for each exception. The state includes the draws in
-flight, so that a resumed run repeats those first.
+The ledger states the reason for each exception; a resumed run first repeats the draws in flight.
 """
 
 import collections
@@ -14,8 +13,8 @@ from hocket.errors import DataError
 from hocket.types import Prompt
 
 EXHAUSTED = (  # the meaning of a `PromptStream.take` without prompts
-    "every prompt is retired (curriculum.retire_after): nothing is left to learn from them; train on harder ones, in a "
-    "new run with the newest weights as model.path, or set curriculum.retire_after higher there"
+    "every prompt is retired (curriculum.retire_after): start a new run from the newest weights (model.path) on "
+    "harder prompts or with a higher curriculum.retire_after"
 )
 
 
@@ -23,13 +22,13 @@ EXHAUSTED = (  # the meaning of a `PromptStream.take` without prompts
 class Outcome:
     """The fate of a prompt that was drawn."""
 
-    state: Literal["trained", "filtered", "failed"]  # filtered: its group has no signal; failed: nothing to learn from
-    why: str = ""  # the reason if it was not trained
-    pass_rate: float | None = None  # share of its scored rollouts that solved it; None without a score
+    state: Literal["trained", "filtered", "failed"]  # filtered: its group has no signal
+    why: str = ""  # it was not trained
+    pass_rate: float | None = None  # share of its scored rollouts that solved it
 
 
 class PromptStream:
-    """Prompts in epochs, endless until all of them are retired. `take` numbers the draws of a run 0, 1, 2, ..."""
+    """Prompts in epochs, until all are retired. `take` numbers the draws of a run 0, 1, 2, ..."""
 
     def __init__(self, planner: Planner, *, prompts_per_step: int = 1) -> None:
         prompts = planner.prompts
@@ -63,12 +62,12 @@ class PromptStream:
         self._entries.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the new lines for the ledger since the last call (hocket.data.ledger describes the fields)."""
+        """Return the new lines for the ledger (hocket.data.ledger) since the last call."""
         entries, self._entries = self._entries, []
         return entries
 
     def state(self) -> dict[str, Any]:
-        """Return its position, ready for JSON; `restore` of a stream over the same prompts continues from there."""
+        """Return its position, for JSON."""
         return {
             **self._identity,
             "epoch": self._epoch,
@@ -81,13 +80,11 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the draws in flight, in the order of their numbers. Raise DataError for other prompts."""
+        """Continue with the draws in flight, in their order. Raise DataError for other prompts."""
         for key, value in self._identity.items():
             if state[key] != value:
-                raise DataError(
-                    f"can't resume: {key} of the prompts was {state[key]} and is {value} now; use the same data "
-                    f"section and trainer.seed, or start a new run"
-                )
+                changed = f"{key} of the prompts was {state[key]} and is {value} now"
+                raise DataError(f"can't resume: {changed}; use the same data and trainer.seed, or start a new run")
         self._epoch, self._position, self._num_drawn = state["epoch"], state["position"], state["num_drawn"]
         self._in_flight = {draw["draw"]: draw for draw in state["in_flight"]}
         self._again = collections.deque(self._in_flight)

@@ -1,4 +1,4 @@
-"""The tokenizer, and the longest sequence: facts of the model that server and trainer need before any weights."""
+"""The tokenizer and the longest sequence: what server and trainer need before any weights."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from hocket.errors import ConfigError, door
 
 
 def load(path: str, setting: str = "model.path") -> Any:
-    """Return the Hugging Face tokenizer of the model folder or hub name in `setting`; raise ConfigError without one."""
+    """Return the tokenizer of a model folder or hub name. Raise ConfigError without one."""
     from transformers import AutoTokenizer
 
     _check_is_model(path, setting)
@@ -19,19 +19,19 @@ def load(path: str, setting: str = "model.path") -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # code of its own is never run
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
-    unused = (tokenizer.pad_token_id, tokenizer.unk_token_id)  # transformers adds them where a tokenizer has none
+    unused = (tokenizer.pad_token_id, tokenizer.unk_token_id)  # transformers adds them
     size = getattr(_config(path, setting), "vocab_size", None)
     largest = max((id_ for id_ in tokenizer.get_vocab().values() if id_ not in unused), default=-1)
     if size is not None and largest >= size:
         raise ConfigError(
             f"{setting}={path}: the tokenizer has ids up to {largest}, the model embeds only {size} tokens: "
-            f"use the tokenizer that belongs to the model, or transformers' resize_token_embeddings({largest + 1})"
+            f"use the model's own tokenizer, or transformers' resize_token_embeddings({largest + 1})"
         )
     return tokenizer
 
 
 def _check_is_model(path: str, setting: str) -> None:
-    """Raise ConfigError unless `path` is a model's folder, or a name that the hub, which is asked only once, knows."""
+    """Raise ConfigError unless `path` is a model's folder, or a name that the hub knows."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     folder = Path(path)
@@ -48,29 +48,27 @@ def _check_is_model(path: str, setting: str) -> None:
             HfApi().model_info(path, timeout=10)
     except Exception as error:
         missing = f"there is no such folder (paths are relative to {Path.cwd()})"
-        hub = f"the hub has no such model, or can't be asked: {error}"
-        raise ConfigError(f"{setting}={path}: {missing}, and {hub}") from error
+        raise ConfigError(f"{setting}={path}: {missing}, and the hub has no such model: {error}") from error
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:
-    """Raise ConfigError if a token id of both has another text in the vocabulary of the model at `path`."""
     known, others = (
         {id_: token for token, id_ in t.get_vocab().items()} for t in (load(model.path), load(path, setting))
     )
     if any(others.get(id_, token) != token for id_, token in known.items()):
         raise ConfigError(
             f"{setting}={path} has another vocabulary than model.path={model.path}: the same ids are other tokens; "
-            "name a model with the same tokenizer, such as an older version"
+            "name one with the same tokenizer"
         )
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Return the SHA-256 of everything that maps text to ids and back; the chat template is not part of it."""
+    """Return the SHA-256 of all that maps text to ids and back; not of the chat template."""
     if tokenizer.is_fast:
         from tokenizers import Tokenizer
 
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        backend.no_padding()  # padding and truncation are settings of one caller, not of the tokenizer
+        backend.no_padding()  # settings of a caller
         backend.no_truncation()
         content = backend.to_str()
     else:
@@ -89,7 +87,7 @@ def _config(path: str, setting: str) -> Any:
 
 
 def context_length(model: ModelConfig) -> int:
-    """Return the longest prompt + completion in tokens: model.max_length, or the limit in the model's own config."""
+    """Return the longest prompt + completion in tokens."""
     if model.max_length is not None:
         return model.max_length
     length = getattr(_config(model.path, "model.path"), "max_position_embeddings", None)
@@ -99,7 +97,7 @@ def context_length(model: ModelConfig) -> int:
 
 
 def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> tuple[int, str]:
-    """Return the longest prompt + completion in tokens that the model and a micro-batch hold, and the limit's name."""
+    """Return the longest prompt + completion, in tokens, of the model and a micro-batch; and the limit's name."""
     context, tokens = context_length(model), trainer.micro_batch_tokens
     if tokens == "auto" or context <= tokens + 1:  # the last token is only predicted
         return context, f"the context of {context} tokens (model.max_length, or the model's own)"

@@ -34,7 +34,6 @@ def sampling_params(
         temperature=config.temperature if temperature is None else temperature,
         max_tokens=max_tokens or config.max_tokens,
         stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
         seed=seed_of(seed, step),
     )
 

@@ -25,7 +25,6 @@ OWN_NAMES = {
     "enable_sleep_mode": "launch.share_gpu",
     "default_chat_template_kwargs": "data.chat_template_kwargs",
     "seed": "trainer.seed",
-    "tool_call_parser": "server.tool_parser",
 }
 """vLLM's names of what has a setting of its own."""
 OWNED = {"pipeline_parallel_size", "weight_transfer_config", "worker_cls"}
@@ -53,7 +52,7 @@ def engine_arguments(config: Config) -> Namespace:
     lora_rank = config.model.lora.rank if config.model.lora is not None else 0
     settings: dict[str, Any] = {
         "model": config.model.path,
-        "served_model_name": [*([server.served_model_name] if server.served_model_name else []), config.model.path],
+        "served_model_name": [config.model.path],
         "dtype": config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16",
         "max_model_len": config.model.max_length,
         "seed": config.trainer.seed,
@@ -75,11 +74,16 @@ def engine_arguments(config: Config) -> Namespace:
         settings["hf_overrides"] = {"head_dtype": "float32"}
     if lora_rank > 0:
         settings["max_lora_rank"] = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= lora_rank)
-    if server.tool_parser is not None:
-        if server.tool_parser not in ToolParserManager.list_registered():
+    engine = dict(server.engine)
+    name = engine.pop("served_model_name", None)
+    if name is not None:
+        settings["served_model_name"].insert(0, name)
+    parser = engine.pop("tool_call_parser", None)
+    if parser is not None:
+        if parser not in ToolParserManager.list_registered():
             known = ", ".join(ToolParserManager.list_registered())
-            raise ValueError(f"server.tool_parser={server.tool_parser}: vLLM has no such parser; it has {known}")
-        settings |= {"enable_auto_tool_choice": True, "tool_call_parser": server.tool_parser}
+            raise ValueError(f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}")
+        settings |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
     kv_cache_mib = server.kv_cache_mib or (CPU_KV_CACHE_MIB if cpu else None)
     if kv_cache_mib is not None:
         settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
@@ -87,7 +91,7 @@ def engine_arguments(config: Config) -> Namespace:
             settings["gpu_memory_utilization"] = 0.01
     owned = dict.fromkeys(OWNED | settings.keys(), "") | OWN_NAMES
     known = AsyncEngineArgs.__dataclass_fields__
-    refuse_owned("server.engine.", server.engine, owned, known, ": vLLM has no such engine argument")
+    refuse_owned("server.engine.", engine, owned, known, ": vLLM has no such engine argument")
     if cpu:
         settings["enforce_eager"] = True
         # With a seeded request whose prompt it cuts into chunks, vLLM's CPU worker dies ("does not use offset").
@@ -97,5 +101,5 @@ def engine_arguments(config: Config) -> Namespace:
             settings["distributed_executor_backend"] = "uni"
     if unknown := settings.keys() - vars(args).keys():
         raise ValueError(f"this release of vLLM has no setting {min(unknown)!r}; install the one in requirements.txt")
-    vars(args).update(settings | server.engine)
+    vars(args).update(settings | engine)
     return args

@@ -133,7 +133,7 @@ class Ranks:
             reason = re.sub(r"^\[.*?\] *|\. .*", "", str(error).splitlines()[0])  # gloo's source line, its jokes
             raise TrainerError(
                 f"rank {self.rank} lost the other ranks while {doing}: {reason}. Another rank has ended, and its "
-                f"output says why, or did not answer within trainer.collective_timeout_s={self.timeout_s:g}"
+                f"output says why, or did not answer within 6 x sync.timeout_s = {self.timeout_s:g}"
             ) from error
 
     def _failure(self) -> str | None:

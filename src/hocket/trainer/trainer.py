@@ -68,7 +68,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._owns_ranks, self._closed, self._broken = ranks is None, False, False
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = cpu_threads(config.model.path, processes=local_size)
-        self.ranks = ranks or Ranks(config.trainer.collective_timeout_s, threads)
+        self.ranks = ranks or Ranks(config.sync.collective_timeout_s, threads)
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
         self._objective = objective or configured(config)
