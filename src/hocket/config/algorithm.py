@@ -170,13 +170,13 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
             by_token and self.scale in ("group", "batch"),
             f"baseline={self.baseline} compares no rollouts: set scale to tokens or none",
         )
-        yield self.discount != 1 and not by_token, "discount is for baseline none or critic"
-        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic"
+        yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
+        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
         several = "set correction=none, or several updates (epochs, minibatches)"
         yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
         yield (
             self.dual_clip is not None and (self.clip != "ppo" or one_ratio),
-            "dual_clip has no effect: set clip=ppo and correction=none, or several updates",
+            "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out",
         )
         yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
         yield (
