@@ -57,10 +57,14 @@ class Publisher:
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server; call it within `training`."""
         self.versions.advance()
-        metrics = await self.deliver(self.pool.up)
-        for check in self.checks:
-            metrics |= await check(self.pool.up, False)
+        metrics = await self._deliver_and_check(self.pool.up, came=False)
         return metrics | {"sync/servers": float(len(self.pool.up))}
+
+    async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
+        metrics = await self.deliver(members)
+        for check in self.checks:
+            metrics |= await check([member for member in members if member.session is not None], came)
+        return metrics
 
     async def deliver(self, members: Sequence[Member]) -> Metrics:
         """Send the current version to servers, and mark them ready or lost. Raises as `judge`."""
@@ -100,9 +104,7 @@ class Publisher:
             for member in members:
                 check_model(there[member])
                 self.versions.begin(there[member].version)
-            metrics = await self.deliver(members)
-            for check in self.checks:
-                metrics |= await check([member for member in members if member.session is not None], True)
+            metrics = await self._deliver_and_check(members, came=True)
         took_s = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
         took = f"{metrics['sync/mebibytes']:.1f} MiB in {took_s:.2f} s"
         if "sync/logprob_gap" in metrics:
