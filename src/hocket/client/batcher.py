@@ -1,8 +1,7 @@
 """Ask the servers for model turns: many episodes' turns in few requests, each turn's seed its own.
 
-One request per turn costs the engine more than half of its throughput, and the HTTP client slows down with hundreds in
-flight. Turns that come within a few milliseconds go together, and a prompt that several share is sent once. What a
-lost server has not finished is asked again, of the others or of itself once it is back.
+One request per turn would cost the engine half of its throughput: turns that come within a few milliseconds go
+together. What a lost server has not finished is asked again.
 """
 
 import asyncio
@@ -17,21 +16,21 @@ from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateReques
 
 WINDOW_S = 0.002
 MAX_REQUESTS = 48
-"""Requests in flight on one server; its client has a few more connections."""
-MAX_TURNS = MAX_PROMPTS  # in one request: at most what a server takes
+"""Requests in flight on one server."""
+MAX_TURNS = MAX_PROMPTS  # in one request
 MAX_HOMES = 1 << 12
 """Groups whose server is remembered."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Turn:
-    """One model turn that waits for its completion. Make it inside the event loop."""
+    """A model turn that waits for its completion. Make it inside the event loop."""
 
     token_ids: tuple[int, ...]
-    sampling: SamplingParams  # its seed plays no part
-    seed: int  # alone decides the random numbers, whichever server plays it
+    sampling: SamplingParams  # without its seed
+    seed: int  # alone decides the random numbers
     deadline: Deadline
-    group: str  # turns of one group go to one server, whose prefix cache has what they share
+    group: str  # goes to one server, whose prefix cache has what its turns share
     place: str  # of its episode, for messages: "step 12/5/0 (prompt gsm8k:1042)"
     answer: "asyncio.Future[Completion]" = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -44,18 +43,16 @@ class Turn:
 
 
 class Batcher:
-    """Asks for the turns of all episodes of a run; leaving the pool cancels what is in flight."""
-
     def __init__(self, pool: ServerPool, *, tools: Toolbox | None = None) -> None:
         self._pool = pool
-        self._tools = tools  # calls of these are looked for in the completions
+        self._tools = tools
         self._waiting: list[Turn] = []
         self._requests: dict[asyncio.Task[None] | None, Member] = {}
         self._dispatch: asyncio.Task[None] | None = None
         self._homes: dict[str, tuple[Member, int]] = {}  # group: its server, tokens of its first turns
 
     async def ask(self, turn: Turn) -> Completion:
-        """Return the completion of a turn, or raise ServerError: at the latest when MAX_LOSSES servers were lost."""
+        """Return a turn's completion. Raises ServerError, at the latest when MAX_LOSSES servers were lost."""
         self._waiting.append(turn)
         self._wake()
         return await turn.answer
@@ -66,16 +63,15 @@ class Batcher:
             self._dispatch = self._pool.start(self._dispatch_soon())
 
     def _free(self) -> list[Member]:
-        """Return the servers that may get one more request."""
         counts = Counter(self._requests.values())
         return [member for member in self._pool.up if counts[member] < MAX_REQUESTS]
 
     async def _dispatch_soon(self) -> None:
-        """Wait for company, the longer the more requests each server has, then send the turns that wait."""
+        """Wait for company, the longer the busier the servers, then send the turns that wait."""
         await asyncio.sleep(WINDOW_S * (1 + len(self._requests) / max(1, len(self._pool.up))))
         try:
             up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
-            wanted = [turn for turn in self._waiting if not turn.answer.done()]  # it may have been lost too often
+            wanted = [turn for turn in self._waiting if not turn.answer.done()]
             requests = self._divided(wanted, self._free() or up)
             self._waiting = []
             for member, turns in requests:
@@ -92,7 +88,7 @@ class Batcher:
         self._wake()
 
     def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> list[tuple[Member, list[Turn]]]:
-        """Divide turns into requests, the most urgent first; a group stays on its server unless that is much busier."""
+        """Divide turns into requests, urgent ones first; a group stays on its server unless that is much busier."""
         groups: dict[str, list[Turn]] = defaultdict(list)
         for turn in turns:
             groups[turn.group].append(turn)
@@ -111,10 +107,13 @@ class Batcher:
             for turn in groups[group]:
                 alike[member, turn.sampling, turn.deadline].append(turn)
         urgent = sorted(alike.items(), key=lambda item: item[0][2].left_s)
-        return [(key[0], mine[k : k + MAX_TURNS]) for key, mine in urgent for k in range(0, len(mine), MAX_TURNS)]
+        requests = []
+        for (member, _, _), mine in urgent:
+            requests += [(member, mine[start : start + MAX_TURNS]) for start in range(0, len(mine), MAX_TURNS)]
+        return requests
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
-        """Have one server play the turns of a request; those not finished when it is lost wait again."""
+        """Have one server play turns; those that it has not finished when it is lost wait again."""
         todo = dict.fromkeys(turns)
         member.in_flight += sum(turn.tokens for turn in todo)
         try:
@@ -129,20 +128,20 @@ class Batcher:
                     turn.losses += 1
                     if turn.losses == MAX_LOSSES:
                         message = (
-                            f"{MAX_LOSSES} servers failed while generating {turn.place}. The prompt may crash the "
-                            f"engine: see the server logs, or leave the row out. Last error: {error}"
+                            f"{MAX_LOSSES} servers failed while generating {turn.place}. It may crash the engine: "
+                            f"see the server logs, or leave the row out. Last error: {error}"
                         )
                         _fail([turn], ServerError(message, code=error.code, status=error.status))
             else:
                 await asyncio.sleep(POLL_S)
             self._waiting += todo
-        except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits for it raises it
+        except Exception as error:  # noqa: BLE001 - the same
             _fail(todo, error)
         finally:
             member.in_flight -= sum(turn.tokens for turn in todo)
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
-        """Answer the turns as their completions come, and take them out of `todo`."""
+        """Answer turns as completions come, and take them out of `todo`."""
         prompts: dict[tuple[tuple[int, ...], int], list[Turn]] = defaultdict(list)
         counts = Counter[tuple[int, ...]]()
         for turn in turns:

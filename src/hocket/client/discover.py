@@ -1,4 +1,4 @@
-"""Look up which servers there are at this moment: the addresses of a DNS name, or the lines of a file."""
+"""Look up which servers there are now: addresses of a DNS name, or lines of a file."""
 
 import asyncio
 import re
@@ -12,9 +12,9 @@ LOOK_UP_S = 10.0
 
 
 async def find_servers(where: str) -> list[str]:
-    """Return the URLs of the servers at `where`, a server.discover. Raise ServerError where it finds none."""
+    """Return the URLs of the servers at `where`. Raises ServerError where there are none."""
     try:
-        async with asyncio.timeout(LOOK_UP_S):  # a resolver has deadlines of its own, a file on a network has none
+        async with asyncio.timeout(LOOK_UP_S):  # a file on a network has no deadline
             found = await asyncio.to_thread(_in_file if "/" in where else _at_name, where)
         problem = "it names none"
     except TimeoutError:
@@ -30,16 +30,18 @@ def _in_file(path: str) -> list[str]:
     urls = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         url = line.partition("#")[0].strip().rstrip("/")
-        if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+        if not url:
+            continue
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
             raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {line}")
         _ = urlsplit(url).port  # ValueError where it is no number
-        urls += [url] if url else []
+        urls.append(url)
     return urls
 
 
 def _at_name(name_and_port: str) -> list[str]:
     name, _, port = name_and_port.rpartition(":")
     found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    family = min(entry[0] for entry in found)  # IPv4 if there is any: a server with both would count twice
+    family = min(entry[0] for entry in found)  # IPv4 if there is any: one with both would count twice
     addresses = [str(entry[4][0]) for entry in found if entry[0] == family]
     return [f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}" for address in addresses]

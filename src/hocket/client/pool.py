@@ -1,7 +1,6 @@
-"""Keep track of a run's generation servers: which ones are up, how loaded each is, and when to give up on one.
+"""Keep track of a run's servers: which are up, how loaded each is, and when to give up on one.
 
-A server that answers may not work yet: first `bring_up` gives it the current weights. Which turn goes to which server
-is decided in batcher.py.
+A server that answers may not work yet: first `bring_up` gives it the current weights.
 """
 
 import asyncio
@@ -28,16 +27,16 @@ from hocket.protocol import (
 )
 
 MAX_LOSSES = 3
-"""Give up on a turn or an episode after it has coincided with this many lost servers; it may be the cause."""
+"""Give up on a turn or an episode after this many lost servers; it may be the cause."""
 POLL_S = 0.25
 LOOK_S = 3.0
 LOST_REST_S = 1.0
 BEAT_S = 5.0
-"""Between two heartbeats of a trainer: servers count one that is silent for a minute as gone."""
+"""Between two heartbeats of a trainer."""
 FIND_S = 5.0
-"""Between two look-ups of the list of servers."""
+"""Between two look-ups of the servers."""
 LOOKING_SHARE = 0.1
-"""Share of the time that looking at servers that are out may cost those that work."""
+"""Of the time, that looks at lost servers may cost the others."""
 
 
 class Deadline:
@@ -59,7 +58,6 @@ class Deadline:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock during the body; bodies that overlap stop it once."""
         self._stops += 1
         if self._stops == 1:
             self._stopped_at = time.monotonic()
@@ -73,39 +71,35 @@ class Deadline:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Member:
-    """One server of the pool."""
-
     server: ServerClient
-    session: str | None = None  # of the server's process that holds the current weights; None: it gets no work
-    in_flight: int = 0  # prompt and completion tokens of its unfinished turns and sessions, at most
-    out: str | None = None  # why it gets no work; None: it does, or has not been looked at
-    reported: str | None = None  # why it was said to be left out
-    kv_tokens: int = 0  # tokens that its KV cache holds
-    dtype: str = ""  # precision of its engine
+    session: str | None = None  # of its process that holds the current weights; None: no work
+    in_flight: int = 0  # tokens of unfinished turns and sessions, at most
+    out: str | None = None  # why it gets no work
+    reported: str | None = None  # as `out`, once said
+    kv_tokens: int = 0  # that its KV cache holds
+    dtype: str = ""
     next_look: float = 0.0  # by time.monotonic, while it is out
-    held: bool = False  # whether it has worked for this trainer
+    held: bool = False  # it has worked for this trainer
 
     @property
     def url(self) -> str:
         return self.server.url
 
     def mark_ready(self, session: str) -> None:
-        """Allow work on the server: its process `session` holds the current weights."""
         self.session, self.out = session, None
 
     def mark_out(self, reason: str) -> None:
-        """Give the server no more work until it has been looked at and brought up again."""
         self.session, self.out = None, reason
 
 
 Find = Callable[[], Awaitable[Sequence[str]]]
-"""Looks up the base URLs of the servers that there are now; raises ServerError where it finds none."""
+"""Looks up the servers' base URLs; raises ServerError where it finds none."""
 BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
-"""Gives servers that answer the current weights, all at once; raises HocketError if that fails for one of them."""
+"""Gives servers the current weights; raises HocketError if that fails for one."""
 
 
 def why_out(health: Health) -> str | None:
-    """Return why a server that answers can't be brought up now; None where it can."""
+    """Return why a server that answers can't be brought up now, if so."""
     if health.status in ("loading", "updating"):
         return f"it is {health.status}"
     if health.status == "failed" and health.error is not None and not meaning(health.error.code).curable:
@@ -115,24 +109,24 @@ def why_out(health: Health) -> str | None:
 
 @dataclasses.dataclass(eq=False)
 class ServerPool:
-    """The servers of a run. Use it inside one event loop, and as `async with`."""
+    """The servers of a run. Use it in one event loop, by `async with`."""
 
     urls: dataclasses.InitVar[Sequence[str]]
     _: dataclasses.KW_ONLY
-    find: Find | None = None  # looks up the list again and again; None: it stays `urls`
+    find: Find | None = None  # called again and again; None: `urls` stay
     token: dataclasses.InitVar[str | None] = None  # bearer token of all servers
-    trainer: str | None = None  # id of the trainer that the servers are to work for; None: this is no trainer
-    take_over: bool = False  # take servers from other trainers, once each
-    silence_s: float = 60.0  # a server whose /health is silent for this long is lost
-    start_timeout_s: float = 600.0  # how long to wait while no server is up
-    on_wait: Callable[[str, float], None] = lambda what, seconds: None  # what is waited for, seconds so far
-    say: Callable[[str], None] = lambda line: None  # reports servers that are lost or come back
+    trainer: str | None = None  # id; None: this is no trainer
+    take_over: bool = False  # from other trainers, once each
+    silence_s: float = 60.0  # of its /health, after which a server is lost
+    start_timeout_s: float = 600.0  # while no server is up
+    on_wait: Callable[[str, float], None] = lambda what, seconds: None
+    say: Callable[[str], None] = lambda line: None
 
     def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
         self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
         self.members = [Member(self._client(url)) for url in urls]
-        self._not_found = self.find and "none is found yet"  # why the last look-up found no server
-        self.bring_up: BringUp | None = None  # set by the publisher; None: servers work with the weights they hold
+        self._not_found = self.find and "none is found yet"
+        self.bring_up: BringUp | None = None  # None: servers work with the weights they hold
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
@@ -144,13 +138,13 @@ class ServerPool:
 
     async def __aexit__(self, *exc_info: object) -> None:
         while self._tasks:  # a task that ends may start another
-            await cancel([*self._tasks])  # a copy, as they change it
+            await cancel([*self._tasks])
             await asyncio.sleep(0)  # until they are discarded
         for member in self.members:
             await member.server.close()
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run work in a task that leaving the pool cancels."""
+        """Run work that leaving the pool cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -165,9 +159,8 @@ class ServerPool:
         await self._tell(leaving=True)
 
     async def _tell(self, **news: bool) -> None:
-        """Send a heartbeat to every server that has worked for this trainer, also while it is brought up."""
         beats = [self._beat(member, **news) for member in self.members if member.held]
-        await asyncio.gather(*beats, return_exceptions=True)  # one that is lost shows elsewhere
+        await asyncio.gather(*beats, return_exceptions=True)
 
     async def _beat(self, member: Member, **news: bool) -> Health:
         assert self.trainer is not None
@@ -175,12 +168,11 @@ class ServerPool:
         return await member.server.ask(request, timeout_s=LOOK_S)
 
     async def _follow(self, find: Find) -> None:
-        """Follow the list of servers, beside the work: nothing waits for a look-up."""
         while True:
             try:
                 await self._update(await find())
                 self._not_found = None
-            except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on with the servers that it has
+            except Exception as error:  # noqa: BLE001 - the run goes on with the servers that it has
                 reason = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
                 if self._not_found is None:
                     self.say(f"{reason}. Those known so far are kept")
@@ -190,8 +182,7 @@ class ServerPool:
     async def _update(self, urls: Sequence[str]) -> None:
         """Add servers that have come; drop those that have left and are out.
 
-        One that has left the list but works is kept until it is lost: a scheduler also takes out a server that is slow
-        to say that it is ready, and what it plays need not be lost for that.
+        One that works is kept: a scheduler also takes out a server that is slow to say that it is ready.
         """
         known = {member.url for member in self.members}
         self.members += [Member(self._client(url)) for url in dict.fromkeys(urls) if url not in known]
@@ -207,23 +198,21 @@ class ServerPool:
         return [member for member in self.members if member.session is not None]
 
     def ends_run(self, error: HocketError) -> bool:
-        """Return whether this error of a server that answers ends the run: a looked-up one may be another run's."""
+        """Return whether an error of a server that answers ends the run; a looked-up one may be another run's."""
         if isinstance(error, ServerError):
             return error.foreign and self.find is None
         return not self.up
 
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
-        """Bring up every server that has come (back) and return those that may work: at least one, if the pool has any.
+        """Bring up servers that have come (back) and return those that may work; deadlines stop while there are none.
 
-        The deadlines are stopped while there is no server. Raises ServerError where none came within start_timeout_s,
-        or one of a fixed list has another model or token.
+        Raises ServerError after start_timeout_s, or where one of a fixed list has another model or token.
         """
         await self.look_at_all()
         start = time.monotonic()
         with contextlib.ExitStack() as stack:
-            if not self.up:
-                for deadline in deadlines:
-                    stack.enter_context(deadline.stopped())
+            for deadline in deadlines:
+                stack.enter_context(deadline.stopped())
             while not self.up and (self.members or self._not_found):
                 waited = time.monotonic() - start
                 names = " or ".join(f"{member.url} ({member.out})" for member in self.members)
@@ -240,7 +229,7 @@ class ServerPool:
         return self.up
 
     async def look_at_all(self) -> None:
-        """Look at every server that is out and due, and bring up those that are well, together. Raise as `wait_up`."""
+        """Look at servers that are out and due, and bring up those that are well. Raises as `wait_up`."""
         now = time.monotonic()
         due = {member: member.out for member in self.members if member.session is None and now >= member.next_look}
         found = await asyncio.gather(*map(self._look, due))
@@ -254,7 +243,7 @@ class ServerPool:
                     self.say(f"server {member.url} is there")
 
     async def _look(self, member: Member) -> Health | None:
-        """Return the health of a server that is to be brought up; of another one note why it is out."""
+        """Return the health of a server to bring up; of another one note why it is out."""
         with self._looking(member):
             if self.trainer is None:
                 health = await member.server.health(timeout_s=LOOK_S)
@@ -263,14 +252,14 @@ class ServerPool:
                 member.held = True
             member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
             member.out = why_out(health)
-            if member.out is None and self.bring_up is not None:
-                return health
             if member.out is None:
+                if self.bring_up is not None:
+                    return health
                 member.mark_ready(health.session)
         return None
 
     async def _bring_up(self, there: Mapping[Member, Health]) -> None:
-        """Bring servers up together; where that fails, each half by itself: one of them may be the reason."""
+        """Bring servers up together; where that fails, each half by itself."""
         assert self.bring_up is not None
         members, middle = [*there], len(there) // 2
         with self._looking(*members):
@@ -286,7 +275,7 @@ class ServerPool:
 
     @contextmanager
     def _looking(self, *members: Member) -> Iterator[None]:
-        """Mark these servers as being looked at; then note what failed, and when they are due. Raise as `wait_up`."""
+        """Mark servers as being looked at; then note what failed, and when they are due."""
         start = time.monotonic()
         for member in members:
             member.next_look = math.inf
@@ -302,11 +291,12 @@ class ServerPool:
                 member.next_look = now + (0.0 if member.session else rest)
 
     def _leave_out(self, member: Member, error: ServerError | SyncError) -> None:
-        """Note why a server can't be used, and say it once where it answers, or raise the error."""
-        if isinstance(error, ServerError) and not error.foreign:
-            member.mark_out("nothing answers there yet" if error.code == "unreachable" else str(error))
-            return
+        """Note why a server can't be used; where it answers, say it once or raise the error."""
         member.mark_out(str(error))
+        if isinstance(error, ServerError) and not error.foreign:
+            if error.code == "unreachable":
+                member.out = "nothing answers there yet"
+            return
         if self.ends_run(error):
             raise error
         if member.reported != member.out:
@@ -314,15 +304,14 @@ class ServerPool:
             self.say(f"server {member.url} is left out: {error}")
 
     def mark_lost(self, member: Member, reason: str) -> None:
-        """Remove a server from dispatch and report it, if it was working."""
         if member.session is not None:
             self.say(f"lost server {member.url}: {reason}")
         member.mark_out(reason)
-        # What it had not finished goes to the others without another look.
+        # The others get its work without another look.
         member.next_look = time.monotonic() + (LOST_REST_S if self.up else 0.0)
 
     async def watched(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
-        """Run the work of one server; raise ServerError and cancel it once the server's /health has gone silent."""
+        """Run the work of one server. Raises ServerError once its /health has gone silent."""
         tasks = [asyncio.create_task(work), asyncio.create_task(self._watch(member))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -350,11 +339,11 @@ class ServerPool:
         deadline: Deadline,  # stopped while there is no server
         **bounds: Any,  # the other fields of a SessionRequest
     ) -> AsyncIterator["RecordedSession"]:
-        """Open a session on the server with the fewest tokens in flight; it ends with the body. Raise as `wait_up`."""
+        """Open a session, until the body ends, on the server with the fewest tokens in flight. Raises as `wait_up`."""
         while True:
             member = min(await self.wait_up(deadline), key=lambda member: member.in_flight)
             request = SessionRequest(sampling=sampling, session=member.session, **bounds)
-            member.in_flight += tokens  # at once: sessions that open at the same time go elsewhere
+            member.in_flight += tokens  # now: sessions that open meanwhile go elsewhere
             try:
                 try:
                     opened = await member.server.ask(request, timeout_s=self.silence_s)
@@ -368,7 +357,7 @@ class ServerPool:
                     yield session
                 finally:
                     if session.open:
-                        with contextlib.suppress(ServerError):  # its calls are not needed any more
+                        with contextlib.suppress(ServerError):
                             await session.close()
                 return
             finally:
@@ -376,7 +365,7 @@ class ServerPool:
 
 
 class RecordedSession:
-    """A session on one server of a pool; OpenAI clients use `base_url`, `api_key` and `model`, and are recorded."""
+    """A session on one server; OpenAI clients that use `base_url`, `api_key` and `model` are recorded."""
 
     def __init__(self, pool: ServerPool, member: Member, opened: SessionResponse) -> None:
         self.base_url = f"{member.url}/sessions/{opened.id}/v1"
@@ -386,7 +375,7 @@ class RecordedSession:
         self._pool, self._member, self._id = pool, member, opened.id
 
     async def close(self) -> AgentRecord:
-        """End the session and return its record. Raise ServerError if that is lost."""
+        """End the session and return its record. Raises ServerError."""
         try:
             record = await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
             self.open = False

@@ -1,10 +1,7 @@
-"""Talk to one generation server over HTTP, in few large requests, every wait with a deadline.
-
-httpx slows down with hundreds of requests in flight, so one request carries many prompts and its completions stream
-back as NDJSON, each as soon as it is finished.
-"""
+"""Talk to one generation server over HTTP, in few large requests, every wait with a deadline."""
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -21,42 +18,41 @@ from hocket.protocol import manifest
 A = TypeVar("A", bound=pydantic.BaseModel)
 R = TypeVar("R", bound=protocol.Request[Any])
 
-# Left to right: pydantic's own choice tries both on each of thousands of lines, and takes three times as long.
+# Left to right: pydantic's own choice takes three times as long.
 _STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydantic.TypeAdapter(
     Annotated[protocol.StreamLine | protocol.StreamEnd, pydantic.Field(union_mode="left_to_right")]
 )
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
 MAX_CONNECTIONS = 64
-"""Of one server; further requests wait for a free one, within their deadlines."""
+"""Of one server; further requests wait for a free one."""
 
 
 class ServerClient(AbstractAsyncContextManager["ServerClient"]):
-    """One generation server. Use it inside one event loop, and as `async with`."""
+    """One generation server. Use it in one event loop, by `async with`."""
 
     def __init__(
         self,
         url: str,  # "http://127.0.0.1:8000"
         *,
-        token: str | None = None,  # bearer token, where the server wants one
+        token: str | None = None,  # bearer token
         trainer: str | None = None,  # id of the trainer that asks
-        transport: httpx.AsyncBaseTransport | None = None,  # replaces the network in tests
+        transport: httpx.AsyncBaseTransport | None = None,  # for tests
     ) -> None:
         self.url = url
         self._trainer = trainer
-        # Control calls have connections of their own: a look at a server's health must not wait behind its rollouts.
-        self._http, self._rollouts = (
-            httpx.AsyncClient(
-                base_url=url,
-                headers={"Authorization": f"Bearer {token}"} if token else {},
-                # A connection idle for longer than the server keeps it would fail at its next use.
-                limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=2.0),
-                timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # each call has one deadline around all of it
-                transport=transport,
-                trust_env=False,  # a company proxy knows nothing of servers on this machine or network
-            )
-            for _ in range(2)
+        connect = functools.partial(
+            httpx.AsyncClient,
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            # Servers close idle connections.
+            limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=2.0),
+            timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # `_deadline` bounds a whole call
+            transport=transport,
+            trust_env=False,  # a proxy knows nothing of local servers
         )
+        self._http = connect()
+        self._rollouts = connect()  # apart, or a look at the health would wait behind them
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
@@ -67,15 +63,14 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connections are closed; every call fails then."""
         return self._http.is_closed
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> protocol.Health:
-        """Return the server's state. Raises ServerError where it does not answer."""
+        """Return the server's state. Raises ServerError."""
         return await self._call("GET", "/health", protocol.Health, timeout_s)
 
     async def ask(self, request: protocol.Request[A], *, timeout_s: float) -> A:
-        """Send a request and return its answer. Raises ServerError where the server refuses it, or none comes."""
+        """Return the answer to a request. Raises ServerError."""
         content = self._signed(request).model_dump_json()
         return await self._call("POST", request.route, request.answer, timeout_s, content)
 
@@ -95,7 +90,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
     async def generate(
         self, request: protocol.GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[protocol.StreamLine, None]:
-        """Yield completions as the server finishes them, in any order. Use `aclosing`: its deadline runs until then."""
+        """Yield completions as they are finished, in any order. Use `aclosing`: the deadline runs until then."""
         body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
@@ -104,7 +99,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             if response.is_error:
                 await response.aread()
                 _raise_for_error(response)
-            async for line in response.aiter_lines():  # ASCII: no text can look like the end of a line
+            async for line in response.aiter_lines():  # ASCII: no text looks like the end of a line
                 item = _STREAM.validate_json(line)
                 if isinstance(item, protocol.StreamLine):
                     yield item
@@ -115,9 +110,8 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         raise ServerError(f"{self.url}/generate was cut before its end; see the server's log", code="cut")
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
-        """Send a version's files under a name; return that of its DiskSource. Raises SyncError if one can't be read."""
-        parts = sorted(path.name for path in folder.glob("*.safetensors"))
-        parts += [manifest.ADAPTER_FILE] if (folder / manifest.ADAPTER_FILE).exists() else []
+        """Send a version's files; return the name of its DiskSource. Raises ServerError, or SyncError on reading."""
+        parts = [path.name for path in (*sorted(folder.glob("*.safetensors")), *folder.glob(manifest.ADAPTER_FILE))]
         async with self._deadline(timeout_s, "/upload"):
             for file in (*parts, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE):  # the last one makes it complete
                 response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
@@ -133,7 +127,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:
-        """Turn each failure of the call, its answer or its deadline into a ServerError of server, route and cause."""
+        """Turn each failure within the body into a ServerError."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -147,7 +141,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             ) from error
         except (httpx.DecodingError, pydantic.ValidationError) as error:
             cause = " ".join(str(error)[:300].split())
-            message = f"{self.url}{route} answered what no hocket server of this version does: {cause}; is it one?"
+            message = f"{self.url}{route} answered what no hocket server of this version does: {cause}"
             raise ServerError(message, code="protocol") from error
         except RuntimeError as error:
             if not self.is_closed:

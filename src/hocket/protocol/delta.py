@@ -1,7 +1,7 @@
-"""Encode what changed between two versions of a tensor: small, lossless to the last bit, the same code on both ends.
+"""Encode what changed between two versions of a tensor, lossless to the last bit.
 
-Master weights are float32 and a step of reinforcement learning is small, so that most weights, rounded to 16 bits, stay
-as they were, and the others change in their last bits. The bits that differ are mostly zeros, which zstd compresses.
+A step changes few weights once they are rounded to 16 bits: the bits that differ are mostly zeros, which zstd
+compresses.
 """
 
 import json
@@ -18,8 +18,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Change(NamedTuple):
-    """The difference of two versions of a tensor."""
-
     num_changed: int  # elements whose bits differ
     packed: torch.Tensor  # uint8: old bits XOR new bits, compressed
 
@@ -34,10 +32,7 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
 
 
 def apply(old: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the new version, uint8, of those of the old one. Raises OSError for another tensor's change.
-
-    Applied to the new version, a change gives the old one.
-    """
+    """Return the bytes, uint8, of the new version. Raises OSError for another tensor's change."""
     import pyarrow
 
     differing = pyarrow.Codec("zstd").decompress(packed.numpy(), decompressed_size=old.nbytes, asbytes=True)
@@ -45,22 +40,20 @@ def apply(old: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def save(changes: Mapping[str, Change], folder: Path, base: str) -> None:
-    """Write the changes of named tensors to the folder's delta file; `base`: checksum of the version they change."""
+    """Write the folder's delta file; `base`: checksum of the version that is changed."""
     packed = {name: change.packed for name, change in changes.items() if change.num_changed}
     save_file(packed, folder / DELTA_FILE, metadata={"base": base})
 
 
 def base_of(folder: Path) -> str:
-    """Return the checksum of the version that a delta changes."""
     with safe_open(folder / DELTA_FILE, framework="pt") as changes:
         return str(changes.metadata()["base"])
 
 
 def patch(files: Path, folder: Path) -> None:
-    """Change the tensors in the safetensors files of one folder, in place, by the delta file of another; once only.
+    """Change the safetensors files of one folder in place by the delta file of another; once only.
 
-    Raises OSError, ValueError, KeyError or SafetensorError where the disk is full or the delta is of other files, which
-    are then neither the old nor the new version.
+    Raises OSError, ValueError, KeyError or SafetensorError; the files are then neither the old nor the new version.
     """
     with safe_open(folder / DELTA_FILE, framework="pt") as changes:
         left = set(changes.keys())

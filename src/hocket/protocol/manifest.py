@@ -1,8 +1,8 @@
 """Describe weight versions by checksums that trainer and server compute alike.
 
-The checksum of a tensor reads its bytes as 64-bit words w, padded with zero bytes to blocks of 2^12, and works modulo
-2^64: a block is s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd, so a change of
-any single word always changes the sum. It runs where the tensor lies, in plain torch, in bounded memory.
+A tensor's bytes are read as 64-bit words w, padded with zero bytes to blocks of 2^12, modulo 2^64: a block is
+s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd: a change of any single word
+changes the sum.
 """
 
 import concurrent.futures
@@ -21,13 +21,13 @@ MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 ADAPTER_FILE = "adapter_config.json"
 
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit integer
-_BLOCK_WORDS = 1 << 12  # a block and its factors fit into a core's cache
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
+_BLOCK_WORDS = 1 << 12  # fit into a core's cache
 _BLOCKS_AT_ONCE = 1 << 9  # 16 MiB
 
 
 def tensor_checksum(tensor: "torch.Tensor") -> str:
-    """Return 16 hexadecimal digits for the tensor's bytes, whatever its dtype and device."""
+    """Return 16 hexadecimal digits for the tensor's bytes."""
     import torch
 
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -46,7 +46,6 @@ def tensor_checksum(tensor: "torch.Tensor") -> str:
 
 
 def _block_sums(blocks: "torch.Tensor", factors: "torch.Tensor") -> "torch.Tensor":
-    """Return the sum [n] over each of n blocks, modulo 2^64."""
     if blocks.is_cuda:  # where torch has no matrix products of integers
         return (blocks * factors).sum(1)
     return blocks @ factors
@@ -62,13 +61,12 @@ def spec(tensor: "torch.Tensor") -> TensorSpec:
 
 
 def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
-    """Return dtype, shape and checksum of many tensors, computed by several threads."""
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)), "checksum") as threads:
         return dict(threads.map(lambda item: (item[0], spec(item[1])), named))
 
 
 def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
-    """Return one checksum for a whole version: names, dtypes, shapes and contents, in any order."""
+    """Return one checksum for a whole version, whatever the order of its tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         item = tensors[name]
@@ -77,7 +75,7 @@ def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
 
 
 def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec]) -> str:
-    """Write manifest.json, and COMPLETE, which makes the folder a version; return the checksum of the whole."""
+    """Write what makes the folder a version; return the checksum of the whole."""
     manifest = Manifest(version=version, tensors=dict(tensors), checksum=total_checksum(tensors))
     (folder / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     (folder / COMPLETE_FILE).touch()
@@ -85,7 +83,7 @@ def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec]) -> str:
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yield every tensor of the folder's safetensors files, file by file. Raises SafetensorError on a broken one."""
+    """Yield every tensor of the folder's safetensors files. Raises SafetensorError on a broken one."""
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):

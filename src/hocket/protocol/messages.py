@@ -18,13 +18,12 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class Column:
-    """Mark numbers that are a list in JSON or, in a `packed` stream, base64 of `dtype`, read as an array of `code`."""
+    """Mark numbers that are a list in JSON or, in a `packed` stream, base64 of `dtype`."""
 
     def __init__(self, listed: Any, dtype: str, code: str) -> None:
         self._listed, self._dtype, self._code = listed, dtype, code
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
-        """Accept a list of items, an array, or base64."""
         choices: list[Any] = [handler(self._listed), core_schema.no_info_plain_validator_function(self._read)]
         write = core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True, when_used="json")
         return core_schema.union_schema(choices, mode="left_to_right", serialization=write)
@@ -44,29 +43,29 @@ class Column:
 
 
 PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
-"""Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
+"""Text, token ids, or messages for the chat template."""
 MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
-"""In one request: prompts, completions of one of them, and of all together."""
+"""Prompts of one request, completions of one of them, and of all together."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
 
 class Strict(pydantic.BaseModel):
-    """Base of every message: unknown fields are errors, true is not 1, "1" is not 1, NaN is no number."""
+    """Base of every message: no unknown fields, no conversions, no NaN."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Code(NamedTuple):
-    """What an error code says beside that a request was refused."""
+    """What an error code says."""
 
-    lost: bool = False  # the server is out until it has been looked at again: others do its work
-    gone: bool = False  # and its engine's process has ended: it holds no memory of a GPU
-    final: bool = False  # the version that was sent would not get there in another way either
-    again: bool = False  # the request was ended for others to go first: the server will answer it later
+    lost: bool = False  # others do the server's work until it is looked at again
+    gone: bool = False  # its engine's process has ended, and holds no GPU memory
+    final: bool = False  # a version would not get there in another way either
+    again: bool = False  # the server will answer the request later
     curable: bool = False  # the engine stands still until a reload or a wake-up succeeds
-    unharmed: bool = False  # the engine goes on as before, though it could not do this
+    unharmed: bool = False  # the engine goes on as before
 
 
 _MEANINGS = (
@@ -89,25 +88,22 @@ _MEANINGS = (
     ),
 )
 CODES = {code: says for says, codes in _MEANINGS for code in codes.split()}
-"""Every code that a server answers with, or a client gives it where it does not answer."""
+"""Every code of a server, or of a client where none answers."""
 CURABLE = [code for code, says in CODES.items() if says.curable]
 
 
 def meaning(code: str) -> Code:
-    """Return what a code says; one of another program says nothing."""
     return CODES.get(code, Code())
 
 
 class ErrorBody(Strict):
-    """An error: `code` for machines, `message` for people, `hint` about what to do."""
-
     code: str
     message: str
-    hint: str
+    hint: str  # what to do
 
 
 class ErrorResponse(Strict):
-    """Body of every answer with a status of 400 or more."""
+    """Body of every answer with status 400 or more."""
 
     error: ErrorBody
 
@@ -124,23 +120,23 @@ class Health(Strict):
     tokenizer_sha256: str
     session: str  # new after every start of the server
     in_flight: int  # completions that are being sampled
-    root: str  # folder under which versions are found
-    device: str  # kind of device, "cpu" or "cuda"
+    root: str  # folder of the versions
+    device: str  # "cpu" or "cuda"
     workers: int  # processes that hold weights
-    kv_tokens: int  # tokens of all requests together that fit into the KV cache
+    kv_tokens: int  # that fit into the KV cache
     error: ErrorBody | None = None
 
 
 class Request(Strict, Generic[_A]):
-    """Base of what a client sends. A server works for one trainer at a time, and refuses what others send."""
+    """Base of what a client sends; a server works for one trainer at a time."""
 
     route: ClassVar[str]
-    answer: ClassVar[Any]  # its class
-    trainer: str | None = Field(None, min_length=1, max_length=128)  # None: no trainer, but curl, eval or the like
+    answer: ClassVar[Any]
+    trainer: str | None = Field(None, min_length=1, max_length=128)  # None: curl, eval or the like
 
 
 class SamplingParams(Strict):
-    """How to sample; temperature 0 is greedy. The returned log-probs are of this very distribution."""
+    """How to sample; temperature 0 is greedy. Log-probs are of this distribution."""
 
     temperature: float = Field(1.0, ge=0.0, le=2.0)  # vLLM takes no higher one
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -153,39 +149,35 @@ class SamplingParams(Strict):
 
 
 class Toolbox(Strict):
-    """The functions that a model may call. The server looks for calls in the text; prompts are taken as they are."""
+    """The functions that a model may call. Prompts are taken as they are."""
 
     parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
-    # Each as OpenAI's API describes a function.
+    # As OpenAI's API describes functions.
     tools: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=1024, fail_fast=True)
 
 
 class ToolCall(Strict):
-    """A tool call that the model wrote."""
-
     name: str
     arguments: str  # JSON as the model wrote it
-    id: str = ""  # empty where the model wrote none
+    id: str = ""
 
 
 class Completion(Strict):
-    """One sampled completion. Raises ValueError unless it has one log-prob per token."""
+    """One sampled completion of at least one token."""
 
-    # At least one, the end-of-sequence token included.
     token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "<u4", "I")]
-    # Natural, under the distribution that the token was sampled from.
+    # Natural, under the distribution sampled from.
     logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "d")]
-    text: str  # decoded without the stop token, for rewards and people
+    text: str  # without the stop token
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = Field(min_length=1)  # [weight version, start, end] over the tokens
-    # Found in the text where the request has tools; left out of the answer if there are none.
     tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
 
     @pydantic.model_validator(mode="after")
     def _one_logprob_per_token(self) -> Self:
         count = len(self.token_ids)
         if count != len(self.logprobs) or not count:
-            raise ValueError(f"{count} token_ids need as many logprobs, got {len(self.logprobs)}; at least one of each")
+            raise ValueError(f"{count} token_ids with {len(self.logprobs)} logprobs: as many are needed, at least one")
         return self
 
 
@@ -198,10 +190,9 @@ class GenerateResponse(Strict):
 
 
 class GenerateRequest(Request[GenerateResponse]):
-    """POST /generate. With `stream` the answer is NDJSON, in ASCII: a StreamLine per finished completion, a StreamEnd.
+    """POST /generate. With `stream` the answer is NDJSON in ASCII: StreamLines, then a StreamEnd.
 
-    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j;
-    at most MAX_COMPLETIONS in all.
+    Prompt i has one completion per seed in seeds[i], or `n`, the j-th with seed sampling.seed + i·n + j.
     """
 
     route = "/generate"
@@ -209,16 +200,16 @@ class GenerateRequest(Request[GenerateResponse]):
     prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     sampling: SamplingParams = SamplingParams()
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
-    fit: bool = False  # fewer tokens than max_tokens where the context leaves no more, instead of a refusal
+    fit: bool = False  # lower max_tokens to what the context leaves
     stream: bool = False
-    packed: bool = False  # the stream's token_ids and logprobs are base64, little-endian uint32 and float32
+    packed: bool = False  # little-endian uint32 and float32 in base64
     seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
-    session: str | None = None  # of the server: refused if it has restarted since and lost its weights
+    session: str | None = None  # of the server: refused if it has restarted since
     tools: Toolbox | None = None
 
 
 class StreamLine(Strict):
-    """One line of the NDJSON answer: completion number `index` of prompt number `prompt`."""
+    """Completion `index` of prompt `prompt`."""
 
     prompt: int
     index: int
@@ -226,7 +217,7 @@ class StreamLine(Strict):
 
 
 class StreamEnd(Strict):
-    """Last line of the NDJSON answer; without it the answer was cut."""
+    """Last line of the answer; without it the answer was cut."""
 
     done: Literal[True] = True
     version: int
@@ -238,53 +229,51 @@ class SessionResponse(Strict):
     """Answer to POST /sessions."""
 
     id: str
-    key: str  # for the agent, in place of the server's token: opens this session's /v1/... and nothing else
-    model: str  # its name; the agent may use any other
+    key: str  # in place of the server's token, for this session alone
+    model: str  # the agent may name any other
 
 
 class SessionRequest(Request[SessionResponse]):
-    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for."""
+    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled this way whatever they ask."""
 
     route = "/sessions"
     answer = SessionResponse
     sampling: SamplingParams
-    max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
+    max_length: int = Field(ge=2)  # tokens of prompt and completion
     max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0, le=100_000)  # a session is forgotten after this time without a call
+    idle_timeout_s: float = Field(gt=0, le=100_000)  # without a call, then it is forgotten
     session: str | None = None  # as in a GenerateRequest
 
 
 class AgentCall(Strict):
-    """One call of an agent."""
-
     prompt_token_ids: tuple[int, ...]
     seed: Seed | None = None
-    completion: Completion | None  # None where it was broken off, failed, or has not ended
+    completion: Completion | None  # None: failed, or has not ended
 
 
 class AgentRecord(Strict):
-    """Answer to GET and DELETE /sessions/ID: the calls in the order in which they began."""
+    """Answer to GET and DELETE /sessions/ID, in the order of the calls' beginnings."""
 
     calls: tuple[AgentCall, ...]
-    cut_off: bool  # true if a further call was refused: more than max_calls, or a prompt longer than max_length
+    cut_off: bool  # a call was refused: over max_calls or max_length
 
 
 class DiskSource(Strict):
-    """A published version: a folder name under the server's root, never a path. Also the answer to PUT /upload."""
+    """A version's folder under the server's root. Also the answer to PUT /upload."""
 
     kind: Literal["disk"] = "disk"
     name: str = Field(min_length=1, max_length=512)
 
 
 class DeltaSource(Strict):
-    """A folder with what has changed since the version before (hocket.protocol.delta)."""
+    """A folder with what has changed since the version before (delta.py)."""
 
     kind: Literal["delta"] = "delta"
     name: str = Field(min_length=1, max_length=512)
 
 
 class AdapterConfig(Strict):
-    """adapter_config.json of PEFT; missing keys have PEFT's defaults, keys of other kinds of adapters are refused."""
+    """adapter_config.json of PEFT; keys of other kinds of adapters are refused."""
 
     peft_type: Literal["LORA"] = "LORA"
     task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
@@ -296,15 +285,13 @@ class AdapterConfig(Strict):
 
 
 class TensorLayout(Strict):
-    """Name, dtype and shape of a tensor that is to come."""
-
     name: str
     dtype: str
     shape: list[int] = Field(max_length=16, fail_fast=True)
 
 
 class GroupAddress(Strict):
-    """A weight group, which the engine's workers join, and leave any other, unless they are in it."""
+    """The weight group that the engine's workers are to be in."""
 
     name: str = Field(min_length=1, max_length=128)  # a new one for every attempt
     host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
@@ -315,17 +302,17 @@ class GroupAddress(Strict):
 
 
 class CollectiveSource(Strict):
-    """A version that comes through a weight group, bucket after bucket (hocket.protocol.weight_group)."""
+    """A version that comes in buckets (weight_group.py)."""
 
     kind: Literal["nccl"] = "nccl"
     group: GroupAddress
-    turn: int = Field(ge=1)  # number of the transfer in the group, so that both ends mean the same one
-    adapter: AdapterConfig | None = None  # None for whole weights
+    turn: int = Field(ge=1)  # number of the transfer in the group
+    adapter: AdapterConfig | None = None  # None: whole weights
     buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
 
 
 class ReloadResponse(Strict):
-    """What the server holds now. `checksum` is computed from the tensors on their way into the model."""
+    """What the server holds; `checksum` is of the tensors on their way into the model."""
 
     version: int
     seconds: float
@@ -335,9 +322,9 @@ class ReloadResponse(Strict):
 
 
 class ReloadRequest(Request[ReloadResponse]):
-    """POST /reload_weights. Idempotent per version: a version already held is answered without loading.
+    """POST /reload_weights. A version already held is answered without loading.
 
-    With `compare` nothing is loaded: the model is compared with the version that it holds, which comes once more.
+    With `compare` the model is compared with the version that it holds, which comes once more.
     """
 
     route = "/reload_weights"
@@ -349,27 +336,24 @@ class ReloadRequest(Request[ReloadResponse]):
 
 
 class SleepRequest(Request[Health]):
-    """POST /sleep: the engine leaves the GPU; a reload or /wake_up brings it back, and kept requests go on.
-
-    Both are idempotent, and answered as /health.
-    """
+    """POST /sleep: the engine leaves the GPU until a reload or /wake_up; kept requests go on then."""
 
     route = "/sleep"
     answer = Health
-    # 1 keeps the weights in the CPU's memory; after 2 only a reload brings the engine back.
+    # 1 keeps the weights on the CPU; after 2 only a reload brings the engine back.
     level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
     in_flight: InFlight = "keep"
 
 
 class WakeRequest(Request[Health]):
-    """POST /wake_up: the engine comes back to the GPU with the weights that it had."""
+    """POST /wake_up: the engine comes back to the GPU."""
 
     route = "/wake_up"
     answer = Health
 
 
 class HeartbeatRequest(Request[Health]):
-    """POST /heartbeat, answered as /health: the trainer has the server, or still has it, unless another one does."""
+    """POST /heartbeat: the trainer has the server, unless another one does."""
 
     route = "/heartbeat"
     answer = Health
@@ -383,7 +367,7 @@ class TensorSpec(Strict):
 
     dtype: str
     shape: list[int]
-    checksum: str  # of its bytes (hocket.protocol.manifest.tensor_checksum)
+    checksum: str  # manifest.tensor_checksum
 
 
 class Manifest(Strict):

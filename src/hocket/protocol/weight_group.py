@@ -1,7 +1,7 @@
-"""Broadcast tensors in buckets over a process group of their own; both ends of the weight hand-over use it.
+"""Broadcast tensors in buckets over a process group of their own.
 
-A bucket is one flat array of bytes: its tensors, each at a multiple of 16 bytes, then their checksums. The group is
-independent of DeepSpeed's and vLLM's, has a deadline for every wait, and can be closed by either end at any moment.
+A bucket is one flat array of bytes: its tensors, each at a multiple of 16 bytes, then their checksums. Every wait has a
+deadline, and either end can close the group at any moment.
 """
 
 import contextlib
@@ -21,26 +21,23 @@ from hocket.common.machine import bound_nccl
 from hocket.errors import SyncError
 from hocket.protocol import TensorLayout, TensorSpec, manifest
 
-dist: Any = distributed  # whose type stubs name only some of its public classes
+dist: Any = distributed  # its type stubs lack some public classes
 Store = Any
 Named = Sequence[tuple[str, Tensor]]
 Part = tuple[Named, dict[str, TensorSpec]]
-"""Tensors of a version with their specs."""
 
 BUCKET_BYTES = 256 << 20  # of a bucket, about
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_ENVIRONMENT = threading.Lock()  # groups are made in several threads, and each restores what it has set
+_ENVIRONMENT = threading.Lock()  # groups are made in several threads
 _ALIGNMENT = 16
 _CHECKSUM_BYTES = 8
 
 
 def layout(named: Named) -> list[TensorLayout]:
-    """Describe tensors, which may be on the meta device."""
     return [TensorLayout(name=name, dtype=manifest.dtype_name(t.dtype), shape=list(t.shape)) for name, t in named]
 
 
 def num_bytes(bucket: Sequence[TensorLayout]) -> int:
-    """Return the length of a packed bucket."""
     return sum(map(_padded, bucket)) + _CHECKSUM_BYTES * len(bucket)
 
 
@@ -69,11 +66,11 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> Part:
 
 @dataclasses.dataclass(eq=False)
 class WeightGroup:
-    """Connect rank 0, the trainer, with the workers of one server; the constructor returns once all have joined."""
+    """Rank 0, the trainer, and the workers of one server; the constructor waits until all have joined."""
 
-    store: Store  # where the members find each other; rank 0 makes it (`make_store`), the others connect (`find_store`)
-    name: str  # of this attempt, the same on all ranks and never used before
-    device: torch.device  # a GPU has NCCL broadcast, a CPU gloo
+    store: Store  # rank 0 makes it (`make_store`), the others connect (`find_store`)
+    name: str  # of this attempt, never used before
+    device: torch.device
     address: str  # of this machine, as the others can reach it
     _: dataclasses.KW_ONLY
     rank: int
@@ -93,9 +90,9 @@ class WeightGroup:
             torch.cuda.set_device(self.device)
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            nccl.config.blocking = 0  # a connection that blocks would wait without a deadline for a rank that is gone
+            nccl.config.blocking = 0  # else it waits for ever for a rank that is gone
             bound_nccl(self.timeout_s)
-            # Waits must block, and raise past the deadline; else NCCL's watchdog ends the process.
+            # Else NCCL's watchdog ends the process past a deadline.
             with _ENVIRONMENT:
                 before = os.environ.get(_BLOCKING_WAIT)
                 os.environ[_BLOCKING_WAIT] = "1"
@@ -112,11 +109,11 @@ class WeightGroup:
                 raise
 
     def announce(self, number: int) -> None:
-        """Announce to the other ranks that this one is about to receive the group's transfer `number`; 0: to join."""
+        """Announce that this rank is about to receive the group's transfer `number`; 0: to join."""
         self._own_store.set(f"transfer {number}/{self.rank}", "1")  # the group's own keys begin with numbers
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send rank 0's bytes to all and wait until they are there. Raises RuntimeError past the deadline."""
+        """Send rank 0's bytes to all. Raises RuntimeError past the deadline."""
         group = self._group
         if group is None:
             raise RuntimeError("the group is closed")
@@ -127,15 +124,15 @@ class WeightGroup:
         group.broadcast([flat], options).wait()
 
     def close(self) -> None:
-        """Leave the group; ranks that wait for this one fail at once, or as soon as a running broadcast is over."""
-        group, self._group = self._group, None  # the connections end with the last reference
+        """Leave the group; ranks that wait for this one fail soon."""
+        group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):  # it is broken already
                 group.abort()
 
 
 def make_store(address: str, timeout_s: float) -> Store:
-    """Return a key-value store that listens on a free port of this address only."""
+    """Return a key-value store on a free port of this address only."""
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     timeout = datetime.timedelta(seconds=timeout_s)
     port = listener.getsockname()[1]
@@ -143,18 +140,18 @@ def make_store(address: str, timeout_s: float) -> Store:
 
 
 def find_store(host: str, port: int, timeout_s: float) -> Store:
-    """Connect to a store that `make_store` has made. Raises RuntimeError past the deadline."""
+    """Connect to the store of rank 0. Raises RuntimeError past the deadline."""
     timeout = datetime.timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
 def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
-    """Return whether all these ranks of the group `name` have announced the transfer `number`."""
+    """Return whether all these ranks have announced the transfer `number`."""
     return bool(dist.PrefixStore(name, store).check([f"transfer {number}/{rank}" for rank in ranks]))
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's own address on the route to another one; nothing is sent. Raises OSError."""
+    """Return this machine's address on the route to another; nothing is sent. Raises OSError."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -162,7 +159,6 @@ def address_towards(host: str, port: int) -> str:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """Return the GPU's UUID, None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -175,7 +171,7 @@ def _empty(item: TensorLayout) -> Tensor:
 
 
 def _views(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], Tensor]:
-    """Return the named tensors of a bucket and their checksums, int64 [n], as views of its bytes."""
+    """Return a bucket's named tensors and checksums, int64 [n], as views of its bytes."""
     *parts, checksums = torch.split(flat, [*map(_padded, bucket), _CHECKSUM_BYTES * len(bucket)])
     named = []
     for item, part in zip(bucket, parts, strict=True):

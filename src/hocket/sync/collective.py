@@ -1,8 +1,7 @@
 """Broadcast weights from the trainer's memory to the engines' workers, over NCCL or, on a CPU, gloo.
 
-server/worker.py receives. Each server has a group of its own with rank 0: a lost server disturbs no other. An update is
-one HTTP call per server, in the event loop's thread; tensors are gathered in a second thread and sent in others, so
-that a bucket travels while the next one is made.
+Each server has a group of its own with rank 0: a lost one disturbs no other. An update is one HTTP call per server;
+tensors are gathered in a second thread and sent in others, so that a bucket travels while the next one is made.
 """
 
 import asyncio
@@ -19,41 +18,30 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from hocket import protocol
 from hocket.client.server import ServerClient
 from hocket.common.tasks import run_in_thread
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import (
-    CollectiveSource,
-    GroupAddress,
-    Health,
-    ReloadRequest,
-    TensorLayout,
-    TensorSpec,
-    manifest,
-    weight_group,
-)
+from hocket.protocol import manifest, weight_group
 from hocket.sync.publish import Answer, Delivery
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 POLL_S = 0.002
-SLOW_JOIN_S = 5.0  # a server that takes longer and fails is not tried again until it is restarted: all wait for it
-READY_SHARE = 0.5  # of sync.timeout_s: a server that does not begin to receive by then is given up, as others wait
+SLOW_JOIN_S = 5.0  # one that takes longer and fails is not tried again until it is restarted
+READY_SHARE = 0.5  # of sync.timeout_s, within which a server must begin to receive
 
 
 @dataclasses.dataclass
 class CollectiveTransport:
-    """Broadcast weight versions to the workers of every server."""
-
     trainer: "Trainer"
     sync: SyncConfig
-    buckets: list[list[TensorLayout]] = dataclasses.field(default_factory=list)
+    buckets: list[list[protocol.TensorLayout]] = dataclasses.field(default_factory=list)
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        """Load the version into the servers, as `Transport.deliver`; connect with new ones first."""
         start = time.perf_counter()
         for left in [server for server in self._links if server.is_closed]:
             self._links.pop(left).close()
@@ -64,7 +52,7 @@ class CollectiveTransport:
         prepared = time.perf_counter()
         try:
             checksum = await run_in_thread(self._send, version, links)
-        except BaseException:  # of the trainer: the servers need not wait for what will not come
+        except BaseException:  # of the trainer: nothing will come
             for link in links:
                 link.close()
                 link.answer.cancel()
@@ -78,13 +66,11 @@ class CollectiveTransport:
         return Delivery(dict(zip(servers, answers, strict=True)), metrics)
 
     def close(self) -> None:
-        """Leave all groups."""
         for link in self._links.values():
             link.close()
 
     def _send(self, version: int, links: "Sequence[_Link]") -> str:
-        """Send the trainer's weights to all, each bucket while the next is made; return the checksum."""
-        specs: dict[str, TensorSpec] = {}
+        specs: dict[str, protocol.TensorSpec] = {}
         names = (f"bucket {number}/{len(self.buckets)} of version {version}" for number in itertools.count(1))
         running: list[concurrent.futures.Future[None]] = []
         with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
@@ -103,15 +89,15 @@ class CollectiveTransport:
         return manifest.total_checksum(specs)
 
     async def _link(self, server: ServerClient) -> "_Link | HocketError":
-        """Return the connection to a server: a new one if there was none, or the server was started again."""
         try:
             health = await server.health()
             link = self._links.get(server)
-            if link is not None and link.session == health.session and link.unreachable:
+            if link is not None and link.session != health.session:
+                link.close()
+                link = None
+            if link is not None and link.unreachable:
                 return SyncError(f"the workers of {server.url} could not be connected with since they were started")
-            if link is None or link.session != health.session or link.is_closed:
-                if link is not None:
-                    link.close()
+            if link is None or link.is_closed:
                 link = self._links[server] = _Link(self, server, health)
             return link
         except HocketError as error:
@@ -121,23 +107,23 @@ class CollectiveTransport:
 
 
 class _Link:
-    """The connection to one process of a server. A failure closes it; both ends begin again with a new one."""
+    """The connection to one process of a server. A failure closes it; a new one follows."""
 
-    def __init__(self, transport: CollectiveTransport, server: ServerClient, health: Health) -> None:
+    def __init__(self, transport: CollectiveTransport, server: ServerClient, health: protocol.Health) -> None:
         self.session = health.session  # of the server's process
         self.is_closed = False
-        self.unreachable = False  # its workers took long to join, and failed
+        self.unreachable = False
         self.group: weight_group.WeightGroup | None = None  # once the workers join
         self.answer: asyncio.Task[Answer]
         self._transport, self._server, self._workers = transport, server, health.workers
         self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
-        self._transfers = 0  # that the group has seen, the running one included
+        self._transfers = 0  # of the group, with the running one
         self._ready = False  # its workers are about to receive
-        self._failure: SyncError | None = None  # what this end knows of a transfer that broke
+        self._failure: SyncError | None = None  # as seen from this end
         url, gpu, timeout_s = urlsplit(server.url), weight_group.gpu_id(self._device), transport.sync.timeout_s
         host = weight_group.address_towards(url.hostname or "", url.port or 80)
         self._store = weight_group.make_store(host, timeout_s)
-        self._address = GroupAddress(
+        self._address = protocol.GroupAddress(
             name=secrets.token_hex(8),
             host=host,
             port=self._store.port,
@@ -147,19 +133,21 @@ class _Link:
         )
 
     def close(self) -> None:
-        """Leave the group: its workers receive no more, and no sender waits for the deadline."""
+        """Leave the group: neither end waits for the deadline."""
         self.is_closed = True
         if self.group is not None:
             self.group.close()
 
     async def begin(self, version: int, compare: bool) -> None:
-        """Tell the server what will come; wait until its workers are about to receive, or it has answered."""
+        """Tell the server what will come; wait until its workers are ready, or it has answered."""
         start, transport = time.monotonic(), self._transport
         self._transfers += 1
-        source = CollectiveSource(
+        source = protocol.CollectiveSource(
             group=self._address, turn=self._transfers, adapter=transport.trainer.adapter, buckets=transport.buckets
         )
-        request = ReloadRequest(version=version, source=source, in_flight=transport.sync.in_flight, compare=compare)
+        request = protocol.ReloadRequest(
+            version=version, source=source, in_flight=transport.sync.in_flight, compare=compare
+        )
         self.answer = asyncio.create_task(self._ask(request))
         seconds = READY_SHARE * transport.sync.timeout_s
         try:
@@ -170,18 +158,20 @@ class _Link:
         except TimeoutError:
             self._failure = SyncError(
                 f"server {self._server.url} did not begin to receive version {version} in {seconds:g} s; "
-                f"requests that it drains first need a higher sync.timeout_s"
+                f"to drain requests first, raise sync.timeout_s"
             )
         except RuntimeError as error:
             self._failure = SyncError(f"can't connect with the workers of {self._server.url}: {_cause(error)}")
         self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
 
     async def _announced(self, number: int) -> bool:
-        """Wait until all workers have announced a transfer, or the server has answered; return whether they have."""
-        which = (self._store, self._address.name, number, range(1, 1 + self._workers))
-        while not (there := weight_group.announced(*which)) and not self.answer.done():
+        """Return whether all workers have announced a transfer before the server answers."""
+        ranks = range(1, 1 + self._workers)
+        while not weight_group.announced(self._store, self._address.name, number, ranks):
+            if self.answer.done():
+                return False
             await asyncio.sleep(POLL_S)
-        return there
+        return True
 
     def _join(self) -> weight_group.WeightGroup:
         address, timeout_s = self._address, self._transport.sync.bucket_timeout_s
@@ -189,7 +179,7 @@ class _Link:
             self._store, address.name, self._device, address.host, rank=0, size=1 + self._workers, timeout_s=timeout_s
         )
 
-    async def _ask(self, request: ReloadRequest) -> Answer:
+    async def _ask(self, request: protocol.ReloadRequest) -> Answer:
         try:
             return await self._server.ask(request, timeout_s=self._transport.sync.timeout_s)
         except HocketError as error:
@@ -197,7 +187,7 @@ class _Link:
             return error
 
     def send(self, name: str, flat: Tensor) -> None:
-        """Send one bucket; after a failure, nothing more."""
+        """Send one bucket, unless one has failed."""
         if self.group is None or not self._ready or self._failure is not None:
             return
         try:
@@ -210,9 +200,9 @@ class _Link:
             self._failure = SyncError(f"server {self._server.url} did not take {name}: {reason}")
 
     async def outcome(self) -> Answer:
-        """Return the server's answer; if it names no cause itself, join it to the failure seen from this end."""
+        """Return the server's answer; where it names no cause, with the failure seen from this end."""
         if self._failure is not None:
-            self.close()  # the workers stop waiting, too: their error comes now
+            self.close()  # or the workers would go on waiting
         answer = await self.answer
         if self._failure is None or (isinstance(answer, ServerError) and answer.status is not None):
             return answer
@@ -220,5 +210,5 @@ class _Link:
 
 
 def _cause(error: Exception) -> str:
-    # gloo begins with a place in its source and ends with a joke
+    # gloo begins with a place in its source, and ends with a joke
     return re.sub(r"^\[.*?\] *|\. .*", "", (str(error) or type(error).__name__).splitlines()[0])

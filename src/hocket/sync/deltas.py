@@ -12,7 +12,7 @@ FULL_EVERY = 50  # versions; the others are deltas
 
 
 class DeltaWriter:
-    """Keep a copy of the last version's tensors, on the CPU, to write the next one's changes."""
+    """Keep the last version's tensors on the CPU, to write the next one's changes."""
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
@@ -20,7 +20,7 @@ class DeltaWriter:
         self._last: dict[str, torch.Tensor] = {}  # and its tensors
 
     def write(self, version: int) -> WrittenVersion:
-        """Write the trainer's weights as a delta or, where there is nothing to change, in full. Raises SyncError."""
+        """Write the trainer's weights as a delta or in full. Raises SyncError."""
         base = self._base
         if base is not None and base.version == version:
             return base
@@ -43,7 +43,7 @@ class DeltaWriter:
 
         def sink(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             for name, tensor in named:
-                new = tensor.to("cpu", copy=True).contiguous()  # the bucket is used again for the next one
+                new = tensor.to("cpu", copy=True).contiguous()  # the bucket is used again
                 changes[name] = delta.encode(self._last[name], new)
                 self._last[name] = new
 

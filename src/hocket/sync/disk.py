@@ -13,27 +13,24 @@ if TYPE_CHECKING:
 
 
 class Versions(Folders):
-    """Number the versions of a run, over resumes and used servers."""
-
     def __init__(self, run_dir: Path, trainer: "Trainer", sync: SyncConfig) -> None:
         super().__init__(run_dir, trainer)
-        self.current = 0  # the last one, also of before the run was resumed; 0 before the first
+        self.current = 0  # also of before the run was resumed
         self.first = DeltaWriter(self).write if sync.delta else self.full  # writes what servers are sent first
         self._begun = False  # whether it is one of this process
 
     def begin(self, held: int) -> None:
-        """Choose the number of the first version: above those that the run published and a server holds."""
+        """Set the first version's number above those of the run and of a server."""
         if not self._begun:
             self.current = max(held, self.current)
             self.advance()
 
     def advance(self) -> None:
-        """Go to the next version."""
         self._begun = True
         self.current += 1
 
     def save(self) -> Path:
-        """Return the folder with the current version as a complete model; write it if it is not there."""
+        """Return the folder with the current version in full; write it if it is not there."""
         folder = self.path("weights", self.current)
         return folder if folder.exists() else self.full(self.current).folder
 
@@ -41,6 +38,6 @@ class Versions(Folders):
         return {"version": self.current}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continue after a saved version; newer ones, of steps that are taken again, are removed from the disk."""
+        """Continue after a saved version; remove newer ones."""
         self.current = state["version"]
         self.remove_above(self.current)

@@ -1,7 +1,6 @@
-"""Write weight versions below a run's folder, in full: weights/v000012; check them, and remove old ones.
+"""Write weight versions below a run's folder, weights/v000012: Hugging Face models, or PEFT adapters.
 
-Such a folder is a Hugging Face model, or a PEFT adapter. Its manifest is of the tensors in the trainer's memory: a
-server also notices what went wrong on writing.
+The manifest is of the tensors in the trainer's memory: a server also notices what went wrong on writing.
 """
 
 import contextlib
@@ -21,12 +20,10 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 KINDS = ("weights", "deltas")
-KEEP = 2  # newest versions of each kind that stay on the disk: servers may be loading those
+KEEP = 2  # newest versions of each kind: servers may be loading those
 
 
 class WrittenVersion(NamedTuple):
-    """A version in a folder."""
-
     version: int
     folder: Path
     checksum: str
@@ -36,8 +33,6 @@ class WrittenVersion(NamedTuple):
 
 
 class Folders:
-    """The versions of a run on the disk."""
-
     def __init__(self, run_dir: Path, trainer: "Trainer") -> None:
         self.trainer = trainer
         self._run_dir = run_dir.resolve()
@@ -47,7 +42,7 @@ class Folders:
         return self._run_dir / kind / f"v{version:06d}"
 
     def full(self, version: int) -> WrittenVersion:
-        """Write the trainer's weights in full, unless that is the last full version. Raises SyncError."""
+        """Write the trainer's weights in full, once. Raises SyncError."""
         if self._full is None or self._full.version != version:
             self._full = self.write("weights", version, self.trainer.export)
         return self._full
@@ -67,7 +62,7 @@ class Folders:
         return WrittenVersion(version, folder, checksum, num_bytes)
 
     def mended(self, written: WrittenVersion) -> WrittenVersion | None:
-        """Return a full version in place of a delta, or of files that were hurt; None if nothing is wrong with it."""
+        """Return a full version in place of a delta or of damaged files; None for a sound one."""
         if written is self._full:
             with contextlib.suppress(SyncError):
                 self.check(written)
@@ -77,7 +72,7 @@ class Folders:
         return self.full(written.version)
 
     def check(self, written: WrittenVersion) -> None:
-        """Raise SyncError unless the files of a full version hold the weights that were written to them."""
+        """Raise SyncError unless a full version's files hold what was written to them."""
         try:
             found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
         except (OSError, SafetensorError) as error:
@@ -89,14 +84,12 @@ class Folders:
             )
 
     def prune(self) -> None:
-        """Remove all but the newest folders of each kind."""
         for kind in KINDS:
             for old in sorted(self._run_dir.glob(f"{kind}/v*"))[:-KEEP]:
-                with contextlib.suppress(OSError):  # it is tried again after the next version
+                with contextlib.suppress(OSError):  # it is tried again
                     remove_folder(old)
 
     def remove_above(self, version: int) -> None:
-        """Remove what is newer than this version."""
         for kind in KINDS:
             for folder in self._run_dir.glob(f"{kind}/v*"):
                 if int(folder.name[1:]) > version:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
-    """Give the trainer the device that it has for itself: a turn without metrics."""
     return nullcontext({})
 
 
@@ -29,10 +28,9 @@ def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
 async def shared_gpu(
     trainer: "Trainer", pool: ServerPool, sync: SyncConfig, keep: bool, publishes: bool
 ) -> AsyncIterator[Metrics]:
-    """Give the trainer the GPU while the server sleeps; without new weights the server gets it back then.
+    """Give the trainer the GPU while the server sleeps; without new weights the server gets it back.
 
-    With new weights the trainer leaves once they are written, and the server wakes up to load them. `keep`: they are
-    adapters, and the server keeps its other weights while it sleeps.
+    `keep`: the server keeps its weights on the CPU, as the new ones are adapters.
     """
     metrics: Metrics = {}
     with timed(metrics, "time/turn"):
@@ -45,13 +43,11 @@ async def shared_gpu(
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
-    """Make every server leave the GPU; with `keep` its weights go to the CPU's memory, else they must be sent again."""
-    request = SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight)
-    await _ask(pool, request, sync)
+    """Make every server leave the GPU; without `keep` its weights must be sent again."""
+    await _ask(pool, SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight), sync)
 
 
 async def _ask(pool: ServerPool, request: SleepRequest | WakeRequest, sync: SyncConfig) -> None:
-    """Ask every server; mark those lost that are gone. Raises SyncError for other errors."""
     for member in pool.members:
         try:
             await member.server.ask(request, timeout_s=sync.timeout_s)

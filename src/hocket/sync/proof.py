@@ -1,8 +1,7 @@
 """Prove that servers compute with the trainer's weights: by what they hold, and by what they say.
 
-A check has three parts, as none sees every error. The exact one, by the transport: the model holds the published
-tensors, bit for bit. Two by log-probs of completions that the server samples: they are the trainer's, and new weights
-moved them as they moved the trainer's.
+A check has three parts, as none sees every error: the model holds the published tensors, bit for bit; log-probs of
+completions that the server samples are the trainer's; and new weights moved them as they moved the trainer's.
 """
 
 import asyncio
@@ -29,14 +28,14 @@ MAX_TOKENS = 16
 SEED = 20
 LIMITS = {"float32": (3e-5, 1e-3), "float16": (2.5e-3, 0.02), "bfloat16": (0.02, 0.1)}
 """By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does."""
-NOISE = 4.0  # by this factor a gap may exceed that of a server's first version, which parameters left to rounding
-MIN_CHANGE = 2.0  # mean change of the trainer's log-probs over the mean |Δ log-prob|, from which on it can be followed
+NOISE = 4.0  # by this factor a gap may exceed that of a server's first version
+MIN_CHANGE = 2.0  # of the trainer's log-probs, over the mean |Δ log-prob|: less can't be followed
 MIN_TOKENS = 10  # that the change is spread over (Σ|Δ|)² / Σ Δ²
 MAX_ERROR = 0.2  # of the missing share; above it the share says nothing
 
 
 class Scored(NamedTuple):
-    """A sampled token with what both sides say of it: log-probs."""
+    """A sampled token with both sides' log-probs."""
 
     token: int
     server: float
@@ -48,30 +47,29 @@ Answer = list[list[Scored]]  # of each prompt
 
 @dataclasses.dataclass
 class Proof:
-    """Check servers against the trainer, and decide when. A check that fails raises SyncError, or says so (`warn`)."""
+    """Check servers against the trainer. A check that fails raises SyncError, or says so (`warn`)."""
 
     publisher: Publisher
     prompts: Sequence[Prompt]
     trainer: "Trainer"
     rollout: RolloutConfig
     sync: SyncConfig
-    alarmed: Callable[[], bool]  # whether the last step's metrics say that weights may be wrong
+    alarmed: Callable[[], bool]  # whether the last step's metrics are suspicious
     mismatches: float = 0.0  # warnings so far
     _last_due: int = 0  # version up to which all are checked
     _noise: float = 0.0  # largest mean |Δ log-prob| of a server's first version
     _before: dict[str, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session: the last check
 
     def is_due(self, version: int) -> bool:
-        """Return whether to check this version: every check_every-th, one after an alarm, and the one after either."""
+        """Return whether to check: every check_every-th, one after an alarm, and the next after either."""
         every = self.sync.check_every
         if (every and version % every == 0) or self.alarmed():
             self._last_due = version + 1
         return version <= self._last_due
 
     async def check(self, members: Sequence[Member], came: bool) -> Metrics:
-        """Check, where it is due, that servers hold the current version and compute with it as the trainer does."""
-        due = came or self.is_due(self.publisher.versions.current)
-        if not (due and members):
+        """Check, where it is due, that servers hold the current version and compute with it."""
+        if not members or not (came or self.is_due(self.publisher.versions.current)):
             return {}
         metrics: Metrics = {}
         failed = self.mismatches
@@ -79,8 +77,8 @@ class Proof:
             try:
                 await self._compare(members)
             except SyncError as error:
-                self.fail(str(error))  # raises or, with sync.on_mismatch=warn, says so
-                await self.publisher.deliver(members)  # only a load mends an engine that does not hold it
+                self.fail(str(error))
+                await self.publisher.deliver(members)
             asked = [member for member in members if member.session is not None]
             sampled = await asyncio.gather(*map(self.sample, asked))
             for member, samples in zip(asked, sampled, strict=True):
@@ -92,7 +90,7 @@ class Proof:
         return metrics | {"sync/mismatches": self.mismatches - failed}
 
     async def _compare(self, members: Sequence[Member]) -> None:
-        """Have servers compare what they compute with, with the current version. Raises SyncError where it differs."""
+        """Have servers compare the current version with their model. Raises SyncError."""
         version = self.publisher.versions.current
         servers = [member.server for member in members]
         delivery = await self.publisher.transport.deliver(version, servers, compare=True)
@@ -104,7 +102,7 @@ class Proof:
                 self.publisher.judge(member, checksum, answer, does="does not hold")
 
     async def sample(self, member: Member) -> list[TrainSample] | ServerError:
-        """Have the server complete the prompts, with the same seeds at every check; its failure is a value."""
+        """Have the server complete the prompts, with the same seeds each time; failure is a value."""
         max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
         sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
         contexts = [prompt.token_ids for prompt in self.prompts]
@@ -125,7 +123,7 @@ class Proof:
         return [samples[place] for place in range(len(contexts))]
 
     async def _follow(self, member: Member, session: str, samples: Sequence[TrainSample]) -> Metrics:
-        """Compare the server's log-probs, and how they changed since the last check, with the trainer's."""
+        """Compare the server's log-probs, and their change since the last check, with the trainer's."""
         version = self.publisher.versions.current
         async with self.publisher.trainer_turn(False):
             scores = await run_in_thread(self.trainer.logprobs, samples)
@@ -143,10 +141,10 @@ class Proof:
                 f"attention or rotary setting in the engine. Compare model.dtype on both sides, and restart the server"
             )
         elif last < 0:
-            # Not of later ones: weights that are ever further behind would raise it.
+            # Not later: weights ever further behind would raise it.
             self._noise = max(self._noise, gap)
         if last < 0:
-            self._last_due = max(self._last_due, version + 1)  # only then can a server be seen to be behind
+            self._last_due = max(self._last_due, version + 1)  # to see whether it is behind
         if last == version - 1:
             missing, error = missing_share(before, answer, self._noise)
             metrics["sync/missing_error"] = error
@@ -162,19 +160,18 @@ class Proof:
         return metrics
 
     def bound(self, dtype: str) -> float:
-        """Return the mean |Δ log-prob| above which a server with this precision is not believed."""
+        """Return the mean |Δ log-prob| that a server with this precision may have."""
         low, high = LIMITS.get(dtype, LIMITS["bfloat16"])
         high = self.sync.max_logprob_gap or high
         return min(high, max(low, NOISE * self._noise)) if self._noise else high
 
     def fail(self, message: str) -> None:
-        """Stop the run by a SyncError, or say it with sync.on_mismatch=warn."""
+        """Raise SyncError or, with sync.on_mismatch=warn, say it."""
         if self.sync.on_mismatch == "stop":
             raise SyncError(message)
         self.warn(message)
 
     def warn(self, message: str) -> None:
-        """Say what is not as it should be, and count it."""
         self.publisher.pool.say(f"WARNING: {message}")
         self.mismatches += 1
 

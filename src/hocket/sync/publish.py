@@ -2,9 +2,8 @@
 
     write version v+1 → load it on every server → compare checksums → run the checks (proof.py)
 
-A `Transport` moves the bytes: files, NCCL, or a wrapper around one of them. A server that dies meanwhile leaves the
-pool; `bring_up` loads the current version once it answers again, on all at once that do. A refused version, another
-checksum or a check that fails stops the run.
+A server that dies meanwhile leaves the pool; `bring_up` loads the current version once it answers again. A refused
+version, another checksum or a check that fails stops the run.
 """
 
 import asyncio
@@ -25,8 +24,6 @@ Answers = dict[ServerClient, tuple[str, Answer]]  # with the checksum of the wei
 
 
 class Delivery(NamedTuple):
-    """The outcome of sending one version."""
-
     answers: Answers
     metrics: Metrics  # sync/*
 
@@ -35,40 +32,39 @@ class Transport(Protocol):
     """One way for weights to travel."""
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        """Load the trainer's weights, which are `version`, into these servers; can be repeated. Raises SyncError.
-
-        With `compare`, send them once more, for the servers to compare what they compute with.
-        """
+        """Load the trainer's weights into servers, or have them compared; can be repeated. Raises SyncError."""
 
 
 Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]
-"""(servers, whether they have just come) → sync/*: checks what they hold, where it is due. Raises SyncError."""
+"""(servers, whether they have just come) → sync/*. Raises SyncError."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Publisher:
-    """Keep the servers of a pool at the trainer's weights."""
-
     versions: Versions
     pool: ServerPool
     transport: Transport
-    trainer_turn: TrainerTurn  # gives the trainer the GPU, where both sides share one
-    checks: list[Check] = dataclasses.field(default_factory=list)  # of every version that was delivered
+    trainer_turn: TrainerTurn  # gives the trainer a shared GPU
+    checks: list[Check] = dataclasses.field(default_factory=list)
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # held by a training step, or a bring-up
 
     @asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
-        """Hold the trainer and yield the metrics of getting it; the body ends with `publish`, if it `publishes`."""
+        """Hold the trainer and yield the metrics of getting it; if it `publishes`, the body ends with `publish`."""
         async with self.lock, self.trainer_turn(publishes) as metrics:
             yield metrics
 
     async def publish(self) -> Metrics:
-        """Make the trainer's weights the next version on every server that is up; call it within `training`."""
+        """Make the trainer's weights the next version on every server; call it within `training`."""
         self.versions.advance()
-        metrics = await self.deliver(self.pool.up)
-        for check in self.checks:
-            metrics |= await check(self.pool.up, False)
+        metrics = await self._deliver_and_check(self.pool.up, came=False)
         return metrics | {"sync/servers": float(len(self.pool.up))}
+
+    async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
+        metrics = await self.deliver(members)
+        for check in self.checks:
+            metrics |= await check([member for member in members if member.session is not None], came)
+        return metrics
 
     async def deliver(self, members: Sequence[Member]) -> Metrics:
         """Send the current version to servers, and mark them ready or lost. Raises as `judge`."""
@@ -79,7 +75,7 @@ class Publisher:
         return delivery.metrics
 
     def judge(self, member: Member, checksum: str, answer: Answer, *, does: str) -> None:
-        """Mark a server ready or lost by its answer. Raises SyncError where it refuses, or holds something else."""
+        """Mark a server ready or lost. Raises SyncError where it refuses, or holds something else."""
         version = self.versions.current
         if isinstance(answer, ServerError) and answer.refused and not (answer.foreign and self.pool.find):
             raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
@@ -96,8 +92,8 @@ class Publisher:
             member.mark_ready(answer.session)
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
-        """Give new and returned servers the current version. Raises as `judge`, and ServerError for another model."""
-        if self.lock.locked() and self.pool.up:  # without a server that is up nothing goes on
+        """Give servers that came the current version. Raises as `judge`, and ServerError for another model."""
+        if self.lock.locked() and self.pool.up:
             for member in there:
                 member.out = "the trainer is at work"  # the pool asks again soon
             return
@@ -108,9 +104,7 @@ class Publisher:
             for member in members:
                 check_model(there[member])
                 self.versions.begin(there[member].version)
-            metrics = await self.deliver(members)
-            for check in self.checks:
-                metrics |= await check([member for member in members if member.session is not None], True)
+            metrics = await self._deliver_and_check(members, came=True)
         took_s = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
         took = f"{metrics['sync/mebibytes']:.1f} MiB in {took_s:.2f} s"
         if "sync/logprob_gap" in metrics:

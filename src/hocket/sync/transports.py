@@ -21,13 +21,13 @@ REST_S = 5.0  # before a version that could not be written is written again: som
 
 @dataclasses.dataclass
 class DiskTransport:
-    """Write a version, have all servers load it at once, and send the full one where a delta does not load."""
+    """Write a version, have all servers load it at once, and send it in full where a delta does not load."""
 
     versions: Versions
-    root: Path  # which the servers see, too; versions are named relative to it
+    root: Path  # which the servers see, too
     sync: SyncConfig
     say: Callable[[str], None] = lambda line: None
-    on_written: Callable[[], None] = lambda: None  # called when a version is on the disk, before any server loads it
+    on_written: Callable[[], None] = lambda: None  # before any server loads it
     _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # versions of one trainer
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
@@ -78,7 +78,7 @@ class DiskTransport:
 
 @dataclasses.dataclass
 class WithFallback:
-    """Use a fast transport, and the disk for servers that it does not reach but that do answer."""
+    """Use a fast transport, and the disk for servers that answer but are not reached by it."""
 
     fast: Transport
     disk: Transport
@@ -95,13 +95,16 @@ class WithFallback:
 
 
 def _failed(delivery: Delivery) -> list[ServerClient]:
-    """Return the servers that answer but did not load a version, or compare it: they may do so in another way."""
-    failures = {server: answer for server, (_, answer) in delivery.answers.items() if isinstance(answer, HocketError)}
-    return [server for server in failures if not meaning(getattr(failures[server], "code", "")).final]
+    """Return the servers that may take a version in another way."""
+    failed = []
+    for server, (_, answer) in delivery.answers.items():
+        if isinstance(answer, HocketError) and not meaning(getattr(answer, "code", "")).final:
+            failed.append(server)
+    return failed
 
 
 def _joined(first: Delivery, second: Delivery) -> Delivery:
-    """Return the outcome of sending a version to all servers, and then to some of them in another way."""
+    """Return the outcome of sending to all servers, and then to some in another way."""
     metrics = dict(first.metrics)
     metrics["sync/mebibytes"] += second.metrics["sync/mebibytes"] * len(second.answers) / len(first.answers)
     metrics["sync/transfer_s"] += second.metrics.get("sync/prepare_s", 0.0) + second.metrics["sync/transfer_s"]
