@@ -38,10 +38,7 @@ def group_advantages(rewards: Sequence[float], group_ids: Sequence[int], *, base
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
-    """Return whether a group has no signal: equal rewards, or fewer than two.
-
-    The range decides: the rounding error of a deviation grows with the size of the rewards.
-    """
+    """By their range: the rounding error of a deviation grows with the rewards."""
     return len(rewards) < 2 or max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 

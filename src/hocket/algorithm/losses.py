@@ -3,7 +3,7 @@
 Unlike in the papers (docs/algorithms.md), denominators cover the whole optimiser step: all micro-batches and ranks.
 `correction` multiplies the objective by an importance weight between engine and trainer (ratios.py). In the first
 update of a step every ratio is then 1; the clip limits the later ones (algorithm.epochs, algorithm.minibatches).
-To add a loss: add a value to `clip` in config/algorithm.py, and a branch to `_objective`.
+To add a loss: a value of `clip` in config/algorithm.py, and a branch of `_objective`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from hocket.config import LossConfig as LossConfig
 
 
 class LossOutput(NamedTuple):
-    """One micro-batch's share of the loss and of each metric; sums over micro-batches and ranks are exact."""
+    """One micro-batch's share of the loss and of each metric."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -28,7 +28,7 @@ def policy_loss(
     logprobs_bt: Tensor,  # current policy, with gradient
     rollout_logprobs_bt: Tensor,  # recorded by the engine while sampling
     advantages_bt: Tensor,
-    mask_bt: Tensor,  # True on trained tokens: those that the policy sampled; elsewhere the inputs may hold anything
+    mask_bt: Tensor,  # True on trained tokens; elsewhere the inputs may hold anything
     *,
     config: LossConfig,
     num_tokens: int,  # N, trained tokens of the whole optimiser step; 0 gives a loss of 0

@@ -22,6 +22,7 @@ from hocket.data.stream import Outcome
 from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
+OF_GROUP = ("mean", "leave_one_out")  # baselines with one advantage per rollout
 MIN_VARIANCE = 1e-8
 
 
@@ -41,20 +42,25 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
 
     Equal rewards have none if advantages depend on the group's rewards alone; they would shrink the others' gradient.
     """
-    pairs = zip(group.rollouts, group.scores, strict=True)
-    scored = [(rollout, score) for rollout, score in pairs if score.error is None and not math.isnan(score.total)]
-    rollouts = tuple(rollout for rollout, _ in scored)
-    penalties = tuple(overlong_penalty(rollout, algorithm.overlong_share, max_tokens) for rollout in rollouts)
-    rewards = tuple(score.total - penalty for (_, score), penalty in zip(scored, penalties, strict=True))
+    rollouts: list[Rollout] = []
+    rewards: list[float] = []
+    penalties: list[float] = []
+    for rollout, score in zip(group.rollouts, group.scores, strict=True):
+        if score.error is None and not math.isnan(score.total):
+            penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
+            rollouts.append(rollout)
+            penalties.append(penalty)
+            rewards.append(score.total - penalty)
     equal = are_equal(rewards)
-    by_group, reason = algorithm.kl_in == "loss" and algorithm.scale != "tokens", None
+    by_group = algorithm.baseline in OF_GROUP and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
+    reason = None
     if not rewards:
         reason = NO_SCORE
     elif not any(is_trained(sequence, algorithm) for rollout in rollouts for sequence in rollout.sequences):
         reason = "no rollout to train: cut off, or nothing sampled"
-    elif equal and by_group and algorithm.baseline in ("mean", "leave_one_out"):
+    elif equal and by_group:
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
-    return Shaped(group, rollouts, rewards, penalties, equal, reason)
+    return Shaped(group, tuple(rollouts), tuple(rewards), tuple(penalties), equal, reason)
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
@@ -73,12 +79,11 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
     """Return whether the models measure a sequence: it is trained, or counts in a baseline with a KL in the reward."""
-    in_baseline = algorithm.kl_in == "reward" and algorithm.baseline in ("mean", "leave_one_out")
+    in_baseline = algorithm.kl_in == "reward" and algorithm.baseline in OF_GROUP
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
 
 def signal_metrics(groups: Sequence[Shaped], pass_reward: str | None = None) -> dict[str, float]:
-    """Return the share of groups with equal rewards, and of values of `pass_reward` that are no pass rates."""
     metrics = {}
     if groups:
         metrics["rollout/zero_variance"] = statistics.fmean(group.has_equal_rewards for group in groups)
@@ -92,14 +97,15 @@ def values_of(group: Group, reward: str) -> list[float]:
 
 
 def fate(shaped: Shaped, *, reward: str, untrained: str | None) -> Outcome:
-    """Return the fate of a group's prompt; `reward` has the pass rate, `untrained`: why no update trained the group."""
-    values, reason = values_of(shaped.group, reward), shaped.reason
+    """Return a prompt's fate; `reward` has the pass rate, `untrained`: why no update trained the group."""
+    values = values_of(shaped.group, reward)
     pass_rate = statistics.fmean(values) if values else None
-    if reason is not None:
-        return Outcome(state="failed" if reason == NO_SCORE else "filtered", why=reason, pass_rate=pass_rate)
-    if untrained is not None:
-        return Outcome(state="failed", why=untrained, pass_rate=pass_rate)
-    return Outcome(state="trained", pass_rate=pass_rate)
+    why = shaped.reason or untrained
+    if why is None:
+        return Outcome(state="trained", pass_rate=pass_rate)
+    if shaped.reason in (None, NO_SCORE):
+        return Outcome(state="failed", why=why, pass_rate=pass_rate)
+    return Outcome(state="filtered", why=why, pass_rate=pass_rate)
 
 
 class _Trained(NamedTuple):
@@ -130,7 +136,7 @@ def train_samples(
             if is_trained(sequence, algorithm):
                 trained.append(_Trained(owner, name, sequence, known, kl_n))
     added: Mapping[str, Sequence[Tensor]] = {}
-    if algorithm.baseline in ("mean", "leave_one_out"):
+    if algorithm.baseline in OF_GROUP:
         of_rollout = group_advantages(penalised, group_ids, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
         advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
     else:
@@ -157,7 +163,7 @@ def train_samples(
 
 
 def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the KL estimate per sampled token, of the policy that sampled; 0 if it is not in the reward."""
+    """Return the KL estimate per sampled token; 0 if it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
         return torch.zeros(sequence.mask.count(True), dtype=torch.float64)
     sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured["ref_logprobs"], sequence)
@@ -185,7 +191,6 @@ def _by_token(
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
-    """Return the values at the sampled tokens, float64 [n]."""
     return torch.from_numpy(np.array(values_t, np.float64)[np.frombuffer(bytes(sequence.mask), np.bool_)])
 
 

@@ -17,20 +17,17 @@ from transformers import AttentionInterface
 from hocket.errors import TrainerError
 
 NAME = "hocket_segments"
-_ROUND = 32  # without a kernel, segments whose lengths round up to the same multiple of this are computed together
+_ROUND = 32  # without a kernel, segments whose lengths round up to the same multiple go together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The places of the sequences in one row."""
-
     lengths: Sequence[int]
-    offsets: Tensor  # int32 [segments + 1], the first position of each and the end of the last
-    longest: int  # positions of the longest
+    offsets: Tensor  # int32 [segments + 1]
+    longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        """Return the segments of a row of sequences of these lengths."""
         offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         return cls(lengths=lengths, offsets=offsets.to(device), longest=max(lengths))
 
@@ -96,9 +93,11 @@ def attend(
 
 
 def choose_kernel(device: torch.device) -> str:
-    """Have `varlen_attn` run FlashAttention 3 where the GPU and the packages allow it; return what it runs, and why."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return "FlashAttention 2" if device.type == "cuda" else "torch's for CPUs"
+    """Have `varlen_attn` run FlashAttention 3 where that works; return what it runs, and why."""
+    if device.type != "cuda":
+        return "torch's for CPUs"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "FlashAttention 2"
     if importlib.util.find_spec("flash_attn_interface") is None:
         return "FlashAttention 2 (3 needs the package flash-attn-3)"
     try:
@@ -118,7 +117,7 @@ def _probe(device: torch.device) -> None:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's varlen flash attention takes them, [row, heads, d] each."""
+    """Return whether `varlen_attn` takes them, [row, heads, d] each."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
@@ -137,7 +136,7 @@ def _by_groups(
     window: int,
     sinks_h: Tensor | None,
 ) -> Tensor:
-    """Compute segments of about the same length together, padded at the end, which causal attention can't see."""
+    """Compute similar segments together, padded at the end, which causal attention can't see."""
     results = []
     groups, restore = segments.groups
     for group in groups:
