@@ -1,4 +1,4 @@
-"""Compute one advantage per rollout: its reward compared with those of its group, the rollouts of one prompt.
+"""Compute one advantage per rollout: its reward compared with those of its group.
 
 For baselines `none` and `critic`, samples.py computes one per token. Suffixes: n rollouts, g group.
 """

@@ -18,7 +18,7 @@ def masked_log_ratio(numerator_bt: Tensor, denominator_bt: Tensor, mask_bt: Tens
 
 
 def importance_weight(log_importance_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor, config: LossConfig) -> Tensor:
-    """Return each token's importance weight: trainer over engine probability, limited by `correction`."""
+    """Return trainer over engine probability per token, limited by `correction`."""
     low, high = config.correction_low, config.correction_high
     importance_bt = log_importance_bt.exp()
     if config.correction == "none":
@@ -32,7 +32,7 @@ def importance_weight(log_importance_bt: Tensor, mask_bt: Tensor, sample_bt: Ten
 
 
 def sequence_means(values_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor) -> Tensor:
-    """Return at every position the mean over the trained tokens of its sequence; values are 0 elsewhere."""
+    """Return at every position the mean over its sequence's trained tokens; other values are 0."""
     lengths_bt = sequence_sums(mask_bt, sample_bt).clamp(min=1)
     return (sequence_sums(values_bt, sample_bt) / lengths_bt).to(values_bt.dtype)
 

@@ -27,7 +27,7 @@ MIN_VARIANCE = 1e-8
 
 
 class Shaped(NamedTuple):
-    """The scored rollouts of a group, with the rewards that they are trained on."""
+    """A group's scored rollouts, with the rewards that they are trained on."""
 
     group: Group
     rollouts: tuple[Rollout, ...]  # without those that have no score
@@ -40,7 +40,7 @@ class Shaped(NamedTuple):
 def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     """Subtract the length penalties from a group's scores, and tell whether the group has a signal.
 
-    Equal rewards have none if advantages depend on the group's rewards alone; they would shrink the others' gradient.
+    Equal rewards have none where advantages depend on them alone; they would shrink the others' gradient.
     """
     rollouts: list[Rollout] = []
     rewards: list[float] = []
@@ -78,7 +78,7 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Return whether the models measure a sequence: it is trained, or counts in a baseline with a KL in the reward."""
+    """Return whether a sequence is trained, or counts in a baseline with a KL in the reward."""
     in_baseline = algorithm.kl_in == "reward" and algorithm.baseline in OF_GROUP
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
@@ -121,12 +121,13 @@ def train_samples(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return one sample per trained sequence, and metrics of the shaping.
 
-    An episode of several sequences counts once in its group, with one advantage for all of them. `measured` has one
-    item per sequence of the groups' rollouts, in order; it is empty if the algorithm needs none.
+    An episode counts once in its group, with one advantage for all of its sequences. `measured` has one item per
+    sequence, in order; it is empty if the algorithm needs none.
     """
     rewards = [reward for group in groups for reward in group.rewards]
     group_ids = [index for index, group in enumerate(groups) for _ in group.rewards]
-    penalised, trained = list(rewards), []
+    penalised = list(rewards)
+    trained = []
     of_sequence = iter(measured) if measured else itertools.repeat({})
     for owner, rollout in enumerate(itertools.chain.from_iterable(group.rollouts for group in groups)):
         for name, sequence in zip(rollout.sequence_ids, rollout.sequences, strict=True):
@@ -166,7 +167,8 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
     """Return the KL estimate per sampled token; 0 if it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
         return torch.zeros(sequence.mask.count(True), dtype=torch.float64)
-    sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured["ref_logprobs"], sequence)
+    sampled_n = _sampled(sequence.logprobs, sequence)
+    reference_n = _sampled(measured["ref_logprobs"], sequence)
     log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
     return kl_penalty(log_ratio_n, algorithm.kl)
 
@@ -174,7 +176,7 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
 def _by_token(
     trained: Sequence[_Trained], rewards: Sequence[float], algorithm: AlgorithmConfig, kl_coef: float
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Return an advantage per token, and with a critic its target as the column "returns"."""
+    """Return an advantage per token, and a critic's target as the column "returns"."""
     advantages: list[Tensor] = []
     returns: list[Tensor] = []
     for row in trained:
@@ -195,7 +197,7 @@ def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
 
 
 def _whole(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:
-    """Return one value per token of the sequence, 0.0 where none was sampled."""
+    """Return one value per token, 0.0 where none was sampled."""
     values_t = np.zeros(len(sequence.mask))
     values_t[np.frombuffer(bytes(sequence.mask), np.bool_)] = values_n.numpy()
     return array("d", values_t.tobytes())
@@ -213,8 +215,7 @@ def discounted_returns(rewards_t: Tensor, *, discount: float) -> Tensor:
 def gae(rewards_t: Tensor, values_t: Tensor, *, discount: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Return (generalised advantages, returns) of each token, [t] each (arXiv 1506.02438).
 
-    δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. The value after
-    the last token is 0.
+    δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. V_T = 0.
     """
     advantages, following, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards_t.tolist()), reversed(values_t.tolist()), strict=True):

@@ -54,7 +54,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 
 
 def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rollout as a row for sft; {} without a score or an end, or where no message stands between its turns."""
+    """Return a row for sft; {} without a score or an end, or where no message stands between turns."""
     said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
     roles = [message["role"] for message in said]
     is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)

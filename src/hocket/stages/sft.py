@@ -33,7 +33,7 @@ NUM_LINES = 20  # of progress in a whole run
 
 
 def run(config: Config) -> None:
-    """Train model.path on the demonstrations of data.source and write RUN/model; every rank calls it."""
+    """Train on the demonstrations of data.source and write RUN/model; every rank calls it."""
     if int(os.environ.get("RANK", "0")) > 0:
         Trainer(config, objective=OBJECTIVE).follow()
         return
@@ -117,7 +117,7 @@ def _shown(sample: TrainSample, model: str) -> str:
 
 
 def held_out_loss(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Return eval/loss: the mean cross-entropy of the taught tokens, in nats."""
+    """Return the mean cross-entropy of the taught tokens, in nats."""
     num_tokens = sum(sample.sequence.mask.count(True) for sample in samples)
     return {"eval/loss": -math.fsum(itertools.chain(*trainer.logprobs(samples))) / num_tokens}
 
@@ -129,7 +129,7 @@ def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> Loss
 
 
 def in_epochs(samples: Sequence[TrainSample], seed: int) -> Iterator[TrainSample]:
-    """Yield the samples without end, each once per epoch, in a new order per epoch."""
+    """Yield the samples without end, each epoch in a new order."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed}:{epoch}").sample(samples, len(samples))
 

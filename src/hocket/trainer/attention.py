@@ -33,9 +33,9 @@ class Segments:
 
     @functools.cached_property  # FlashAttention takes the offsets alone
     def groups(self) -> tuple[list[Tensor], Tensor]:
-        """Segments of about the same length, and the place of each position [row] in their concatenated results.
+        """Positions of similar segments, [segments, length] each, and the place of each position [row] in the results.
 
-        int64 [segments of the group, length]: positions in the row, the last one of a segment repeated.
+        The last position of a shorter segment is repeated.
         """
         lengths_s = torch.tensor(self.lengths)
         ends_s = lengths_s.cumsum(0)
@@ -72,8 +72,8 @@ def attend(
     Args:
         query: [1, heads, row, d]; keys and values may have fewer heads (grouped-query attention).
         segments: default: the row is one segment.
-        sliding_window: number of positions that one sees, itself included.
-        s_aux: [heads], logits that take their part of each softmax and give nothing (gpt-oss's attention sinks).
+        sliding_window: positions that one sees, itself included.
+        s_aux: [heads], logits of gpt-oss's attention sinks: they take their part of each softmax.
     """
     asked = [name for name in ("softcap", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or asked:
@@ -153,7 +153,7 @@ def _by_groups(
             query_shld[..., -1], key_shld[..., 0, -1] = sinks_h[:, None] / scaling, 1.0
             value_shld, band = pad(value_shld, (0, 0, 1, 0)), pad(cast(Tensor, band), (1, 0), value=True)
         shares = query_shld.device.type != "cuda"
-        if not shares:  # the only kernel there that takes these without n² memory wants as many keys as queries
+        if not shares:  # the only kernel there without n² memory wants as many keys as queries
             repeats = query_shld.shape[1] // key_shld.shape[1]
             key_shld, value_shld = (part.repeat_interleave(repeats, dim=1) for part in (key_shld, value_shld))
         options: dict[str, Any] = {"attn_mask": band, "is_causal": band is None, "scale": scaling, "enable_gqa": shares}

@@ -177,7 +177,7 @@ class DeepSpeedEngine:
         return float(self._loss_scaler()["cur_scale"]) if self._dtype == torch.float16 else None
 
     def bytes_to_come(self) -> int:
-        """Return the bytes that the first step allocates on the device for good: AdamW's two moments."""
+        """Return what the first step allocates on the device for good: AdamW's moments."""
         if self._config.offload_optimizer and self._ranks.device.type == "cuda":
             return 0
         trained = sum(whole_shape(parameter).numel() for _, parameter in self._trained())
@@ -192,7 +192,7 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self, *, rescale: bool = True) -> float | None:
-        """Clip, apply, clear the gradient; return its norm, or None if not finite (`rescale`: lower the loss scale)."""
+        """Clip, apply, clear the gradient; return its norm, None if not finite (`rescale`: lower the loss scale)."""
         norm: float | None = None
         if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
             norm = float(nn.utils.clip_grad_norm_([p for _, p in self._trained()], self._config.max_grad_norm))
@@ -225,7 +225,7 @@ class DeepSpeedEngine:
         ]
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield trained (name, whole tensor), compute dtype, tied ones once, on rank 0; all ranks must exhaust it."""
+        """Yield trained (name, whole tensor) in the compute dtype on rank 0; all ranks must exhaust it."""
         for group in self.by_bytes(max_bytes):
             with gathered([parameter for _, parameter in group]):
                 if self._ranks.is_main:
@@ -244,7 +244,7 @@ class DeepSpeedEngine:
         return groups
 
     def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield "KIND/parameter" → whole float32 tensor on rank 0's CPU, in buckets. All ranks must exhaust it."""
+        """Yield {"KIND/parameter": whole float32 tensor} on rank 0's CPU. All ranks must exhaust it."""
         master = self._master()
         bucket: dict[str, Tensor] = {}
         size = 0
@@ -272,7 +272,7 @@ class DeepSpeedEngine:
         return {f"{kind}/{name}": whole_shape(p) for name, p in self._trained() for kind in KINDS}
 
     def restore(self, read: Callable[[str], Tensor] | None, counters: Mapping[str, Any]) -> None:
-        """Restore what `state` and `counters` gave, on any number of ranks at any stage. Only rank 0 can `read`."""
+        """Restore what `state` and `counters` gave, at any stage and size. Only rank 0 can `read`."""
         master = self._master()
         for name, parameter in self._trained():
             place, views = master.piece(parameter)
@@ -285,7 +285,8 @@ class DeepSpeedEngine:
         master.step = counters["updates"]
         master.to_parameters()
         self._loss_scaler().update(counters["loss_scale"])
-        scheduler, (group,) = self._scheduler, self._adamw.param_groups  # the schedule may have other settings now
+        scheduler = self._scheduler
+        (group,) = self._adamw.param_groups  # the schedule may have other settings now
         scheduler.last_epoch = counters["scheduled"]
         group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch)
         scheduler._last_lr = [group["lr"]]

@@ -73,11 +73,16 @@ def estimate(
     Micro-batches have the configured size; with "auto", that of one chunk. `offloads`: the optimizer's state is off the
     device. `quantized`: frozen linear layers but the head are held in 4 bits.
     """
-    parameters, head, shape = list(model.parameters()), model.get_output_embeddings(), Shape.of(model)
+    parameters = list(model.parameters())
+    head = model.get_output_embeddings()
+    shape = Shape.of(model)
     sizes = [p.numel() for p in parameters if p.requires_grad]
-    trained, largest = sum(sizes), max(sizes, default=0)
-    linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
-    small = sum(weight.numel() for weight in linear if quantized and not weight.requires_grad)
+    trained = sum(sizes)
+    largest = max(sizes, default=0)
+    small = 0
+    if quantized:
+        linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+        small = sum(weight.numel() for weight in linear if not weight.requires_grad)
 
     half = dtype.itemsize < 4
     zero = config.deepspeed.get("zero_optimization", {})
@@ -179,7 +184,7 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
 
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
-    """Run forward and backward of made-up sequences with a gradient that is not finite, which changes nothing."""
+    """Run made-up sequences with a gradient that is not finite, which changes nothing."""
     samples = []
     for start in range(0, num_positions, longest):
         zeros = (0.0,) * (min(longest, num_positions - start) + 1)
