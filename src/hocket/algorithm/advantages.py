@@ -1,4 +1,4 @@
-"""Compute one advantage per rollout: its reward compared with those of its group, the rollouts of one prompt.
+"""Compute one advantage per rollout: its reward compared with those of its group.
 
 For baselines `none` and `critic`, samples.py computes one per token. Suffixes: n rollouts, g group.
 """
@@ -38,10 +38,7 @@ def group_advantages(rewards: Sequence[float], group_ids: Sequence[int], *, base
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
-    """Return whether a group has no signal: equal rewards, or fewer than two.
-
-    The range decides: the rounding error of a deviation grows with the size of the rewards.
-    """
+    """By their range: the rounding error of a deviation grows with the rewards."""
     return len(rewards) < 2 or max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 

@@ -34,7 +34,7 @@ class KlController:
         self._target = config.kl_target
 
     def update(self, kl: float | None, num_rollouts: int) -> None:
-        """Adapt to the mean penalty per token of a step; None if nothing was measured."""
+        """Adapt to the mean penalty per token; None if nothing was measured."""
         if self._target is not None and kl is not None:
             error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
             self.coef *= 1 + error * num_rollouts / HORIZON

@@ -1,9 +1,8 @@
 """Compute the policy loss: ratio, clip, aggregate. Suffixes: b rows, t next-token positions, one fewer than tokens.
 
 Unlike in the papers (docs/algorithms.md), denominators cover the whole optimiser step: all micro-batches and ranks.
-`correction` multiplies the objective by an importance weight between engine and trainer (ratios.py). In the first
-update of a step every ratio is then 1; the clip limits the later ones (algorithm.epochs, algorithm.minibatches).
-To add a loss: add a value to `clip` in config/algorithm.py, and a branch to `_objective`.
+With a `correction`, every ratio is 1 in the first update of a step; the clip limits the later ones.
+To add a loss: a value of `clip` in config/algorithm.py, and a branch of `_objective`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from hocket.config import LossConfig as LossConfig
 
 
 class LossOutput(NamedTuple):
-    """One micro-batch's share of the loss and of each metric; sums over micro-batches and ranks are exact."""
+    """One micro-batch's share of the loss and of each metric."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -28,12 +27,12 @@ def policy_loss(
     logprobs_bt: Tensor,  # current policy, with gradient
     rollout_logprobs_bt: Tensor,  # recorded by the engine while sampling
     advantages_bt: Tensor,
-    mask_bt: Tensor,  # True on trained tokens: those that the policy sampled; elsewhere the inputs may hold anything
+    mask_bt: Tensor,  # True on trained tokens; elsewhere the inputs may hold anything
     *,
     config: LossConfig,
-    num_tokens: int,  # N, trained tokens of the whole optimiser step; 0 gives a loss of 0
-    num_sequences: int,  # S, sequences with a trained token in the whole optimiser step
-    entropy_bt: Tensor,  # of the next-token distribution, with gradient for entropy_coef
+    num_tokens: int,  # N, trained tokens of the whole step; 0 gives a loss of 0
+    num_sequences: int,  # S, sequences of the whole step with a trained token
+    entropy_bt: Tensor,  # with gradient for entropy_coef
     sample_bt: Tensor,  # number of the sequence of each position, below b · t; -1: none
     old_logprobs_bt: Tensor | None = None,  # the trainer's, before the step
     ref_logprobs_bt: Tensor | None = None,  # the reference policy's, for a KL in the loss and its metric
@@ -46,7 +45,7 @@ def policy_loss(
     trainer_bt = (logprobs_bt if old_logprobs_bt is None else old_logprobs_bt).detach()
     old_bt = rollout_logprobs_bt if old_logprobs_bt is None and config.correction == "none" else trainer_bt
     log_ratio_bt = log_policy_bt = masked_log_ratio(logprobs_bt, old_bt, mask_bt)
-    if config.ratio == "sequence":  # with a token's own gradient, so that advantages may differ within a sequence
+    if config.ratio == "sequence":  # with a token's own gradient: advantages may differ within a sequence
         own_bt = masked_log_ratio(logprobs_bt, logprobs_bt.detach(), mask_bt)
         log_ratio_bt = own_bt + sequence_means(log_ratio_bt.detach(), mask_bt, sample_bt)
     ratio_bt = log_ratio_bt.exp()

@@ -12,13 +12,13 @@ MAX_SURVIVOR_WEIGHT = 2.0  # cap of a token's importance weight in a sequence th
 
 def masked_log_ratio(numerator_bt: Tensor, denominator_bt: Tensor, mask_bt: Tensor) -> Tensor:
     """Return numerator − denominator of log-probs, clamped to ±20, and 0 where the mask is False."""
-    # Masked before exp: padding may hold -inf, and a mask after exp would turn that into NaN gradients.
+    # Masked before exp: padding may hold -inf, of which exp has NaN gradients.
     difference_bt = numerator_bt.where(mask_bt, 0.0) - denominator_bt.where(mask_bt, 0.0)
     return difference_bt.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def importance_weight(log_importance_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor, config: LossConfig) -> Tensor:
-    """Return each token's importance weight: trainer over engine probability, limited by `correction`."""
+    """Return trainer over engine probability per token, limited by `correction`."""
     low, high = config.correction_low, config.correction_high
     importance_bt = log_importance_bt.exp()
     if config.correction == "none":
@@ -32,7 +32,7 @@ def importance_weight(log_importance_bt: Tensor, mask_bt: Tensor, sample_bt: Ten
 
 
 def sequence_means(values_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor) -> Tensor:
-    """Return at every position the mean over the trained tokens of its sequence; values are 0 elsewhere."""
+    """Return at every position the mean over its sequence's trained tokens; other values are 0."""
     lengths_bt = sequence_sums(mask_bt, sample_bt).clamp(min=1)
     return (sequence_sums(values_bt, sample_bt) / lengths_bt).to(values_bt.dtype)
 
@@ -55,13 +55,15 @@ def policy_metrics(
     config: LossConfig,
     num_tokens: int,
 ) -> dict[str, Tensor]:
-    """Return this micro-batch's share of each metric's mean over the `num_tokens` of the optimiser step."""
+    """Return this micro-batch's share of each metric's mean over `num_tokens`."""
     importance_bt = log_importance_bt.exp()
-    above_bt, below_bt = ratio_bt > 1 + config.clip_high, ratio_bt < 1 - config.clip_low
+    above_bt = ratio_bt > 1 + config.clip_high
+    below_bt = ratio_bt < 1 - config.clip_low
     if config.clip == "ppo":  # elsewhere the minimum is the unclipped term
-        above_bt, below_bt = above_bt & (advantages_bt > 0), below_bt & (advantages_bt < 0)
+        above_bt &= advantages_bt > 0
+        below_bt &= advantages_bt < 0
     elif config.clip == "none":
-        above_bt, below_bt = torch.zeros_like(above_bt), torch.zeros_like(below_bt)
+        above_bt = below_bt = torch.zeros_like(above_bt)
     values = {
         "clip_low": below_bt,
         "clip_high": above_bt,

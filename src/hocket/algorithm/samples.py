@@ -22,11 +22,12 @@ from hocket.data.stream import Outcome
 from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
+OF_GROUP = ("mean", "leave_one_out")  # baselines with one advantage per rollout
 MIN_VARIANCE = 1e-8
 
 
 class Shaped(NamedTuple):
-    """The scored rollouts of a group, with the rewards that they are trained on."""
+    """A group's scored rollouts, with the rewards that they are trained on."""
 
     group: Group
     rollouts: tuple[Rollout, ...]  # without those that have no score
@@ -39,22 +40,27 @@ class Shaped(NamedTuple):
 def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     """Subtract the length penalties from a group's scores, and tell whether the group has a signal.
 
-    Equal rewards have none if advantages depend on the group's rewards alone; they would shrink the others' gradient.
+    Equal rewards have none where advantages depend on them alone; they would shrink the others' gradient.
     """
-    pairs = zip(group.rollouts, group.scores, strict=True)
-    scored = [(rollout, score) for rollout, score in pairs if score.error is None and not math.isnan(score.total)]
-    rollouts = tuple(rollout for rollout, _ in scored)
-    penalties = tuple(overlong_penalty(rollout, algorithm.overlong_share, max_tokens) for rollout in rollouts)
-    rewards = tuple(score.total - penalty for (_, score), penalty in zip(scored, penalties, strict=True))
+    rollouts: list[Rollout] = []
+    rewards: list[float] = []
+    penalties: list[float] = []
+    for rollout, score in zip(group.rollouts, group.scores, strict=True):
+        if score.error is None and not math.isnan(score.total):
+            penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
+            rollouts.append(rollout)
+            penalties.append(penalty)
+            rewards.append(score.total - penalty)
     equal = are_equal(rewards)
-    by_group, reason = algorithm.kl_in == "loss" and algorithm.scale != "tokens", None
+    by_group = algorithm.baseline in OF_GROUP and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
+    reason = None
     if not rewards:
         reason = NO_SCORE
     elif not any(is_trained(sequence, algorithm) for rollout in rollouts for sequence in rollout.sequences):
         reason = "no rollout to train: cut off, or nothing sampled"
-    elif equal and by_group and algorithm.baseline in ("mean", "leave_one_out"):
+    elif equal and by_group:
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
-    return Shaped(group, rollouts, rewards, penalties, equal, reason)
+    return Shaped(group, tuple(rollouts), tuple(rewards), tuple(penalties), equal, reason)
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
@@ -72,13 +78,12 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Return whether the models measure a sequence: it is trained, or counts in a baseline with a KL in the reward."""
-    in_baseline = algorithm.kl_in == "reward" and algorithm.baseline in ("mean", "leave_one_out")
+    """Return whether a sequence is trained, or counts in a baseline with a KL in the reward."""
+    in_baseline = algorithm.kl_in == "reward" and algorithm.baseline in OF_GROUP
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
 
 def signal_metrics(groups: Sequence[Shaped], pass_reward: str | None = None) -> dict[str, float]:
-    """Return the share of groups with equal rewards, and of values of `pass_reward` that are no pass rates."""
     metrics = {}
     if groups:
         metrics["rollout/zero_variance"] = statistics.fmean(group.has_equal_rewards for group in groups)
@@ -92,14 +97,15 @@ def values_of(group: Group, reward: str) -> list[float]:
 
 
 def fate(shaped: Shaped, *, reward: str, untrained: str | None) -> Outcome:
-    """Return the fate of a group's prompt; `reward` has the pass rate, `untrained`: why no update trained the group."""
-    values, reason = values_of(shaped.group, reward), shaped.reason
+    """Return a prompt's fate; `reward` has the pass rate, `untrained`: why no update trained the group."""
+    values = values_of(shaped.group, reward)
     pass_rate = statistics.fmean(values) if values else None
-    if reason is not None:
-        return Outcome(state="failed" if reason == NO_SCORE else "filtered", why=reason, pass_rate=pass_rate)
-    if untrained is not None:
-        return Outcome(state="failed", why=untrained, pass_rate=pass_rate)
-    return Outcome(state="trained", pass_rate=pass_rate)
+    why = shaped.reason or untrained
+    if why is None:
+        return Outcome(state="trained", pass_rate=pass_rate)
+    if shaped.reason in (None, NO_SCORE):
+        return Outcome(state="failed", why=why, pass_rate=pass_rate)
+    return Outcome(state="filtered", why=why, pass_rate=pass_rate)
 
 
 class _Trained(NamedTuple):
@@ -115,12 +121,13 @@ def train_samples(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return one sample per trained sequence, and metrics of the shaping.
 
-    An episode of several sequences counts once in its group, with one advantage for all of them. `measured` has one
-    item per sequence of the groups' rollouts, in order; it is empty if the algorithm needs none.
+    An episode counts once in its group, with one advantage for all of its sequences. `measured` has one item per
+    sequence, in order; it is empty if the algorithm needs none.
     """
     rewards = [reward for group in groups for reward in group.rewards]
     group_ids = [index for index, group in enumerate(groups) for _ in group.rewards]
-    penalised, trained = list(rewards), []
+    penalised = list(rewards)
+    trained = []
     of_sequence = iter(measured) if measured else itertools.repeat({})
     for owner, rollout in enumerate(itertools.chain.from_iterable(group.rollouts for group in groups)):
         for name, sequence in zip(rollout.sequence_ids, rollout.sequences, strict=True):
@@ -130,7 +137,7 @@ def train_samples(
             if is_trained(sequence, algorithm):
                 trained.append(_Trained(owner, name, sequence, known, kl_n))
     added: Mapping[str, Sequence[Tensor]] = {}
-    if algorithm.baseline in ("mean", "leave_one_out"):
+    if algorithm.baseline in OF_GROUP:
         of_rollout = group_advantages(penalised, group_ids, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
         advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
     else:
@@ -157,10 +164,11 @@ def train_samples(
 
 
 def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the KL estimate per sampled token, of the policy that sampled; 0 if it is not in the reward."""
+    """Return the KL estimate per sampled token; 0 if it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
         return torch.zeros(sequence.mask.count(True), dtype=torch.float64)
-    sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured["ref_logprobs"], sequence)
+    sampled_n = _sampled(sequence.logprobs, sequence)
+    reference_n = _sampled(measured["ref_logprobs"], sequence)
     log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
     return kl_penalty(log_ratio_n, algorithm.kl)
 
@@ -168,7 +176,7 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
 def _by_token(
     trained: Sequence[_Trained], rewards: Sequence[float], algorithm: AlgorithmConfig, kl_coef: float
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Return an advantage per token, and with a critic its target as the column "returns"."""
+    """Return an advantage per token, and a critic's target as the column "returns"."""
     advantages: list[Tensor] = []
     returns: list[Tensor] = []
     for row in trained:
@@ -185,12 +193,11 @@ def _by_token(
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
-    """Return the values at the sampled tokens, float64 [n]."""
     return torch.from_numpy(np.array(values_t, np.float64)[np.frombuffer(bytes(sequence.mask), np.bool_)])
 
 
 def _whole(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:
-    """Return one value per token of the sequence, 0.0 where none was sampled."""
+    """Return one value per token, 0.0 where none was sampled."""
     values_t = np.zeros(len(sequence.mask))
     values_t[np.frombuffer(bytes(sequence.mask), np.bool_)] = values_n.numpy()
     return array("d", values_t.tobytes())
@@ -208,8 +215,7 @@ def discounted_returns(rewards_t: Tensor, *, discount: float) -> Tensor:
 def gae(rewards_t: Tensor, values_t: Tensor, *, discount: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Return (generalised advantages, returns) of each token, [t] each (arXiv 1506.02438).
 
-    δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. The value after
-    the last token is 0.
+    δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. V_T = 0.
     """
     advantages, following, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards_t.tolist()), reversed(values_t.tolist()), strict=True):

@@ -20,7 +20,7 @@ SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
     """Write the best rollouts of each prompt, the newest of equal ones, as rows for sft; return what they are.
 
-    `min_reward` is by default the mean. Rollouts without a score, and those that were cut off, are never chosen.
+    `min_reward` is by default the mean. Those without a score or an end are never chosen.
     """
     if per_prompt < 1:
         raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
@@ -37,13 +37,15 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     best: dict[str, dict[str, Any]] = {}  # of each prompt: text → row
     for row in told:
         if row["reward"] >= least:
-            best.setdefault(row["prompt_id"], {}).setdefault(repr(row.get("messages") or row["response"]), row)
+            text = repr(row.get("messages") or row["response"])
+            best.setdefault(row["prompt_id"], {}).setdefault(text, row)
     chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
     if not chosen:
         highest = f"the highest is {told[0]['reward']:g}" if told else f"of {len(rows)}, none has a score and an end"
         raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: {highest}")
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in chosen))
-    mean, plain = fmean(row["reward"] for row in chosen), "" if "messages" in chosen[0] else " data.chat_template=false"
+    mean = fmean(row["reward"] for row in chosen)
+    plain = "" if "messages" in chosen[0] else " data.chat_template=false"
     rate = max(config.trainer.learning_rate, SFT_RATE)
     more = f"{plain} sft.epochs=3 trainer.learning_rate={rate:g} run.dir=NEW"
     command = f"{door()} sft data.source={output} model.path={config.model.path}{more}"
@@ -52,7 +54,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 
 
 def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rollout as a row for sft; {} without a score or an end, or where no message stands between its turns."""
+    """Return a row for sft; {} without a score or an end, or where no message stands between turns."""
     said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
     roles = [message["role"] for message in said]
     is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)

@@ -33,7 +33,7 @@ NUM_LINES = 20  # of progress in a whole run
 
 
 def run(config: Config) -> None:
-    """Train model.path on the demonstrations of data.source and write RUN/model; every rank calls it."""
+    """Train on the demonstrations of data.source and write RUN/model; every rank calls it."""
     if int(os.environ.get("RANK", "0")) > 0:
         Trainer(config, objective=OBJECTIVE).follow()
         return
@@ -43,16 +43,25 @@ def run(config: Config) -> None:
 
 
 def _train(config: Config) -> None:
-    saved, output = checkpoints.find(config, print), config.run_dir / "model"
+    saved = checkpoints.find(config, print)
+    output = config.run_dir / "model"
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
-    samples, held_out = _samples(config.model, config.data), list[TrainSample]()
+    samples = _samples(config.model, config.data)
+    held_out: list[TrainSample] = []
     if (data := config.held_out_data) is not None:
         limit = min(config.eval.num_prompts, data.limit or config.eval.num_prompts)
         held_out = _samples(config.model, data.model_copy(update={"limit": limit}))
-    last, size, epochs = saved.step if saved else 0, config.sft.batch_size, config.sft.epochs
-    most = None if epochs is None else epochs * len(samples)
-    steps = config.trainer.steps if most is None else math.ceil(most / size)
+    last = saved.step if saved else 0
+    size = config.sft.batch_size
+    epochs = config.sft.epochs
+    most: int | None = None
+    steps = config.trainer.steps
+    setting = "trainer.steps"
+    if epochs is not None:
+        most = epochs * len(samples)
+        steps = math.ceil(most / size)
+        setting = "sft.epochs"
     with Console(steps) as console, RunFolder(config) as folder, Trainer(config, objective=OBJECTIVE) as trainer:
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
         trainer.plan(steps)
@@ -90,7 +99,6 @@ def _train(config: Config) -> None:
                     console.say(f"step {step}/{steps}  {said}  {speed}")
             with atomic_folder(output) as partial:
                 trainer.export(partial)
-            setting = "trainer.steps" if epochs is None else "sft.epochs"
             done = f"all {steps} steps are done; for more of them raise {setting}; " if last >= steps else ""
             console.say(f"{done}wrote {output}")
 
@@ -101,27 +109,27 @@ def _samples(model: ModelConfig, data: DataConfig) -> list[TrainSample]:
 
 
 def _shown(sample: TrainSample, model: str) -> str:
-    """Return a demonstration as the model reads it, short."""
-    tokenizer, sequence = tokenizers.load(model), sample.sequence
+    tokenizer = tokenizers.load(model)
+    sequence = sample.sequence
     runs = itertools.groupby(zip(sequence.mask, sequence.token_ids, strict=True), key=lambda pair: pair[0])
     texts = ((taught, tokenizer.decode([token for _, token in run])) for taught, run in runs)
     return SHORT.repr("".join(f"[[{text}]]" if taught else text for taught, text in texts))
 
 
 def held_out_loss(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Return eval/loss: the mean cross-entropy of the taught tokens, in nats."""
+    """Return the mean cross-entropy of the taught tokens, in nats."""
     num_tokens = sum(sample.sequence.mask.count(True) for sample in samples)
     return {"eval/loss": -math.fsum(itertools.chain(*trainer.logprobs(samples))) / num_tokens}
 
 
 def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
-    """Return −Σ mask · logprobs / tokens: this batch's share of the mean cross-entropy of the responses, in nats."""
+    """Return −Σ mask · logprobs / tokens: this batch's share of the mean cross-entropy, in nats."""
     del entropy_bt
     return LossOutput(loss=-logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global, metrics={})
 
 
 def in_epochs(samples: Sequence[TrainSample], seed: int) -> Iterator[TrainSample]:
-    """Yield the samples without end, each once per epoch, in a new order per epoch."""
+    """Yield the samples without end, each epoch in a new order."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed}:{epoch}").sample(samples, len(samples))
 
@@ -130,7 +138,7 @@ OBJECTIVE = Objective(loss=sft_loss)
 
 
 class Demonstrations:
-    """The part of a run that refuses to resume a checkpoint on other demonstrations."""
+    """Refuses to resume a checkpoint on other demonstrations."""
 
     def __init__(self, samples: Sequence[TrainSample]) -> None:
         rows = ((sample.sequence.token_ids, sample.sequence.mask) for sample in samples)
@@ -140,7 +148,6 @@ class Demonstrations:
         return self._state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Raise DataError unless `state` is of the same demonstrations."""
         if state != self._state:
             advice = "use the same data section, files and tokenizer, or start a new run"
             raise DataError(f"can't resume: the demonstrations were {state} and are {self._state} now; {advice}")

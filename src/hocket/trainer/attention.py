@@ -17,28 +17,25 @@ from transformers import AttentionInterface
 from hocket.errors import TrainerError
 
 NAME = "hocket_segments"
-_ROUND = 32  # without a kernel, segments whose lengths round up to the same multiple of this are computed together
+_ROUND = 32  # without a kernel, segments whose lengths round up to the same multiple go together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The places of the sequences in one row."""
-
     lengths: Sequence[int]
-    offsets: Tensor  # int32 [segments + 1], the first position of each and the end of the last
-    longest: int  # positions of the longest
+    offsets: Tensor  # int32 [segments + 1]
+    longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        """Return the segments of a row of sequences of these lengths."""
         offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         return cls(lengths=lengths, offsets=offsets.to(device), longest=max(lengths))
 
     @functools.cached_property  # FlashAttention takes the offsets alone
     def groups(self) -> tuple[list[Tensor], Tensor]:
-        """Segments of about the same length, and the place of each position [row] in their concatenated results.
+        """Positions of similar segments, [segments, length] each, and the place of each position [row] in the results.
 
-        int64 [segments of the group, length]: positions in the row, the last one of a segment repeated.
+        The last position of a shorter segment is repeated.
         """
         lengths_s = torch.tensor(self.lengths)
         ends_s = lengths_s.cumsum(0)
@@ -75,8 +72,8 @@ def attend(
     Args:
         query: [1, heads, row, d]; keys and values may have fewer heads (grouped-query attention).
         segments: default: the row is one segment.
-        sliding_window: number of positions that one sees, itself included.
-        s_aux: [heads], logits that take their part of each softmax and give nothing (gpt-oss's attention sinks).
+        sliding_window: positions that one sees, itself included.
+        s_aux: [heads], logits of gpt-oss's attention sinks: they take their part of each softmax.
     """
     asked = [name for name in ("softcap", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or asked:
@@ -96,9 +93,11 @@ def attend(
 
 
 def choose_kernel(device: torch.device) -> str:
-    """Have `varlen_attn` run FlashAttention 3 where the GPU and the packages allow it; return what it runs, and why."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return "FlashAttention 2" if device.type == "cuda" else "torch's for CPUs"
+    """Have `varlen_attn` run FlashAttention 3 where that works; return what it runs, and why."""
+    if device.type != "cuda":
+        return "torch's for CPUs"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "FlashAttention 2"
     if importlib.util.find_spec("flash_attn_interface") is None:
         return "FlashAttention 2 (3 needs the package flash-attn-3)"
     try:
@@ -118,7 +117,7 @@ def _probe(device: torch.device) -> None:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's varlen flash attention takes them, [row, heads, d] each."""
+    """Return whether `varlen_attn` takes them, [row, heads, d] each."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
@@ -137,7 +136,7 @@ def _by_groups(
     window: int,
     sinks_h: Tensor | None,
 ) -> Tensor:
-    """Compute segments of about the same length together, padded at the end, which causal attention can't see."""
+    """Compute similar segments together, padded at the end, which causal attention can't see."""
     results = []
     groups, restore = segments.groups
     for group in groups:
@@ -154,7 +153,7 @@ def _by_groups(
             query_shld[..., -1], key_shld[..., 0, -1] = sinks_h[:, None] / scaling, 1.0
             value_shld, band = pad(value_shld, (0, 0, 1, 0)), pad(cast(Tensor, band), (1, 0), value=True)
         shares = query_shld.device.type != "cuda"
-        if not shares:  # the only kernel there that takes these without n² memory wants as many keys as queries
+        if not shares:  # the only kernel there without n² memory wants as many keys as queries
             repeats = query_shld.shape[1] // key_shld.shape[1]
             key_shld, value_shld = (part.repeat_interleave(repeats, dim=1) for part in (key_shld, value_shld))
         options: dict[str, Any] = {"attn_mask": band, "is_causal": band is None, "scale": scaling, "enable_gqa": shares}

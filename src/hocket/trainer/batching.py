@@ -1,8 +1,7 @@
 """Pack samples into micro-batches of bounded size; the only place where sequences move to the next-token axis.
 
 A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. The
-segments of a micro-batch share one row without padding. Which samples share a micro-batch or a rank changes a result by
-rounding only.
+segments of a micro-batch share one row without padding; which ones do changes a result by rounding only.
 """
 
 import dataclasses
@@ -35,9 +34,9 @@ class TrainBatch:
     trained_n: Tensor  # places in the row where the mask is True
     sample_bt: Tensor  # number of the sequence in the row; -1: none
     places: tuple[int, ...]  # of the sequences among the packed samples
-    num_tokens_global: int  # trained tokens of the whole optimiser step, all micro-batches of all ranks
+    num_tokens_global: int  # trained tokens of the whole optimiser step, over all ranks
     num_sequences_global: int  # sequences with a trained token, counted likewise
-    max_tokens: int  # most trained tokens of a micro-batch that runs on another rank at the same time, or of this one
+    max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
     columns: Mapping[str, Tensor]  # [b, t] the samples' other numbers, by name
 
     def to(self, device: torch.device) -> "TrainBatch":
@@ -51,12 +50,10 @@ Make = Callable[[], TrainBatch]  # builds a micro-batch, on any rank
 
 
 def num_positions(sample: TrainSample) -> int:
-    """Return how many tokens the sample predicts: all but its first."""
     return len(sample.sequence.token_ids) - 1
 
 
 def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
-    """Raise TrainerError where there is no trained token, or a sample that no micro-batch can hold."""
     if not any(any(sample.sequence.mask[1:]) for sample in samples):
         raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
     longest = max(num_positions(sample) for sample in samples)
@@ -72,7 +69,9 @@ def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) ->
 
     Every epoch deals the groups, shuffled by `seed`, into `count` mini-batches, or fewer if there are fewer groups.
     """
-    distinct, shuffles, parts = sorted(set(groups)), random.Random(seed), []
+    distinct = sorted(set(groups))
+    shuffles = random.Random(seed)
+    parts = []
     count = min(count, len(distinct))
     for _ in range(epochs):
         dealt = shuffles.sample(distinct, len(distinct))
@@ -86,9 +85,9 @@ def divide(
 ) -> list[list[Make]]:
     """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
-    Ranks get about the same cost; within a rank, sequences go longest first into the first micro-batch with room
-    (first-fit decreasing), and the costliest micro-batch comes first, so that the ranks run similar ones at the same
-    time. A rank with fewer micro-batches gets fully masked ones. `cost`: of a segment with this number of positions.
+    Ranks get about the same cost; within a rank, sequences go by first-fit decreasing, and the costliest micro-batch
+    comes first, so that the ranks run similar ones at a time. A rank with fewer gets fully masked ones. `cost`: of a
+    segment with this number of positions.
     """
     lengths = list(map(num_positions, samples))
     plans = [_fill(share, lengths, micro_batch_tokens, cost) for share in balance(list(map(cost, lengths)), num_ranks)]
@@ -104,12 +103,12 @@ def divide(
 
 
 def pack(samples: Sequence[TrainSample], **how: Any) -> list[list[TrainBatch]]:
-    """Return the micro-batches of all ranks: result[rank][micro-batch]."""
+    """Return what `divide` describes, built."""
     return [[make() for make in share] for share in divide(samples, **how)]
 
 
 def _build(row: Mapping[int, TrainSample], columns: Sequence[str], counts: Mapping[str, Any]) -> TrainBatch:
-    """Return the batch of this row; without samples, one masked position, so that every rank has something to run."""
+    """Return this row's batch; without samples, one masked position, so that the rank has something to run."""
     samples = row.values()
     lengths = list(map(num_positions, samples))
     token_ids = [np.array(sample.sequence.token_ids) for sample in samples]
@@ -138,7 +137,7 @@ def _build(row: Mapping[int, TrainSample], columns: Sequence[str], counts: Mappi
 def unpack(
     batches: Sequence[TrainBatch], columns: Mapping[str, Sequence[Tensor]]
 ) -> dict[int, dict[str, tuple[float, ...]]]:
-    """Return one number per token and column [b, t] of every packed sample, by its place; 0.0 for the first token."""
+    """Return by each sample's place one number per token and column; 0.0 for the first token."""
     found: dict[int, dict[str, tuple[float, ...]]] = {}
     for index, batch in enumerate(batches):
         lengths = list(batch.segment_lengths)
@@ -149,7 +148,7 @@ def unpack(
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Return indices of the costs in parts of about equal sums: the costliest first, each to the cheapest part."""
+    """Return indices in parts of about equal sums: the costliest first, each to the cheapest part."""
     parts = [(0.0, number, list[int]()) for number in range(num_parts)]  # a heap
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         total, number, part = parts[0]

@@ -21,15 +21,14 @@ from hocket.trainer import offload
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import KINDS, MasterState
 
-BUCKET_ELEMENTS = 50_000_000  # summed over ranks at a time; DeepSpeed's default is ten times that, and allocated
+BUCKET_ELEMENTS = 50_000_000  # summed over ranks at a time; DeepSpeed would allocate ten times as many
 
 
 def load_deepspeed(ranks: Ranks) -> Any:
-    """Return the module, ready for use among these ranks."""
     if ranks.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed = importlib.import_module("deepspeed")
-    # A shared-memory operator for tensor-parallel inference, which DeepSpeed would otherwise compile at first start.
+    # DeepSpeed would compile this operator at first start; it is for tensor-parallel inference.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     ranks.destroy = deepspeed.comm.destroy_process_group  # it also forgets DeepSpeed's copies
@@ -51,10 +50,7 @@ def initialize(ranks: Ranks, **options: Any) -> Any:
 
 
 def spread(module: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None:
-    """Leave each rank its part of the weights that rank 0 has loaded; ranks that have not have them on the meta device.
-
-    No device ever holds more of them whole than those of one module, without the modules within it.
-    """
+    """Leave each rank its part of the weights that rank 0 has loaded, module by module; elsewhere they are meta."""
     zero = load_deepspeed(ranks).zero
     dtypes = [parameter.dtype for parameter in module.parameters()]
     dist.broadcast_object_list(dtypes, src=0, device=ranks.device)  # transformers may keep some in float32 as it loads
@@ -75,17 +71,14 @@ def spread(module: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None
 
 
 def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> int:
-    """Return the configured ZeRO stage; default 1 on a CPU, 2 on a GPU, 0 for one rank in float32.
-
-    To offload the optimizer, 3: in DeepSpeed 0.19.8 float32 sums of gradients leave the GPU at that stage alone.
-    """
+    """Return the configured stage; default 0 for one rank in float32, 1 on a CPU, 2 on a GPU."""
     if config.zero_stage is not None:
         return config.zero_stage
     if num_ranks == 1 and dtype == torch.float32 and not config.offload_optimizer:
         return 0
-    if on_gpu:
-        return 3 if config.offload_optimizer else 2
-    return 1
+    if not on_gpu:
+        return 1
+    return 3 if config.offload_optimizer else 2  # float32 sums of gradients leave the GPU at stage 3 alone
 
 
 def zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
@@ -93,25 +86,26 @@ def zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
 
 
 def parameter_dtype(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
-    """Return the dtype of the module's parameters. Raise ConfigError for a combination that can't train."""
     stage = zero_stage(config, dtype, ranks)
     if dtype == torch.float16 and ranks.device.type == "cpu":
         raise ConfigError("float16 can't be trained on a CPU; set model.dtype to float32 or bfloat16")
-    if stage == 0 and dtype == torch.float16:
+    if stage > 0:
+        return dtype
+    if dtype == torch.float16:
         raise ConfigError("ZeRO stage 0 can't scale float16 losses; set trainer.zero_stage=1 or a bfloat16 dtype")
-    return torch.float32 if stage == 0 else dtype
+    return torch.float32
 
 
 def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,  # `step` does it there
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "steps_per_print": 10**9,
     }
     if config.offload_optimizer:
-        values["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         values["zero_force_ds_cpu_optimizer"] = False  # it would have to be compiled; torch's AdamW runs there too
     if dtype == torch.bfloat16 and stage == 0:
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
@@ -121,13 +115,11 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
         values["communication_data_type"] = "fp32"  # or ranks would round the sums of their gradients
     elif dtype == torch.float16:
         values["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
-    zero = {**values["zero_optimization"], **config.deepspeed.get("zero_optimization", {})}
+    zero |= config.deepspeed.get("zero_optimization", {})
     return {**values, **config.deepspeed, "zero_optimization": zero}
 
 
 def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
-    """Return the factor on the learning rate as a function of the steps taken: warm-up, then trainer.schedule."""
-
     def factor(steps: int) -> float:
         if steps < config.warmup_steps:
             return (steps + 1) / config.warmup_steps
@@ -142,7 +134,9 @@ class DeepSpeedEngine:
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self.stage = zero_stage(config, dtype, ranks)
-        self._config, self._max_grad_norm, self._dtype, self._ranks = config, config.max_grad_norm, dtype, ranks
+        self._config = config
+        self._dtype = dtype
+        self._ranks = ranks
         settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
         if self.stage == 3:
             spread(module, settings, ranks)
@@ -159,16 +153,15 @@ class DeepSpeedEngine:
             self._engine.enable_backward_allreduce = False
         if dtype == torch.float16:  # at the lowest scale a step is skipped like any other
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-        self._offloads = config.offload_optimizer and ranks.device.type == "cuda"
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step of the run, in all of its updates."""
+        """Of the next step of the run, in all of its updates."""
         return float(self._scheduler.get_last_lr()[0])
 
     @property
     def num_steps(self) -> int:
-        """Number of steps taken in the whole run, those without an update not counted."""
+        """Steps of the whole run that had an update."""
         return int(self._scheduler.last_epoch)
 
     def plan(self, steps: int) -> None:
@@ -176,7 +169,6 @@ class DeepSpeedEngine:
         self._scheduler.lr_lambdas = [learning_rate_factor(self._config.model_copy(update={"steps": steps}))]
 
     def end_step(self) -> None:
-        """Go to the learning rate of the run's next step."""
         self._scheduler.step()
 
     @property
@@ -185,9 +177,11 @@ class DeepSpeedEngine:
         return float(self._loss_scaler()["cur_scale"]) if self._dtype == torch.float16 else None
 
     def bytes_to_come(self) -> int:
-        """Return the bytes that the first step allocates on the device for good: AdamW's two moments."""
+        """Return what the first step allocates on the device for good: AdamW's moments."""
+        if self._config.offload_optimizer and self._ranks.device.type == "cuda":
+            return 0
         trained = sum(whole_shape(parameter).numel() for _, parameter in self._trained())
-        return 0 if self._offloads else 8 * trained // (1 if self.stage == 0 else self._ranks.size)
+        return 8 * trained // (1 if self.stage == 0 else self._ranks.size)
 
     def forward(self, *args: Any) -> Any:
         return self._engine(*args)
@@ -198,10 +192,10 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self, *, rescale: bool = True) -> float | None:
-        """Clip, apply, clear the gradient; return its norm, or None if not finite (`rescale`: lower the loss scale)."""
+        """Clip, apply, clear the gradient; return its norm, None if not finite (`rescale`: lower the loss scale)."""
         norm: float | None = None
         if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
-            norm = float(nn.utils.clip_grad_norm_([p for _, p in self._trained()], self._max_grad_norm))
+            norm = float(nn.utils.clip_grad_norm_([p for _, p in self._trained()], self._config.max_grad_norm))
             if not math.isfinite(norm):
                 self._engine.zero_grad()
                 return None
@@ -209,7 +203,7 @@ class DeepSpeedEngine:
         self._engine.step()
         if self._engine.was_step_applied():
             return float(self._engine.get_global_grad_norm()) if norm is None else norm
-        # DeepSpeed 0.19 leaves gradients, for every later step to be skipped, where ZeRO-1 or 2 offloads the optimizer.
+        # Where ZeRO-1 or 2 offloads, DeepSpeed 0.19 keeps the gradients, and every later step would be skipped.
         gradients = getattr(self._engine.optimizer, "averaged_gradients", None)
         if self.stage in (1, 2) and gradients:
             gradients.update(dict.fromkeys(gradients))
@@ -218,7 +212,7 @@ class DeepSpeedEngine:
         return None
 
     def broken_gradients(self) -> list[str]:
-        """Return the names of parameters whose accumulated gradient is not finite. All ranks call it."""
+        """Return the parameters whose gradient is not finite. All ranks call it."""
         full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
         gradients = ((name, full_grad(parameter)) for name, parameter in self._trained())
         return [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
@@ -231,14 +225,13 @@ class DeepSpeedEngine:
         ]
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield trained (name, whole tensor), compute dtype, tied ones once, on rank 0; all ranks must exhaust it."""
+        """Yield trained (name, whole tensor) in the compute dtype on rank 0; all ranks must exhaust it."""
         for group in self.by_bytes(max_bytes):
             with gathered([parameter for _, parameter in group]):
                 if self._ranks.is_main:
                     yield [(name, parameter.detach().to(self._dtype)) for name, parameter in group]
 
     def by_bytes(self, max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return the trained parameters of this rank in groups of about max_bytes at most."""
         groups: list[list[tuple[str, nn.Parameter]]] = []
         size = 0
         for name, parameter in self._trained():
@@ -251,7 +244,7 @@ class DeepSpeedEngine:
         return groups
 
     def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield "KIND/parameter" → whole float32 tensor on rank 0's CPU, in buckets. All ranks must exhaust it."""
+        """Yield {"KIND/parameter": whole float32 tensor} on rank 0's CPU. All ranks must exhaust it."""
         master = self._master()
         bucket: dict[str, Tensor] = {}
         size = 0
@@ -272,16 +265,14 @@ class DeepSpeedEngine:
             yield bucket
 
     def counters(self) -> dict[str, Any]:
-        """Return the rest of the state, ready for JSON."""
         scale = {key: value for key, value in self._loss_scaler().items() if isinstance(value, int | float)}
         return {"updates": self._master().step, "scheduled": self._scheduler.last_epoch, "loss_scale": scale}
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return names and shapes of everything that `state` yields."""
         return {f"{kind}/{name}": whole_shape(p) for name, p in self._trained() for kind in KINDS}
 
     def restore(self, read: Callable[[str], Tensor] | None, counters: Mapping[str, Any]) -> None:
-        """Restore what `state` and `counters` gave, on any number of ranks at any stage. Only rank 0 can `read`."""
+        """Restore what `state` and `counters` gave, at any stage and size. Only rank 0 can `read`."""
         master = self._master()
         for name, parameter in self._trained():
             place, views = master.piece(parameter)
@@ -294,13 +285,13 @@ class DeepSpeedEngine:
         master.step = counters["updates"]
         master.to_parameters()
         self._loss_scaler().update(counters["loss_scale"])
-        scheduler, (group,) = self._scheduler, self._adamw.param_groups  # the schedule may have other settings now
+        scheduler = self._scheduler
+        (group,) = self._adamw.param_groups  # the schedule may have other settings now
         scheduler.last_epoch = counters["scheduled"]
         group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch)
         scheduler._last_lr = [group["lr"]]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield parameters, gradients and the optimizer's state."""
         module = self._engine.module
         return offload.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
 
@@ -311,11 +302,9 @@ class DeepSpeedEngine:
         return MasterState(self.stage, self._engine.optimizer, self._adamw)
 
     def _loss_scaler(self) -> dict[str, Any]:
-        """Return the attributes of float16's loss scaler, to be read and updated; empty for other dtypes."""
         return vars(self._engine.optimizer.loss_scaler) if self._dtype == torch.float16 else {}
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that are not frozen, each tied one under its first name only."""
         return [(name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad]
 
 
@@ -325,5 +314,4 @@ def gathered(parameters: list[nn.Parameter]) -> Any:
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the whole shape of a parameter, also of one that ZeRO-3 spreads over the ranks."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

@@ -40,8 +40,9 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Return the operations of a causal language model; call it before DeepSpeed spreads the weights over the ranks."""
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    """Call it before DeepSpeed spreads the weights over the ranks."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
     chosen = getattr(config, "num_experts_per_tok", None)
     per_position = per_trained_token = 0.0
     for module in model.modules():
@@ -52,8 +53,10 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
                 size = weight.numel() if weight.dim() in (2, 3) and not name.endswith("bias") else 0
             share = chosen / len(weight) if chosen and weight.dim() == 3 else 1.0
             flops = size * share * 2 * (3 if weight.requires_grad else 2)  # output, gradients of input and weight
-            per_trained_token += flops if module is head else 0.0
-            per_position += 0.0 if module is head else flops
+            if module is head:
+                per_trained_token += flops
+            else:
+                per_position += flops
     shape = Shape.of(model)
     size = shape.query // shape.heads
     query_size, value_size = (getattr(config, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
@@ -68,7 +71,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens: int) -> float:
-    """Return the operations of one optimiser step over all ranks; a segment has one position less than tokens."""
+    """Return the operations of one optimiser step over all ranks; lengths are positions."""
     total = model.per_position * sum(segment_lengths) + model.per_trained_token * trained_tokens
     for window, num_layers in Counter(model.windows).items():
         for length in segment_lengths:
@@ -80,7 +83,7 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the device's peak operations per second: from its data sheet, else the best of some matrix products."""
+    """Return operations per second: the data sheet's, else the best of some matrix products."""
     if device.type == "cuda" and dtype != torch.float32:
         known = known_peak(torch.cuda.get_device_name(device))
         if known is not None:
@@ -100,6 +103,6 @@ def _seconds_of_product(matrix: Tensor) -> float:
 
 
 def known_peak(name: str) -> float | None:
-    """Return the data sheet's peak for a device of this name; None if it is not listed, or a part of one (MIG)."""
-    found = (peak for device, peak in PEAKS.items() if re.search(rf"\b{device}\b", name) and "MIG" not in name)
+    """Return the data sheet's peak; None for a device that is not listed, or a part of one (MIG)."""
+    found = (peak for device, peak in PEAKS.items() if re.search(rf"\b{device}\b(?!.*MIG)", name))
     return next(found, None)

@@ -17,18 +17,13 @@ from hocket.trainer.step import Update
 from hocket.types import TrainSample
 
 MAX_SKIPPED_STEPS = 5  # in a row, without any update; then the run stops
-MAX_KEPT = 8  # batches of skipped steps that stay in a folder: the newest
+MAX_KEPT = 8  # newest batches of skipped steps that stay in a folder
 LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 
 
 def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update], rates: Mapping[str, str]) -> str:
-    """Return which number of a step was extreme, or not finite first, and what to do about it.
-
-    Args:
-        updates: by learner.
-        rates: the setting of each learner's learning rate.
-    """
+    """Return which number was extreme or not finite first, and what to do; `rates`: each learner's setting."""
     found = [
         (float(np.abs(values).max(initial=0.0)), index, name)  # nan where one is nan
         for index, sample in enumerate(samples)
@@ -46,7 +41,7 @@ def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update], r
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:
-    """Write the samples of a skipped step as JSON (with NaN), one per line, and remove the oldest of such files."""
+    """Write the samples as JSON (with NaN), one per line, and remove the oldest of such files."""
     rows = [
         {
             "id": sample.id,
@@ -71,7 +66,6 @@ def _numbers(sample: TrainSample) -> dict[str, list[float]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device, or the machine, had no room for a tensor."""
     is_torchs = isinstance(error, RuntimeError) and re.search(_NO_ROOM, str(error)) is not None
     return is_torchs or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
@@ -79,7 +73,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, config: TrainerConfig, *, micro_batch_tokens: int, work: str, longest: int, on_gpu: bool
 ) -> TrainerError:
-    """Return the error that names the work that did not fit, its longest sequence and the settings to change."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == "hocket.trainer.engine":
             work = {"forward": "forward pass", "backward": "backward pass"}.get(frame.f_code.co_name, work)

@@ -23,12 +23,11 @@ def token_logprobs(
     Logits exist for `chunk_tokens` positions at a time and are computed again in the backward pass.
 
     Args:
-        lm_head: hidden [n, h] → logits [n, vocabulary]. It is called as a module, so that hooks which gather its
-            weights (ZeRO-3) run.
-        trained_n: places in the flattened [b, t], each once; elsewhere nothing is computed and both results are 0. By
-            default all. (A mask would have the host wait for the device, to know how many they are.)
-        max_tokens: the head is called as often as for this many positions, even where fewer are trained.
-        entropy_gradient: whether the entropy carries a gradient, which costs another pass over a chunk's logits.
+        lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.
+        trained_n: places in the flattened [b, t]; elsewhere both results are 0. By default all. (With a mask the host
+            would wait for the device.)
+        max_tokens: the head is called as often as for this many positions.
+        entropy_gradient: costs another pass over a chunk's logits.
     """
     if trained_n is None:
         trained_n = torch.arange(target_ids_bt.numel(), device=target_ids_bt.device)
@@ -40,7 +39,7 @@ def token_logprobs(
         logits_cv = lm_head(hidden_ch).float()
         logprobs_cv = (logits_cv if temperature == 1 else logits_cv / temperature).log_softmax(dim=-1)
         logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
-        # Last, as the backward pass computes only what it needs again: up to here, where the entropy has no gradient.
+        # Last: the backward pass computes again only what it needs.
         if entropy_gradient and torch.is_grad_enabled():
             entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(dim=-1)
         else:

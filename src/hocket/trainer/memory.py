@@ -1,7 +1,6 @@
 """How much memory a step takes: estimated before loading, measured for trainer.micro_batch_tokens=auto on a GPU.
 
-The estimate uses the architecture's sizes and what DeepSpeed 0.19.8 keeps. It is good to about 15 % for the usual
-decoder, and too high with 16-bit autocast (ZeRO-0).
+The estimate is good to about 15 % for the usual decoder, and too high with 16-bit autocast (ZeRO-0).
 """
 
 import dataclasses
@@ -27,12 +26,13 @@ from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
 Models = Iterable[tuple[ModelConfig, bool]]  # each with whether it learns
-LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
-MAX_TRIES, WORTH_A_TRY = 40, 1.1  # number of sizes; least growth from one to the next
-BESIDE = 2 * GIB  # what a server on the same GPU takes once it works: new weights, layer by layer, and large batches
-MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
+LARGEST_MICRO_BATCH = 1 << 17  # kernels that count elements in 32 bits may fail above
+MAX_TRIES = 40
+WORTH_A_TRY = 1.1  # least growth from one size to the next
+BESIDE = 2 * GIB  # what a server on the same GPU takes once it works
+MARGIN = 0.1  # of what is free: fragments, buffers
 _TOLERANCE = 0.15  # of the estimate
-_HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
+_HEAD_BYTES = 12  # per logit of a chunk: log-softmax and two gradients, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
 _GATHERED = 1_000_000_000  # most weights that ZeRO-3 has whole at a time (DeepSpeed's stage3_max_live_parameters)
 # By ZeRO stage, in 32 and in 16 bits: bytes of gradients per trained parameter on each rank, and shared by the ranks.
@@ -51,7 +51,6 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Bytes for all purposes."""
         return float(sum(dataclasses.astuple(self)))
 
     def __str__(self) -> str:
@@ -69,16 +68,21 @@ def estimate(
     offloads: bool = False,
     quantized: bool = False,
 ) -> Estimate:
-    """Return what a step needs with a transformers model, on any device; a frozen model has weights only.
+    """Return what a step needs with a transformers model, on any device.
 
-    Micro-batches have the configured size; with "auto", that of one chunk of tokens. `offloads`: the optimizer's state
-    is off the device. `quantized`: frozen linear layers, all but the output head, are held in 4 bits.
+    Micro-batches have the configured size; with "auto", that of one chunk. `offloads`: the optimizer's state is off the
+    device. `quantized`: frozen linear layers but the head are held in 4 bits.
     """
-    parameters, head, shape = list(model.parameters()), model.get_output_embeddings(), Shape.of(model)
+    parameters = list(model.parameters())
+    head = model.get_output_embeddings()
+    shape = Shape.of(model)
     sizes = [p.numel() for p in parameters if p.requires_grad]
-    trained, largest = sum(sizes), max(sizes, default=0)
-    linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
-    small = sum(weight.numel() for weight in linear if quantized and not weight.requires_grad)
+    trained = sum(sizes)
+    largest = max(sizes, default=0)
+    small = 0
+    if quantized:
+        linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+        small = sum(weight.numel() for weight in linear if not weight.requires_grad)
 
     half = dtype.itemsize < 4
     zero = config.deepspeed.get("zero_optimization", {})
@@ -112,7 +116,6 @@ def estimate(
 
 
 def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
-    """Return what a step needs with these models."""
     parts = [
         estimate(
             skeleton(model) if learns else skeleton(model).requires_grad_(False),
@@ -135,7 +138,7 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
 
 
 def check(models: Models, config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
-    """Return what a step needs with these models. Raise ConfigError, with a way out, where it clearly can't fit."""
+    """Return what a step needs. Raise ConfigError where it clearly can't fit."""
     together = needed(models, config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
     available = available_bytes(ranks.device)
     if together.total * (1 - _TOLERANCE) > available:
@@ -148,7 +151,7 @@ def check(models: Models, config: TrainerConfig, dtype: torch.dtype, ranks: Rank
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank can still allocate; on a CPU, its share of the machine's free memory."""
+    """Return what this rank can still allocate; on a CPU, its share of the machine's free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -158,11 +161,11 @@ def available_bytes(device: torch.device) -> int:
 def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
     """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes for other processes.
 
-    k times as many tokens take at most k times the memory at the peak, so it only grows to sizes that have room.
-    `longest`: positions of the longest sequence, on which some kinds of attention depend.
+    k times as many tokens take at most k times the memory, so it only grows to sizes that have room. `longest`:
+    positions of the longest sequence.
     """
     size = CHUNK_TOKENS
-    for learner in learners:  # the first run allocates what libraries keep, which is no part of a micro-batch
+    for learner in learners:  # the first run allocates what libraries keep
         rehearse(learner, size, ranks, longest)
     moments = sum(learner.engine.bytes_to_come() for learner in learners)  # the first real step allocates them
     room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves - moments)
@@ -181,13 +184,10 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
 
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
-    """Run forward and backward of made-up sequences with a gradient that is not finite, which changes nothing."""
-    full, rest = divmod(num_positions, longest)
-    lengths = [longest] * full
-    if rest:
-        lengths.append(rest)
+    """Run made-up sequences with a gradient that is not finite, which changes nothing."""
     samples = []
-    for zeros in ((0.0,) * (length + 1) for length in lengths):
+    for start in range(0, num_positions, longest):
+        zeros = (0.0,) * (min(longest, num_positions - start) + 1)
         sequence = TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros)
         samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
     [[batch]] = pack(samples, micro_batch_tokens=num_positions, num_ranks=1)

@@ -1,7 +1,7 @@
 """Move tensors off the device and back, in place: every view and alias stays what it is, bit for bit.
 
-DeepSpeed's own `offload_states` covers neither ZeRO-0, nor bfloat16 with float32 gradients (ZeRO-1), nor ZeRO-3 with
-torch's AdamW. Emptying the storages, as FSDP does, works for all of them: flat buffers, partitions and parameters.
+DeepSpeed's own `offload_states` covers neither ZeRO-0, nor bfloat16 with float32 gradients, nor ZeRO-3 with torch's
+AdamW. Emptying the storages, as FSDP does, works for all.
 """
 
 from collections import deque
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARIES = ("deepspeed.", "torch.optim.", "bitsandbytes.")  # their objects are searched too, not only containers
+_LIBRARIES = ("deepspeed.", "torch.optim.", "bitsandbytes.")  # whose objects are searched too
 _REST = 1 << 20
 Offloaded = Sequence[tuple[torch.UntypedStorage, Sequence[Tensor]]]  # emptied storages, each with its bytes on the CPU
 
 
 def tensors_in(*roots: Any) -> Iterator[Tensor]:
-    """Yield every tensor, gradient included, that can be reached from the roots."""
+    """Yield every tensor in reach of the roots, gradients included."""
     seen: set[int] = set()
     left = deque(roots)
     while left:
@@ -41,10 +41,8 @@ def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # whichever stream wrote last
     moved = []
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.device == device
-    }
-    for storage in storages.values():
+    here = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
+    for storage in here:  # one that several tensors share is empty from the second on
         if storage.nbytes() and storage.resizable():
             pieces = _bytes(storage, device).split_with_sizes(sizes(storage.nbytes()))
             hosts = [torch.empty(len(piece), dtype=torch.uint8, pin_memory=device.type == "cuda") for piece in pieces]
@@ -58,7 +56,6 @@ def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
 
 
 def onload(moved: Offloaded, device: torch.device) -> None:
-    """Fill the storages again."""
     for storage, hosts in moved:
         lengths = [len(host) for host in hosts]
         storage.resize_(sum(lengths))
@@ -71,7 +68,7 @@ def onload(moved: Offloaded, device: torch.device) -> None:
 def sizes(num_bytes: int) -> list[int]:
     """Return sizes that sum up to num_bytes: powers of two, to which torch rounds pinned memory up, and a small rest.
 
-    torch's pinned_max_round_threshold_mb is no way to have other sizes: what it caches then may be too short (2.13).
+    With pinned_max_round_threshold_mb, torch 2.13 may cache memory that is too short.
     """
     powers = [1 << bit for bit in reversed(range(num_bytes.bit_length())) if num_bytes & 1 << bit >= _REST]
     return [*powers, num_bytes % _REST] if num_bytes % _REST else powers

@@ -16,13 +16,13 @@ from hocket.trainer.ranks import Ranks
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The outcome of an optimiser step, the same on every rank."""
+    """The same on every rank."""
 
-    totals: Mapping[str, float]  # "loss" and the loss function's metrics, summed over micro-batches and ranks
+    totals: Mapping[str, float]  # "loss" and its metrics, summed over micro-batches and ranks
     outcome: Literal["updated", "skipped", "idle"]  # skipped: not finite; idle: the learner does not learn yet
     grad_norm: float = math.nan  # before clipping; nan if skipped
-    is_faulty: bool = False  # not finite the second time, too; False where only float16's loss scale was too high
-    bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
+    is_faulty: bool = False  # not finite twice; False where only float16's loss scale was too high
+    bad_gradients: tuple[str, ...] = ()  # parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Learner:
 
     name: str
     engine: DeepSpeedEngine
-    loss: Callable[[TrainBatch], LossOutput]  # runs the forward pass; this batch's share of the loss of the whole step
+    loss: Callable[[TrainBatch], LossOutput]  # this batch's share of the step's
     reads: Sequence[str] = ()  # columns of a batch that the loss reads
     rate: str = "trainer.learning_rate"  # its setting
     metrics: Callable[[Update], dict[str, float]] = lambda done: {}  # beside the policy's
@@ -40,7 +40,9 @@ class Learner:
 
 def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:
     """Take one optimiser step on this rank's batches; retry a non-finite one once, then skip it."""
-    engine, loss_scale, learns = learner.engine, learner.engine.loss_scale, learner.learns()
+    engine = learner.engine
+    loss_scale = engine.loss_scale
+    learns = learner.learns()
     totals = accumulate(learner, batches, ranks, learns=learns)
     if not learns:
         return Update(totals=totals, outcome="idle", grad_norm=0.0)
@@ -57,7 +59,7 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
 
 
 def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, learns: bool = True) -> dict[str, float]:
-    """Run this rank's micro-batches and leave the sum of their gradients in the engine; return `Update.totals`."""
+    """Leave the sum of this rank's gradients in the engine; return `Update.totals`."""
     shares: list[Tensor] = []
     totals: dict[str, float] = {}
     for index, batch in enumerate(batches):
