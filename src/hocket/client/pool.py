@@ -144,7 +144,6 @@ class ServerPool:
             await member.server.close()
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run work that leaving the pool cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

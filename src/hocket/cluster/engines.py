@@ -1,6 +1,6 @@
 """Write the files that run a config on SLURM, Ray or Kubernetes, and submit them where asked.
 
-hocket schedules nothing: the files are filled in from templates/, and are the user's from then on.
+The files are filled in from templates/, and are the user's from then on.
 """
 
 import json

@@ -32,7 +32,7 @@ TAIL = 1 << 16  # bytes of a log in which they are looked for
 
 
 def die_with_launcher() -> bool:
-    """Have the kernel send SIGTERM to this process when the hocket process that started it ends, if one did (Linux)."""
+    """Have the kernel end this process with the hocket process that started it, if one did (Linux)."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored

@@ -140,7 +140,6 @@ def processes() -> Iterator[Finding]:
 
 
 def is_ours(words: list[str]) -> bool:
-    """Return whether a command line is that of a server, a trainer or a vLLM engine."""
     return OURS.match(" ".join(words)) is not None
 
 

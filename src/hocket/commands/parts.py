@@ -1,4 +1,4 @@
-"""Make the parts of a run from its configuration; commands.py brings them together."""
+"""Make the parts of a run from its configuration; runs.py brings them together."""
 
 import os
 import sys
@@ -111,12 +111,10 @@ class Parts:
         return ()
 
     def stream(self, prompts: Prompts | KeptPrompts) -> PromptStream:
-        """Return the stream that draws the prompts of the batches."""
         planner = bind(self.config.curriculum, prompts, self.config.trainer.seed)
         return PromptStream(planner, prompts_per_step=self.config.rollout.prompts_per_step)
 
     def play(self, servers: ServerPool) -> Play:
-        """Return how the environment has episodes played on these servers."""
         made = self.environment()
         env = self.config.env
         players = Players(
@@ -242,7 +240,7 @@ def chosen(config: Config) -> Config:
 
 
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
-    """Wait for a server that may be on this GPU, on every rank before it takes any; put it to sleep to share the GPU.
+    """Wait for a server that may be on this GPU, before any rank takes it; put it to sleep to share the GPU.
 
     vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
     """

@@ -56,7 +56,7 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
 
 
 def without_secrets() -> dict[str, str]:
-    """Return this process's environment for code of others: without the variables that look like a secret."""
+    """Return this process's environment for code of others: without variables that look like a secret."""
     passed, variables = os.environ.get(PASS_VARIABLE, "").split(","), os.environ.items()
     return {k: v for k, v in variables if k in passed or not (_SECRET_NAME.search(k) or _SECRET_VALUE.search(v))}
 

@@ -37,7 +37,7 @@ class PassRates:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What to plan an epoch from; a prompt is named by its index in `prompts`."""
+    """The prompts to plan an epoch from, by their index in `prompts`."""
 
     epoch: int  # counts from 0
     prompts: Prompts | KeptPrompts
@@ -71,7 +71,7 @@ class Curriculum:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a `state`."""
+        """Go back to a state."""
 
 
 CURRICULA: Registry[type[Curriculum]] = Registry("curriculum")

@@ -85,7 +85,7 @@ def in_parts(
 ) -> Iterator[tuple[list[tuple[str, T]], dict[str, str]]]:
     """Yield (place, rendered row) in parts, as encoding all at once takes gigabytes, and what is wrong, by place.
 
-    Raise DataError at the end for rows that `render` refuses by a ValueError, or that the caller has added.
+    Raise DataError at the end for rows that `render` raises a ValueError for, or the caller has added.
     """
     num_rows, problems = 0, dict[str, str]()
     rows = iter(tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5))

@@ -80,7 +80,7 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the draws in flight, in their order. Raise DataError for other prompts."""
+        """Continue with the draws in flight. Raise DataError for other prompts."""
         for key, value in self._identity.items():
             if state[key] != value:
                 changed = f"{key} of the prompts was {state[key]} and is {value} now"

@@ -16,7 +16,7 @@ PHASES = ("generate", "reward", "turn", "measure", "train", "sync", "eval")  # o
 
 
 class Metric(NamedTuple):
-    """Describe one metric: `low` and `high` bound its healthy range, `advice` says what to do outside it."""
+    """One metric: `low` and `high` bound its healthy range, `advice` says what to do outside it."""
 
     name: str
     meaning: str
@@ -258,7 +258,6 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def reference() -> str:
-    """Return the table of metrics as Markdown."""
     rows = []
     for name, meaning, low, high, advice in METRICS:
         healthy = " ".join(f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None)

@@ -24,8 +24,8 @@ LOOK_S = 0.5
 def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator[None]:
     """Own a run folder while the body runs. Raise ConfigError if another process does, with `wait` after SILENCE_S.
 
-    An owner on this machine is gone when its process is. One that this machine can't see, as it runs on another machine
-    of a shared disk or in a container, is gone after SILENCE_S: its own clock does not matter.
+    An owner on this machine is gone when its process is. One that this machine can't see, on another machine or in a
+    container, is gone after SILENCE_S: its own clock does not matter.
     """
     path, pid, ended = run_dir / "owner.json", os.getpid(), threading.Event()
     now = time.strftime("%F %T")

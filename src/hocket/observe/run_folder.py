@@ -54,7 +54,6 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     @property
     def last_step(self) -> int:
-        """Return the newest recorded step; -1 before the first."""
         return int(self.history[-1]["step"]) if self.history else -1
 
     def finish(self, step: int, metrics: Mapping[str, float], entries: Iterable[Mapping[str, Any]] = ()) -> None:

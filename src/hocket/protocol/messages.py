@@ -1,4 +1,4 @@
-"""Define the messages between trainer and server: JSON, validated strictly on both sides."""
+"""The messages between trainer and server: JSON, validated strictly on both sides."""
 
 import base64
 from array import array

@@ -1,7 +1,4 @@
-"""Ask language models, at any endpoint that speaks OpenAI's chat completions, within limits and for counted costs.
-
-What is asked, and what their answers mean, is judge.py's (docs/rewards.md).
-"""
+"""Ask language models, at any endpoint that speaks OpenAI's chat completions, within limits and for counted costs."""
 
 import asyncio
 import dataclasses
@@ -240,7 +237,6 @@ class Window:
 
     @asynccontextmanager
     async def room(self, amount: float = 1.0) -> AsyncIterator[None]:
-        """Wait until the amount fits."""
         limit = min(self.limits.values())
         if amount > limit:
             raise ValueError(f"a call may take {amount:g} tokens, but only {limit:g} are allowed per minute")
@@ -256,7 +252,7 @@ class Window:
             self.add(amount)
 
     def add(self, amount: float) -> None:
-        """Count what has ended now; it may be below zero, to correct what was counted."""
+        """Count what has ended now; below zero to correct what was counted."""
         self._sum += amount
         self._ended.append((time.monotonic(), amount))
 

@@ -14,7 +14,6 @@ JOIN_SHARE, JOIN_POLL_S = 0.5, 0.05
 
 
 def install(engine: Engine) -> None:
-    """Let the engine take broadcasts."""
     engine.sources["nccl"] = Broadcasts(engine).find
 
 
@@ -40,7 +39,7 @@ class Broadcasts:
         self._joined = ""
 
     async def _join(self, group: protocol.GroupAddress) -> None:
-        """Connect the workers with the trainer while the engine goes on; raise ApiError where they can't reach it."""
+        """Connect the workers with the trainer while the engine goes on."""
         engine = self._engine
         joining = "hocket_join_group", group.model_dump_json(), engine.num_workers + 1
         joined = [False]

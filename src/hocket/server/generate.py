@@ -40,7 +40,7 @@ class Job:
 
 
 class Sampler:
-    """Sample the completions of requests, unless `require_ready` raises the reason why the engine can't."""
+    """Samples completions, unless `require_ready` raises the reason why the engine can't."""
 
     def __init__(
         self,
@@ -62,11 +62,10 @@ class Sampler:
         self._max_characters = self._max_length * max(map(len, tokenizer.get_vocab()), default=1)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        """Validate and tokenize a body; return its jobs prompt by prompt. Raises ApiError with a status of 4xx."""
+        """Validate and tokenize a body; return its jobs prompt by prompt. Raises ApiError with 4xx."""
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.parse, body)
 
     def parse(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        """Do the work of `read` in the calling thread."""
         request = parse(GenerateRequest, body)
         if request.seeds is not None and (request.n != 1 or len(request.seeds) != len(request.prompts)):
             message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
@@ -91,7 +90,7 @@ class Sampler:
         return request, jobs
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
-        """Yield each job with its completion, in the order in which they finish; leaving early aborts the rest.
+        """Yield each job with its completion, as they finish; leaving early aborts the rest.
 
         The engine gets a part of them at a time: what it has queued, it is slow to forget, and others wait behind it.
         """
@@ -189,7 +188,7 @@ class Sampler:
 
 
 def _seeds(request: GenerateRequest, number: int) -> Sequence[int | None]:
-    """Return the seed of each completion of one prompt, None where the engine draws one."""
+    """Return the seed of each completion of a prompt, None where the engine draws one."""
     if request.seeds is not None:
         return request.seeds[number]
     first = request.sampling.seed

@@ -1,4 +1,4 @@
-"""Remember which trainer a server works for: one at a time, as two would train on each other's samples."""
+"""Which trainer a server works for: one at a time, as two would train on each other's samples."""
 
 import time
 
@@ -36,6 +36,5 @@ class Holder:
         self._heard = now
 
     def leave(self, trainer: str) -> None:
-        """Free the server for other trainers, if this one has it."""
         if self._trainer == trainer:
             self._trainer = None

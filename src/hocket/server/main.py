@@ -95,7 +95,7 @@ def serve(config: Config) -> None:
 
 
 def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
-    """Set the environment variables of vLLM for this process and its children, except those that the user has set."""
+    """Set vLLM's environment variables for this process and its children, except those of the user."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",  # /health must be able to report the cause
@@ -154,7 +154,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def http_server(app: "ASGIApp") -> "uvicorn.Server":
-    """Return what serves an app on sockets that are given to it."""
     import uvicorn
 
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
@@ -200,7 +199,7 @@ async def _serve(
 
 
 async def _lost(engine: "Engine") -> ServerError:
-    """Return the error of a lost engine, when /health and the requests in flight have had the time to tell it."""
+    """Return the error of a lost engine, once /health and the requests in flight have had time to tell it."""
     while True:
         try:
             engine.require_ready(admits=CURABLE)

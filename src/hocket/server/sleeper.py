@@ -20,7 +20,6 @@ ASLEEP = protocol.ErrorBody(
 
 
 def install(app: FastAPI, engine: Engine) -> None:
-    """Add the routes by which the engine falls asleep and wakes up."""
     sleeper = engine.residence = Sleeper(engine)
     routes = router()
     routes.post("/sleep")(sleeper.sleep)
@@ -75,7 +74,7 @@ class Sleeper(Residence):
         await self._bring_back(PARTS)
 
     async def _bring_back(self, parts: Sequence[str]) -> None:
-        """Bring those parts to the GPU that are off it; generation goes on with the last of them."""
+        """Bring those parts back that are off the GPU; generation goes on with the last of them."""
         away = [part for part in parts if part in self._away]
         if away:
             await self._move(self._engine.llm.wake_up(tags=away))

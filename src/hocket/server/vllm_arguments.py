@@ -40,7 +40,7 @@ def is_cpu_build() -> bool:
 
 
 def engine_arguments(config: Config) -> Namespace:
-    """Return vLLM's own server arguments for a config. Raises ValueError where vLLM or hocket refuses one."""
+    """Return vLLM's own server arguments. Raises ValueError where vLLM or hocket refuses one."""
     from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser

@@ -1,8 +1,8 @@
 """Change the weights of vLLM 0.32's worker, and compare them with a source, by its private names too.
 
 A comparison is vLLM's own reload, of which every layer ends in a comparison in place of a copy: whatever the engine
-fuses, shards or packs is compared in that form, and one layer at a time is in memory twice. It proves that the model
-computes with what a load of the source gives; that such a load is right, and the export, the log-probs prove.
+fuses, shards or packs is compared in that form, one layer at a time. It proves that the model computes with what a load
+of the source gives; that such a load is right, and the export, the log-probs prove.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> lis
 
 
 def _free_cached_memory(worker: Any) -> None:
-    """Free what torch keeps of a load's tensors, where a KV cache that sleeps needs that memory to wake up."""
+    """Free what torch keeps of a load's tensors, where a KV cache that sleeps needs that memory."""
     import torch
 
     if worker.vllm_config.model_config.enable_sleep_mode:
@@ -81,7 +81,6 @@ def drop_adapter(worker: Any) -> None:
 
 
 def adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
-    """Return vLLM's name for the adapter of every request."""
     from vllm.lora.request import LoRARequest
 
     # One id for all versions: a request in flight goes on with the new one. Only load_inplace reads the folder.
@@ -161,7 +160,7 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
-    """Return whether a packed matrix is this one: a product with 1 is exact, but for numbers too small to be normal."""
+    """Return whether a packed matrix is this one: a product with 1 is exact, but for subnormal numbers."""
     import torch
 
     num_columns, tiny = weight.shape[1], torch.finfo(torch.float32).tiny
@@ -176,7 +175,7 @@ def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
 
 
 def _layers(worker: Any) -> list[tuple[str, Any]]:
-    """Return the layers of a worker's model, under the names that they have without an adapter around them."""
+    """Return the layers of a worker's model, without an adapter around them."""
     layers = worker.model_runner.get_model().named_modules()
     return [(name.replace(".base_layer", ""), layer) for name, layer in layers]
 

@@ -117,7 +117,6 @@ def _shown(sample: TrainSample, model: str) -> str:
 
 
 def held_out_loss(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Return the mean cross-entropy of the taught tokens, in nats."""
     num_tokens = sum(sample.sequence.mask.count(True) for sample in samples)
     return {"eval/loss": -math.fsum(itertools.chain(*trainer.logprobs(samples))) / num_tokens}
 

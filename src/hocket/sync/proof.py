@@ -90,7 +90,7 @@ class Proof:
         return metrics | {"sync/mismatches": self.mismatches - failed}
 
     async def _compare(self, members: Sequence[Member]) -> None:
-        """Have servers compare the current version with their model. Raises SyncError."""
+        """Have servers compare what they compute with, with the current version."""
         version = self.publisher.versions.current
         servers = [member.server for member in members]
         delivery = await self.publisher.transport.deliver(version, servers, compare=True)

@@ -1,4 +1,4 @@
-"""Causal attention within each of the sequences that share a row: no mask, and the cost of Σ n², not of (Σ n)²."""
+"""Causal attention within each of the sequences of a row: no mask, and the cost of Σ n², not of (Σ n)²."""
 
 import dataclasses
 import functools

@@ -31,7 +31,7 @@ TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]
 
 
 class Part(Protocol):
-    """A part of a run with a state of a few values, ready for JSON: the position in the data, the weight version."""
+    """A part of a run with a state ready for JSON."""
 
     def state(self) -> Mapping[str, Any]: ...
 
@@ -50,7 +50,6 @@ class Saved:
     parts: Mapping[str, Mapping[str, Any]]  # name → state
 
     def restore(self, parts: Mapping[str, Part]) -> None:
-        """Restore every part. Raise ConfigError where the run had other parts."""
         if parts.keys() != self.parts.keys():
             there, here = ", ".join(self.parts), ", ".join(parts)
             raise ConfigError(f"{self.folder} has states of {there}, this run has {here}; choose another run.dir")
@@ -59,7 +58,7 @@ class Saved:
 
 
 def read(folder: Path) -> Saved:
-    """Read one checkpoint. Raise ConfigError where there is none, or it is not complete."""
+    """Read one checkpoint. Raise ConfigError where it is absent or incomplete."""
     try:
         (folder / COMPLETE_FILE).stat()
         return Saved(folder=folder, **json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
@@ -68,7 +67,7 @@ def read(folder: Path) -> Saved:
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """Return the folders of the complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted(path.parent for path in (run_dir / FOLDER).glob(f"step_*/{COMPLETE_FILE}"))
 
 
@@ -90,7 +89,7 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
 
 
 def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
-    """Make room for a new run: remove one that trained no step; move another aside (`resume`), or raise ConfigError."""
+    """Remove a run that trained no step; move another aside (`resume`), or raise ConfigError."""
     there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
     saved = (int(folder.name.partition("_")[2]) for folder in complete(run_dir))
     steps = max([0, *saved, *(row["step"] for row in read_lines(run_dir / METRICS))])
@@ -109,10 +108,10 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
-    """Writes the checkpoints of one run; its end as a context manager waits for one that is being written.
+    """Writes the checkpoints of one run; leaving it waits for one that is being written.
 
-    With checkpoint.async a thread writes the files while training goes on, one checkpoint at a time; its errors are
-    raised at the next step. `last`: the step of the newest one, 0 before any.
+    With checkpoint.async a thread writes files while training goes on; its errors are raised at the next step.
+    `last`: the step of the newest one, 0 before any.
     """
 
     def __init__(self, config: Config, state: TrainerState, parts: Mapping[str, Part], *, last: int = 0) -> None:
@@ -129,12 +128,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._wait()
 
     def due(self, step: int, *, last: bool = False) -> bool:
-        """Return whether to save after this step; `last`: the run ends with it."""
         every = self._settings.every_steps
         return every > 0 and (step // every > self.last // every or last)
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
-        """Copy the idle trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds."""
+        """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint, in seconds."""
         if not self.due(step, last=last):
             return {}
         from hocket.trainer.state import write_bucket
@@ -152,7 +150,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return {"time/checkpoint": time.perf_counter() - start}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of `step` and the state of all parts to what `copy` took: then it is a checkpoint."""
+        """Add metrics and the state of all parts to what `copy` took: then it is a checkpoint."""
         if self._writing is not None and self._writing.done():
             self._wait()
         if self._copied is None:

@@ -1,7 +1,7 @@
 """The critic: a second model that estimates the return of a sequence at every sampled token.
 
-It starts from a language model's layers under a new head of zeros, has its own optimizer, and trains in the same
-updates and on the same micro-batches as the policy.
+It starts from a language model's layers under a new head of zeros, and trains in the policy's updates, on the same
+micro-batches, with its own optimizer.
 """
 
 import functools
@@ -44,7 +44,6 @@ class ValueModel(Policy):
 
 
 def critic(config: Config) -> Extra | None:
-    """Measure values, and train the model that estimates them, for advantages from a critic."""
     if config.algorithm.baseline != "critic":
         return None
     own, model = config.critic, config.model.beside(config.critic.path)
@@ -72,7 +71,7 @@ def _load(learning_rate: float, model: ModelConfig, base: Base) -> Loaded:
 
 
 def critic_loss(forward: Column, batch: TrainBatch) -> LossOutput:
-    """Return the value loss of a batch that holds the values before the step and the returns, and its metrics."""
+    """Return the value loss of a batch that holds the values before the step and the returns."""
     values_bt = forward(batch)
     returns_bt = batch.columns["returns"]
     num_tokens = batch.num_tokens_global
@@ -81,7 +80,6 @@ def critic_loss(forward: Column, batch: TrainBatch) -> LossOutput:
 
 
 def critic_metrics(done: Update) -> dict[str, float]:
-    """Return the metrics of a critic's optimiser step."""
     totals = done.totals
     return {
         "critic/loss": totals["loss"],
@@ -105,7 +103,7 @@ def value_loss(
 
 @torch.no_grad()
 def moments(values_bt: Tensor, returns_bt: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-    """Return this micro-batch's share of the means of which `explained_variance` is made, in float64."""
+    """Return this micro-batch's share of the means of which `explained_variance` is made."""
     weight_bt = batch.mask_bt.double() / max(batch.num_tokens_global, 1)
     values_bt, returns_bt = (x.double().where(batch.mask_bt, 0.0) for x in (values_bt, returns_bt))
     errors_bt = returns_bt - values_bt

@@ -1,4 +1,4 @@
-"""Write a model's folder from what a run leaves: a checkpoint, or published weights that are no whole model."""
+"""Write a model's folder from a checkpoint, or from published weights that are no whole model."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from hocket.trainer.state import MASTER, POLICY, SavedTensors
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:
-    """Write a model from a checkpoint or a published adapter; `base` is the model it began with, if that has moved."""
+    """Write a model from a checkpoint or an adapter; `base`: the model it began with, if that has moved."""
     folder = Path(newest_version(str(folder)))
     kind = kind_of(folder)
     if output.exists():

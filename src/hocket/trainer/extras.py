@@ -1,4 +1,4 @@
-"""What an algorithm needs beside the policy: a column that is measured before a step, by a model of its own or not."""
+"""What an algorithm needs beside the policy: a column measured before a step, by a model of its own or not."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Column = Callable[[TrainBatch], Tensor]  # → [b, t] numbers of a batch's targe
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What an extra is made of: the policy on this rank, and the way to load another model."""
+    """What an extra is made of."""
 
     policy: Policy
     engine: DeepSpeedEngine  # the policy's
@@ -29,7 +29,6 @@ class Base:
     ranks: Ranks
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        """Return the policy's logprobs_bt."""
         return cast(Tensor, self.engine.forward(batch)[0])
 
 
@@ -44,7 +43,7 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """One need of a run's config. `models.EXTRAS` has a function per kind, which returns it or None."""
+    """One need of a run. `models.EXTRAS` has a function per kind, which returns it or None."""
 
     column: str  # its name in `TrainSample.columns`
     load: Callable[[Base], Loaded]

@@ -1,4 +1,4 @@
-"""Other kernels than PyTorch's own for each operation: those of torch.compile, Liger and, on x86 processors, oneDNN."""
+"""Other kernels than PyTorch's own: those of torch.compile, Liger and, on x86 processors, oneDNN."""
 
 import functools
 import importlib
@@ -18,7 +18,7 @@ MIN_PRODUCTS = 1 << 27  # of a layer's call; for fewer, a kernel for one more sh
 
 
 def use(name: str, model: Any) -> None:
-    """Make a model compute with the kernels of trainer.kernels, and with oneDNN where nothing compiles its layers."""
+    """Make a model compute with trainer.kernels, and with oneDNN where nothing compiles its layers."""
     if name == "liger":
         use_liger(model)
     if name == "compile":
@@ -47,7 +47,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def use_liger(model: Any) -> None:
-    """Make a transformers model compute with Liger's kernels, but for its loss: no logits are whole here anyway."""
+    """Make a model compute with Liger's kernels, but for its loss: no logits are whole here anyway."""
     if not torch.cuda.is_available():
         raise ConfigError("trainer.kernels=liger needs a CUDA device, for which Triton compiles them; set eager here")
     try:
@@ -63,7 +63,7 @@ def use_liger(model: Any) -> None:
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make the linear layers of a model compute with oneDNN where they run in float32 on an x86 processor.
+    """Make linear layers compute with oneDNN where they run in float32 on an x86 processor.
 
     torch gives them to MKL, which runs at half the speed of a processor with AVX-512 that Intel did not make.
     """

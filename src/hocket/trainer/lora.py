@@ -1,7 +1,7 @@
 """LoRA: low-rank updates beside frozen weights, in PEFT's format. Nothing else imports peft.
 
-An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685); A [rank, in] is random and B [out, rank] zero
-at first, so that training starts from the model as it is.
+An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685); B [out, rank] is zero at first, so that
+training starts from the model as it is.
 """
 
 import importlib.util
@@ -40,7 +40,6 @@ class Adapter(Weights):
         return {} if self._lora.quantize is None else quantization(dtype)
 
     def prepare(self, model: transformers.PreTrainedModel, seed: int) -> None:
-        """Freeze the model and add an adapter; names and outputs stay the same."""
         import peft
 
         path = self.config.path
@@ -76,7 +75,6 @@ class Adapter(Weights):
 
     @contextmanager
     def base(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the model computes without the adapter."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
@@ -89,11 +87,9 @@ class Adapter(Weights):
                 layer.enable_adapters(True)
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters with PEFT's names in a file."""
         return {f"{_FILE_PREFIX}{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in named.items()}
 
     def write(self, folder: Path, model: Any, tokenizer: Any, published: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Write the adapter as PEFT does."""
         assert self.adapter is not None
         save(folder, self.adapter, published)
 
@@ -114,7 +110,7 @@ class Adapter(Weights):
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
-    """Return transformers' options to load frozen weights in 4 bits onto this rank's GPU (QLoRA, arXiv 2305.14314)."""
+    """Return transformers' options to load frozen weights in 4 bits (QLoRA, arXiv 2305.14314)."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "model.lora.quantize needs a CUDA device: bitsandbytes multiplies 4-bit weights on a GPU; leave it out here"
@@ -134,7 +130,7 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> None:
-    """Write an adapter's two files; its tensors have their published names."""
+    """Write an adapter's two files."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")

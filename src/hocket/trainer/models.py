@@ -33,14 +33,7 @@ EXTRAS: tuple[Callable[[Config], Extra | None], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What training minimises.
-
-    Args:
-        loss: of the policy.
-        temperature: of the distribution whose log-probs the loss gets.
-        epochs, minibatches: updates of a step, as `batching.minibatches` divides it.
-        extras: what the loss needs beside the policy.
-    """
+    """What training minimises: the policy's `loss` at this `temperature`, in epochs x minibatches updates of a step."""
 
     loss: BatchLoss
     temperature: float = 1.0
@@ -54,7 +47,6 @@ class Objective:
 
 
 def configured(config: Config) -> Objective:
-    """Return the objective of the algorithm section."""
     algorithm = config.algorithm
     made = (make(config) for make in EXTRAS)
     return Objective(
@@ -67,7 +59,7 @@ def configured(config: Config) -> Objective:
 
 
 class Models:
-    """Loads the models of a run: what a step trains, what is measured and what a checkpoint holds."""
+    """Loads the models of a run: what a step trains, what is measured, what a checkpoint holds."""
 
     def __init__(self, config: Config, ranks: Ranks, objective: Objective) -> None:
         self._settings = config.trainer.unmeasured() if ranks.device.type == "cpu" else config.trainer
@@ -119,7 +111,7 @@ class Models:
         self.engines |= self.saved
 
     def _load(self, model: ModelConfig, kind: type[Policy]) -> Any:
-        """Load one model of the run, onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
+        """Load one model, onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
         return kind(
             model,
             dtype=parameter_dtype(self._settings, self.dtype, self._ranks),
@@ -146,7 +138,7 @@ class Models:
     def numbers(
         self, batches: Sequence[TrainBatch], columns: Mapping[str, Column]
     ) -> dict[int, dict[str, tuple[float, ...]]]:
-        """Return on rank 0 the columns' numbers per token, by the place of the sample; elsewhere nothing."""
+        """Return on rank 0 the columns' numbers per token, by the place of the sample."""
         batches = [batch.to(self._ranks.device) for batch in batches]
         own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
         return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}

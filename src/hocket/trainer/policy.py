@@ -28,7 +28,7 @@ WEIGHTS: dict[str, type[Weights]] = {  # by ModelConfig.weights, and what `kind_
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the precision of forward and backward passes; master weights are always float32."""
+    """Return the precision of forward and backward passes."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return cast(torch.dtype, getattr(torch, config.dtype))
@@ -39,7 +39,6 @@ class Policy(nn.Module):
 
     Args:
         dtype: of the parameters.
-        kernels: trainer.kernels.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
         loads: False: the weights are on the meta device, until engine.spread brings rank 0's.
@@ -85,7 +84,6 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return trained parameters with the names and shapes of their files."""
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
         return list(self.weights.published(self.model, named).items())
 
@@ -146,7 +144,7 @@ class Policy(nn.Module):
 
 
 def skeleton(config: ModelConfig) -> Any:
-    """Return the model without weights, on the meta device, for its sizes."""
+    """Return the model without weights, on the meta device."""
     with torch.device("meta"):
         model = load_model(config.path, random_init=True)
         WEIGHTS[config.weights](config).prepare(model, seed=0)
@@ -154,7 +152,7 @@ def skeleton(config: ModelConfig) -> Any:
 
 
 def compute_in_float32(head: nn.Module) -> None:
-    """Make a linear layer compute in float32, within its own call: hooks that gather its weights still run."""
+    """Make a linear layer compute in float32, within its own call: ZeRO-3's hooks still run."""
     if not isinstance(head, nn.Linear):
         raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")
 

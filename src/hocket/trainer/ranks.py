@@ -28,7 +28,7 @@ _NO_DEADLINE = datetime.timedelta(days=365)  # for the next command: generation 
 
 
 class Ranks:
-    """Connects to the other ranks, once all of them are there; no wait but that for a command exceeds `timeout_s`."""
+    """Connects to the other ranks; no wait but that for a command exceeds `timeout_s`."""
 
     def __init__(self, timeout_s: float, cpu_threads: int | None = None) -> None:
         # Under a launcher every collective would print that its Python entry point is on its way out.
@@ -83,14 +83,14 @@ class Ranks:
                 dist.scatter_object_list([None], [None, *commands[1:]], src=0, group=self._commands)
 
     def receive(self) -> Any:
-        """Return rank 0's next command for this rank; wait for it as long as rank 0 lives."""
+        """Return rank 0's next command for this rank; wait as long as rank 0 lives."""
         box: list[Any] = [None]
         with self.deadline("waiting for work from rank 0"):
             dist.scatter_object_list(box, None, src=0, group=self._commands)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return on rank 0 every rank's value, in the order of ranks; [] elsewhere."""
+        """Return on rank 0 every rank's value; [] elsewhere."""
         box: list[Any] | None = [None] * self.size if self.is_main else None
         dist.gather_object(value, box, dst=0, group=self._reports)
         return box or []
@@ -114,7 +114,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def deadline(self, doing: str) -> Iterator[None]:
-        """Context that raises failed communication as a TrainerError; any other error ends the other ranks as well."""
+        """Context that raises failed communication as a TrainerError; other errors end the other ranks, too."""
         try:
             yield
         except Exception as error:
@@ -143,7 +143,7 @@ class Ranks:
     def _ask_store(self, call: Callable[[], T], seconds: float) -> T:
         """Return what a call of the store returns; RuntimeError where it fails, or takes longer than `seconds`.
 
-        Where the link to its host is cut, the call itself would end with TCP's deadline, after a quarter of an hour.
+        Where the link is cut, the call itself would end with TCP's deadline, after a quarter of an hour.
         """
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 

@@ -1,4 +1,4 @@
-"""The reference policy of a KL penalty: a frozen model, or the model under the adapter that is trained."""
+"""The reference policy of a KL penalty: a frozen model, or the model under the trained adapter."""
 
 import functools
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ from hocket.trainer.ranks import Ranks
 
 
 def reference(config: Config) -> Extra | None:
-    """Measure the reference's log-probs, with a KL."""
     path = config.algorithm.reference
     if config.algorithm.kl == "off":
         return None
@@ -44,7 +43,7 @@ def _load(model: ModelConfig, base: Base) -> Loaded:
 
 
 class FrozenModel:
-    """Runs the reference without gradients: whole on every rank or, beside ZeRO-3, spread over the ranks as well."""
+    """Runs the reference without gradients: whole on every rank or, at ZeRO-3, spread over the ranks."""
 
     def __init__(self, module: Policy, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self._module = module.requires_grad_(False).eval()
@@ -61,12 +60,10 @@ class FrozenModel:
         module.check_architecture(ranks.device)
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        """Return logprobs_bt of the batch's targets, 0 where its mask is false."""
         with self._autocast():
             return cast(Tensor, (self._engine or self._module)(batch)[0])
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors that the model holds on the device."""
         optimizer = self._engine.optimizer if self._engine is not None else None  # at stage 3 it holds the shards
         return offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()), optimizer)
 

@@ -1,4 +1,4 @@
-"""The sizes of a decoder, from its config alone: what memory and operations are estimated with."""
+"""The sizes of a decoder, from its config alone."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> "Shape":
-        """Return the sizes of a transformers model."""
         text = model.config.get_text_config()
 
         def size(name: str, default: int) -> int:

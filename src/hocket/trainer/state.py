@@ -19,10 +19,10 @@ KINDS = (MASTER, *_MOMENTS)
 
 
 class MasterState:
-    """Finds master weights and Adam's moments in the optimizer's memory, for any number of ranks at any ZeRO stage.
+    """Finds master weights and Adam's moments in the optimizer's memory, on any ranks at any ZeRO stage.
 
     DeepSpeed's own checkpoints fit only the ranks and the stage that wrote them. AdamW steps on the parameters
-    themselves (ZeRO-0), or on flat tensors of which each rank has one part; `zero` is DeepSpeed's optimizer around it.
+    themselves (ZeRO-0), or on flat tensors of which each rank has a part; `zero` is DeepSpeed's optimizer around it.
     """
 
     def __init__(self, stage: int, zero: Any, adamw: torch.optim.AdamW) -> None:
@@ -36,7 +36,6 @@ class MasterState:
 
     @property
     def step(self) -> int:
-        """Number of AdamW's updates."""
         return max(int(self._adamw.state[flat]["step"]) for flat in self._flats())
 
     @step.setter
@@ -59,7 +58,6 @@ class MasterState:
         return slice(start, start + address.numel), views
 
     def to_parameters(self) -> None:
-        """Copy the master weights to the module's parameters."""
         if self._stage in (1, 2):
             self._zero.update_lp_params()
         elif self._stage == 3:
@@ -97,7 +95,7 @@ def write_bucket(folder: Path, bucket: Mapping[str, Tensor]) -> None:
 
 
 class SavedTensors:
-    """Reads what `write_bucket` wrote, tensor by tensor. Raises TrainerError where a file is damaged."""
+    """Reads what `write_bucket` wrote. Raises TrainerError where a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +108,6 @@ class SavedTensors:
             self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
 
     def shapes(self) -> dict[str, list[int]]:
-        """Return every tensor's name and shape."""
         return {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
 
     def read(self, *path: str) -> Tensor:
@@ -119,7 +116,6 @@ class SavedTensors:
         return cast(Tensor, self._files[name].get_tensor(name))
 
     def check(self, expected: Mapping[str, torch.Size]) -> None:
-        """Raise TrainerError where the state is of another model."""
         saved, here = self.shapes(), {name: list(shape) for name, shape in expected.items()}
         for name in sorted(saved.keys() | here.keys()):
             there, now = saved.get(name, "missing"), here.get(name, "missing")

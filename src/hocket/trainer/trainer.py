@@ -36,7 +36,7 @@ EXPORT_BYTES = 64 << 20  # ZeRO-3 gathers parameters for export in groups of thi
 
 
 def on_all_ranks(method: F) -> F:
-    """Run the method on all ranks when rank 0 calls it: rank r gets item r of a list, and no rank but 0 a function."""
+    """Run a method on all ranks when rank 0 calls it: rank r gets item r of a list, rank 0 alone a function."""
     name = method.__name__
     _METHODS[name] = method
 
@@ -98,12 +98,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 raise
 
     def follow(self) -> None:
-        """Run each call of rank 0 on this rank too, until rank 0 closes. Raise TrainerError if rank 0 dies."""
+        """Run each call of rank 0, until it closes. Raise TrainerError if it dies."""
         while not self._closed:
             self._run(*self.ranks.receive())
 
     def close(self) -> None:
-        """Release all ranks and end communication; after a failure within the common work only if this is one alone."""
+        """Release all ranks; after a failure within the common work only if this is one alone."""
         if self.is_main and not (self._closed or self._broken):
             self._close()
         elif self._broken and self._owns_ranks and self.ranks.size == 1:  # this process may train again
@@ -130,7 +130,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             raise TrainerError(f"the trainer can't {name.strip('_')}: {problem}")
 
     def _run(self, name: str, args: Sequence[Any]) -> Any:
-        """Run this rank's part of a method `on_all_ranks`."""
         self._broken, self._longest = True, 0
         self.ranks.use_this_thread()
         work = name.strip("_")
@@ -161,7 +160,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @contextlib.contextmanager
     def _of_rank_0(self) -> Iterator[None]:
-        """Context whose error is raised on rank 0 after the common work, in which the other ranks need it."""
+        """Context whose error is raised on rank 0 after the common work, in which the others need it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised by `_run`
@@ -180,7 +179,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @property
     def memory(self) -> str:
-        """The memory estimate of a step, the attention and, with micro_batch_tokens=auto, the size found, as a line."""
+        """The memory of a step, the attention and the size that was found for micro-batches, as a line."""
         tokens = self.micro_batch_tokens
         size = f"; trainer.micro_batch_tokens=auto is {tokens}: sequences of up to {tokens + 1} tokens have room"
         found = size if self.models.fitted_for is not None else ""
@@ -355,7 +354,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def stream(self, max_bytes: int, sink: Sink | None) -> None:
-        """Give the weights to `sink` in buckets of about max_bytes at most; its error leaves the trainer usable."""
+        """Give the weights to `sink` in buckets of about max_bytes; its error leaves the trainer usable."""
         self._give((self.policy.as_published(bucket) for bucket in self.engine.buckets(max_bytes)), sink)
 
     @on_all_ranks
@@ -394,7 +393,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def onload(self) -> None:
-        """Move the training state back to the GPU, bit for bit. May be repeated."""
+        """Move it back, bit for bit. May be repeated."""
         if self._away is not None:
             offload.onload(self._away, self.device)
             self._away = None

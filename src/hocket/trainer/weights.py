@@ -1,4 +1,4 @@
-"""The weights that a run trains: what they are, their published names, and how they become a model's folder."""
+"""The weights that a run trains: what they are, their published names, and how they become a folder."""
 
 import contextlib
 from collections.abc import Mapping
@@ -20,11 +20,7 @@ from hocket.protocol import AdapterConfig
 
 
 class Weights:
-    """All weights of a model. A subclass trains others; `policy.WEIGHTS` has the kinds.
-
-    Args:
-        config: of the model that training begins with.
-    """
+    """All weights of the model of `config`. A subclass trains others; `policy.WEIGHTS` has the kinds."""
 
     adapter: AdapterConfig | None = None  # what servers must know of weights that are no whole model
 
@@ -39,7 +35,7 @@ class Weights:
         """Freeze what is not trained, and add what is."""
 
     def base(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Context in which the model computes as before training; for passes without gradients."""
+        """Context in which the model computes as before training, without gradients."""
         raise NotImplementedError("nothing keeps the weights of before training")
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -70,7 +66,7 @@ class Weights:
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
-        """Write a whole model of published weights; `base`: the path of the model before, if it has moved."""
+        """Write a whole model of published weights; `base`: the model before, if it has moved."""
         raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers, as it is")
 
 
@@ -80,7 +76,6 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_model(path: str, *, random_init: bool = False, **options: Any) -> Any:
-    """Return transformers' causal language model. Raise ConfigError where there is none."""
     auto = transformers.AutoModelForCausalLM
     try:
         if random_init:
