@@ -158,9 +158,11 @@ def _raise_for_error(response: httpx.Response) -> None:
     status = response.status_code
     try:
         error = protocol.ErrorResponse.model_validate_json(response.content).error
-        message, code = _text(error), error.code
+        message = _text(error)
+        code = error.code
     except pydantic.ValidationError:
-        message, code = repr(response.text[:200]), "protocol"
+        message = repr(response.text[:200])
+        code = "protocol"
     raise ServerError(f"{response.request.url} answered {status}: {message}", code=code, status=status)
 
 

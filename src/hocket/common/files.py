@@ -80,7 +80,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 def complete_folder(path: Path) -> None:
     """Sync the partial folder of `path` to the disk and rename it to `path`, in place of an older folder."""
-    partial, old = partial_of(path), path.with_name(f".{path.name}.old")
+    partial = partial_of(path)
+    old = path.with_name(f".{path.name}.old")
     mode = partial.stat().st_mode & 0o666  # safetensors writes for the owner alone; a server may run as another user
     for file in filter(Path.is_file, partial.iterdir()):
         file.chmod(mode)

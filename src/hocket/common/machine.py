@@ -23,7 +23,8 @@ def cpu_threads(model: str, *, processes: int) -> int:
     Both use all cores, even at the same time: a waiting thread leaves its core to others (environment.prepare). A small
     model uses half of them: more threads cost more in waiting than they save.
     """
-    cores, folder = len(os.sched_getaffinity(0)), Path(model)
+    cores = len(os.sched_getaffinity(0))
+    folder = Path(model)
     is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
     return max(1, (cores // 2 if is_small else cores) // processes)
 

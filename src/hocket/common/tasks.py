@@ -72,7 +72,8 @@ async def as_completed(
 
     At most `at_once` run at the same time. Raises what one of them raises.
     """
-    todo, results = iter(items), asyncio.Queue[T | Exception]()
+    todo = iter(items)
+    results = asyncio.Queue[T | Exception]()
 
     async def work() -> None:
         try:

@@ -27,7 +27,8 @@ from hocket.rewards.runners import clock, clocked, retried
 Count = Annotated[int, Field(ge=1)]
 Dollars = Annotated[float, Field(ge=0)]
 Tokens = tuple[float, float]  # of a prompt, of an answer
-MINUTE_S, POLL_S = 60.0, 0.05
+MINUTE_S = 60.0
+POLL_S = 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
 TOKENS_PER_BYTE = 0.5  # of a prompt, until the endpoint has counted: English has 0.25
 MAX_TOKENS = 10**7  # a call that counts more is not believed

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from hocket.config import RewardsConfig  # its import would take most of a worker's start
 
 NUM_WORKERS = min(4, os.cpu_count() or 1)
-START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
+START_TIMEOUT_S = 120.0
+KILL_TIMEOUT_S = 30.0
+TEAR_DOWN_S = 5.0
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
 MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
@@ -313,7 +315,8 @@ def _load(modules: Sequence[str]) -> float:
 
 
 def _module_of(reward: Reward) -> str:
-    module, name = reward.function.__module__, reward.function.__qualname__
+    module = reward.function.__module__
+    name = reward.function.__qualname__
     if module == "__main__" or "<locals>" in name:
         raise ConfigError(
             f"reward {reward.name!r} runs in a worker process, which can't reach {module}.{name}; define it at the top "

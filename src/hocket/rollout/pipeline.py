@@ -83,7 +83,8 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
             if due not in self._plans:
                 self._plans[due] = self.plan(due)
                 self._tasks[due] = asyncio.create_task(self._gather(self._plans[due]))
-        plan, task = self._plans[step], self._tasks[step]
+        plan = self._plans[step]
+        task = self._tasks[step]
         while not task.done():
             num_groups = len(plan.batch.groups)
             self.progress(step, f"{num_groups}/{plan.batch.num_drawn} groups scored" if num_groups else "generating")

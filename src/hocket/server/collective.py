@@ -9,7 +9,8 @@ from hocket.server.errors import ApiError, cause_of
 
 REACH_S = 5.0
 """Seconds for a first connection to the trainer's address; then the workers join."""
-JOIN_SHARE, JOIN_POLL_S = 0.5, 0.05
+JOIN_SHARE = 0.5
+JOIN_POLL_S = 0.05
 """Share of the deadline that joining may take, as others wait for it, and seconds between looks at it."""
 
 

@@ -71,4 +71,5 @@ class PatchedCopy:
     def discard(self) -> None:
         if self._folder is not None:
             self._folder.cleanup()
-        self._folder, self._checksum = None, ""
+        self._folder = None
+        self._checksum = ""

@@ -116,7 +116,8 @@ class Engine:
 
     def health(self) -> protocol.Health:
         asleep = self._reason() is not None and self._status == "ready"
-        model, vllm = self.llm.model_config, self.llm.vllm_config
+        model = self.llm.model_config
+        vllm = self.llm.vllm_config
         return protocol.Health(
             status="asleep" if asleep else self._status,
             version=self.version,
@@ -183,7 +184,8 @@ class Engine:
             loaded = await self._load(request, found, call)
             self.version = request.version
             self.require_ready(admits=protocol.CURABLE)  # it may be shutting down
-            self._status, self._failure = "ready", None
+            self._status = "ready"
+            self._failure = None
             seconds = time.perf_counter() - start
             answer = protocol.ReloadResponse(version=request.version, seconds=seconds, session=self.session, **loaded)
             self.held = Held(found.key, answer)

@@ -50,7 +50,8 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
     if error.error_count() > MAX_EXPLAINED:
         return invalid(f"body: {error.error_count()} fields are wrong or unknown", listed)
     errors = error.errors(include_url=False, include_input=False)
-    first, where = errors[0], errors[0]["loc"]
+    first = errors[0]
+    where = errors[0]["loc"]
     if first["type"] == "json_invalid":
         return ApiError(400, "malformed_json", first["msg"], "send one JSON object, encoded as UTF-8")
     if where[:1] == ("prompts",) and len(where) >= 3:

@@ -81,7 +81,8 @@ class Sampler:
         jobs = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
-            sampling, room = request.sampling, max(1, self._max_length - len(token_ids))
+            sampling = request.sampling
+            room = max(1, self._max_length - len(token_ids))
             if request.fit and sampling.max_tokens > room:
                 sampling = sampling.model_copy(update={"max_tokens": room})
             self._check_length(token_ids, sampling.max_tokens, f"prompts.{number}")
@@ -110,7 +111,8 @@ class Sampler:
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
         if not math.isfinite(sum(output.logprobs.logprobs)):
             raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
-        token_ids, stopped = list(output.token_ids), output.finish_reason == "stop"
+        token_ids = list(output.token_ids)
+        stopped = output.finish_reason == "stop"
         if not token_ids:
             raise ApiError(500, "empty", "the engine gave no tokens", RESTART)
         calls = []

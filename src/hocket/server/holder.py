@@ -32,7 +32,8 @@ class Holder:
             hint = f"wait until it has ended, or was silent for {HOLD_S:g} s; sync.take_over=true takes its server"
             raise ApiError(409, "other_trainer", message, hint)
         if self._trainer != trainer:
-            self._trainer, self._since = trainer, now
+            self._trainer = trainer
+            self._since = now
         self._heard = now
 
     def leave(self, trainer: str) -> None:

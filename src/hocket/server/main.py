@@ -50,7 +50,8 @@ def serve(config: Config) -> None:
     """
     import uvloop
 
-    start, server = time.perf_counter(), config.server
+    start = time.perf_counter()
+    server = config.server
     check(server.host, config.token, random_init=config.model.random_init)
     with contextlib.closing(bind(server.host, server.port)) as sock, _ending_children():
         os.register_at_fork(after_in_child=sock.close)  # the engine's process must not hold the port
@@ -186,7 +187,8 @@ async def _serve(
     sock.listen()  # who reads the line may ask at once
     print(f"hocket: ready on {url} in {time.perf_counter() - start:.1f} s", flush=True)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    lost, stopping = asyncio.create_task(_lost(engine)), asyncio.create_task(signalled.wait())
+    lost = asyncio.create_task(_lost(engine))
+    stopping = asyncio.create_task(signalled.wait())
     await asyncio.wait([serving, lost, stopping], return_when=asyncio.FIRST_COMPLETED)
     print("hocket: stopping", flush=True)
     loss = lost.result() if lost.done() else None

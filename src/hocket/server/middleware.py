@@ -71,7 +71,8 @@ class Guard:
     def _require_own_page(self, scope: Scope) -> None:
         """Refuse a browser on a page of another site, even one whose name leads to this machine."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        host = headers.get(b"host", "")
+        origin = headers.get(b"origin")
         try:
             own = urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}")
         except ValueError:  # it is no name of a host, "[" for one

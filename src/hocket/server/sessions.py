@@ -82,7 +82,8 @@ class OpenSession:
             self.cut_off = True
             message = f"this session has made its {self._request.max_calls} calls (env.max_turns)"
             raise ApiError(400, "too_many_calls", message, "have the agent come to an end, or raise env.max_turns")
-        length, limit = len(prompt_token_ids), self._request.max_length
+        length = len(prompt_token_ids)
+        limit = self._request.max_length
         if length >= limit:
             self.cut_off = True
             message = f"{length} prompt tokens leave no room in {limit} (model.max_length)"
@@ -299,7 +300,9 @@ async def recorded(
     outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall
 ) -> AsyncGenerator[Any, None]:
     """Yield and record a call's outputs; one that is left early is not recorded as completed."""
-    token_ids, logprobs, text = list[int](), list[float](), ""
+    token_ids = list[int]()
+    logprobs = list[float]()
+    text = ""
     with session.serving(call):
         async with contextlib.aclosing(outputs):
             async for output in outputs:

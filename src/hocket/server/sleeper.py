@@ -46,11 +46,13 @@ class Sleeper(Residence):
             if "weights" not in self._away:
                 if not self._away:
                     await engine.pause(request.in_flight)
-                self._away, self.reason = PARTS, ASLEEP
+                self._away = PARTS
+                self.reason = ASLEEP
                 # Nothing runs any more; any other mode than keep would end paused requests.
                 await self._move(engine.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
-                    engine.held, engine.base_replaced = None, True
+                    engine.held = None
+                    engine.base_replaced = True
             return engine.health()
 
     async def wake_up(self, request: protocol.WakeRequest) -> protocol.Health:

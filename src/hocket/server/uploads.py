@@ -25,7 +25,8 @@ _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
 
 
 def install(app: FastAPI, engine: Engine) -> None:
-    uploads, routes = Uploads(engine.root), router()
+    uploads = Uploads(engine.root)
+    routes = router()
 
     @routes.put("/upload/{name}/{file}")
     async def upload(name: str, file: str, request: Request) -> DiskSource:

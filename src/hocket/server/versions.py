@@ -196,7 +196,8 @@ def check_headers(folder: Path, described: Manifest) -> None:
     except (OSError, SafetensorError) as error:
         raise refused(f"can't read the safetensors files: {error}") from error
     for name in announced | found:
-        here, there = found.get(name, "missing"), announced.get(name, "missing")
+        here = found.get(name, "missing")
+        there = announced.get(name, "missing")
         if here != there:
             raise refused(f"tensor {name!r} is {here} in the files, {there} in the manifest")
 

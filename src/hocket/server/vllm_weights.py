@@ -96,7 +96,8 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
     names = {layer: name for name, layer in _layers(worker)}
-    make, pack = meta.materialize_meta_tensor, utils.dispatch_cpu_unquantized_gemm
+    make = meta.materialize_meta_tensor
+    pack = utils.dispatch_cpu_unquantized_gemm
 
     def make_unwritten(like: Any) -> Any:
         tensor = make(like)
@@ -109,7 +110,8 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
             different.append(f"{names[layer]}.weight")
 
     def compare(layer: Any, info: Any) -> None:
-        (parameters, buffers), fresh = info.kernel_tensors, get_layer_tensors(layer)
+        (parameters, buffers) = info.kernel_tensors
+        fresh = get_layer_tensors(layer)
         computed = info.kernel_non_persistent_buffers - {name for name, _ in info.loaded_weights}
         for name, held in (parameters | buffers).items():
             # Of a matrix that `compare_packed` has seen nothing is left here.
@@ -148,7 +150,8 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     """Blank tensors for a load into them; then add the names of those that differ, and put back what they held."""
     import torch
 
-    held, different = {name: tensor.clone() for name, tensor in tensors.items()}, list[str]()
+    held = {name: tensor.clone() for name, tensor in tensors.items()}
+    different = list[str]()
     try:
         for tensor in tensors.values():
             tensor.data.fill_(torch.nan)  # which equals nothing
@@ -163,7 +166,8 @@ def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
     """Return whether a packed matrix is this one: a product with 1 is exact, but for subnormal numbers."""
     import torch
 
-    num_columns, tiny = weight.shape[1], torch.finfo(torch.float32).tiny
+    num_columns = weight.shape[1]
+    tiny = torch.finfo(torch.float32).tiny
     for start in range(0, num_columns, ROWS):
         part = weight[:, start : start + ROWS].t()
         rows = weight.new_zeros(len(part), num_columns)
@@ -200,7 +204,8 @@ def _reload(worker: Any, weights: Weights) -> list[str]:
     """Run vLLM's reload; return the layers with weights left out, of which vLLM only writes to its log."""
     from vllm.model_executor.model_loader.reload import inplace
 
-    finalize, left = inplace.finalize_layerwise_reload, list[str]()
+    finalize = inplace.finalize_layerwise_reload
+    left = list[str]()
 
     def look_and_finalize(*arguments: Any) -> None:
         left.extend(_left_out(worker))
@@ -223,9 +228,11 @@ def _left_out(worker: Any) -> list[str]:
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
     from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
 
-    complete, left = set[int](), dict[str, set[int]]()
+    complete = set[int]()
+    left = dict[str, set[int]]()
     for name, layer in _layers(worker):
-        info, (own, _) = get_layerwise_info(layer), get_layer_params_buffers(layer)
+        info = get_layerwise_info(layer)
+        (own, _) = get_layer_params_buffers(layer)
         held = set(map(id, (info.kernel_tensors or (own,))[0].values()))
         wanted = sum(get_tensor_load_numel(own[name]) for name in own.keys() - SKIP_LOAD_TENSORS)
         if isinstance(layer, VocabParallelEmbedding):

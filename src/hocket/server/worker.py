@@ -49,7 +49,8 @@ class WorkerExtension(GroupReceiver):
 
     def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
         specs: dict[str, TensorSpec] = {}
-        weights, different = _tensors(parts, specs), list[str]()
+        weights = _tensors(parts, specs)
+        different = list[str]()
         if compare:
             different = vllm_weights.compare(self, weights, adapter)
         else:

@@ -81,7 +81,8 @@ def _train(config: Config) -> None:
             folder.finish(0, before)
             console.say(f"step 0/{steps}  held-out loss {before['eval/loss']:.4f}, of {len(held_out)} demonstrations")
         order = itertools.islice(in_epochs(samples, config.trainer.seed), last * size, most)
-        start, every = time.perf_counter(), config.eval.every_steps
+        start = time.perf_counter()
+        every = config.eval.every_steps
         with Checkpoints(config, trainer.state, parts, last=last) as kept:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")

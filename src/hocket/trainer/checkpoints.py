@@ -51,7 +51,8 @@ class Saved:
 
     def restore(self, parts: Mapping[str, Part]) -> None:
         if parts.keys() != self.parts.keys():
-            there, here = ", ".join(self.parts), ", ".join(parts)
+            there = ", ".join(self.parts)
+            here = ", ".join(parts)
             raise ConfigError(f"{self.folder} has states of {there}, this run has {here}; choose another run.dir")
         for name, part in parts.items():
             part.restore(self.parts[name])
@@ -115,8 +116,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     """
 
     def __init__(self, config: Config, state: TrainerState, parts: Mapping[str, Part], *, last: int = 0) -> None:
-        self._config, self._settings, self._root = config, config.checkpoint, config.run_dir / FOLDER
-        self._state, self._parts, self.last = state, parts, last
+        self._config = config
+        self._settings = config.checkpoint
+        self._root = config.run_dir / FOLDER
+        self._state = state
+        self._parts = parts
+        self.last = last
         self._copied: Mapping[str, Any] | None = None  # the trainer's state of a checkpoint that is not complete yet
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._thread = ThreadPoolExecutor(1, "checkpoint")

@@ -46,7 +46,8 @@ class ValueModel(Policy):
 def critic(config: Config) -> Extra | None:
     if config.algorithm.baseline != "critic":
         return None
-    own, model = config.critic, config.model.beside(config.critic.path)
+    own = config.critic
+    model = config.model.beside(config.critic.path)
     if own.path is not None:
         tokenizers.check_same_ids(own.path, "critic.path", config.model)
     load = functools.partial(_load, own.learning_rate, model)

@@ -259,7 +259,8 @@ class DeepSpeedEngine:
                     size += whole.nbytes
                 if size >= max_bytes:
                     yield bucket
-                    bucket, size = {}, 0
+                    bucket = {}
+                    size = 0
         if bucket:
             yield bucket
 

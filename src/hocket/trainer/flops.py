@@ -88,7 +88,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = known_peak(torch.cuda.get_device_name(device))
         if known is not None:
             return known
-    size, best = 2048 if device.type == "cuda" else 256, 0.0
+    size = 2048 if device.type == "cuda" else 256
+    best = 0.0
     while best < MEASURED_S and size < 4096:
         size *= 2
         matrix = torch.ones(size, size, device=device, dtype=dtype)

@@ -55,7 +55,8 @@ def use_liger(model: Any) -> None:
     except ImportError as error:
         advice = ".venv/bin/python -m pip install liger-kernel, or set eager"
         raise ConfigError(f"trainer.kernels=liger needs the package liger-kernel ({error}): {advice}") from error
-    kind, known = model.config.model_type, liger.MODEL_TYPE_TO_APPLY_LIGER_FN
+    kind = model.config.model_type
+    known = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
     if kind not in known:
         advice = "set compile or eager"
         raise ConfigError(f"Liger has no kernels for models of type {kind}, only for {', '.join(known)}; {advice}")
@@ -95,7 +96,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         of_inputs, of_weight, of_bias = ctx.needs_input_grad
-        inputs_nh, gradient_nk = inputs.flatten(0, -2), gradient.flatten(0, -2)
+        inputs_nh = inputs.flatten(0, -2)
+        gradient_nk = gradient.flatten(0, -2)
         return (
             _product(gradient, weight.t()) if of_inputs else None,
             _product(inputs_nh.t(), gradient_nk.t()).t() if of_weight else None,

@@ -138,11 +138,13 @@ def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> 
 
 def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) -> None:
     """Write the model at `path` with W + scale · B A in place of W."""
-    tokenizer, model = tokenizers.load(path), load_model(path, dtype="auto")
+    tokenizer = tokenizers.load(path)
+    model = load_model(path, dtype="auto")
     left = dict(tensors)
     for name, parameter in model.named_parameters():
         layer = f"{_FILE_PREFIX}{name.removesuffix('.weight')}"
-        down, up = left.pop(f"{layer}.lora_A.weight", None), left.pop(f"{layer}.lora_B.weight", None)
+        down = left.pop(f"{layer}.lora_A.weight", None)
+        up = left.pop(f"{layer}.lora_B.weight", None)
         if down is None or up is None:
             continue
         update = up.float() @ down.float() * scale

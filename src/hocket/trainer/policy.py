@@ -65,7 +65,8 @@ class Policy(nn.Module):
             model = load_model(config.path, random_init=config.random_init or not loads, **options)
         self.weights.prepare(model, seed)
         self.model = model
-        self.temperature, self.entropy_gradient = temperature, entropy_gradient
+        self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()  # transformers recomputes activations in training mode only

@@ -26,7 +26,9 @@ class MasterState:
     """
 
     def __init__(self, stage: int, zero: Any, adamw: torch.optim.AdamW) -> None:
-        self._stage, self._zero, self._adamw = stage, zero, adamw
+        self._stage = stage
+        self._zero = zero
+        self._adamw = adamw
         for flat in self._flats():
             if not adamw.state[flat]:  # AdamW fills it at its first step
                 adamw.state[flat] = {
@@ -52,7 +54,8 @@ class MasterState:
         mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 - DeepSpeed's own
         if mapping is None:  # other ranks hold all of it
             return slice(0), dict.fromkeys(KINDS, torch.empty(0))
-        flat, address = self._flats()[mapping.param_group_index], mapping.hp_fragment_address
+        flat = self._flats()[mapping.param_group_index]
+        address = mapping.hp_fragment_address
         views = {kind: whole.narrow(0, address.start, address.numel) for kind, whole in self._of(flat).items()}
         start = mapping.lp_fragment_address.start
         return slice(start, start + address.numel), views
@@ -116,9 +119,11 @@ class SavedTensors:
         return cast(Tensor, self._files[name].get_tensor(name))
 
     def check(self, expected: Mapping[str, torch.Size]) -> None:
-        saved, here = self.shapes(), {name: list(shape) for name, shape in expected.items()}
+        saved = self.shapes()
+        here = {name: list(shape) for name, shape in expected.items()}
         for name in sorted(saved.keys() | here.keys()):
-            there, now = saved.get(name, "missing"), here.get(name, "missing")
+            there = saved.get(name, "missing")
+            now = here.get(name, "missing")
             if there != now:
                 raise TrainerError(
                     f"the checkpoint {self._folder} is of another model: {name} is {there} there, {now} here"

@@ -65,12 +65,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """
 
     def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
-        self._owns_ranks, self._closed, self._broken = ranks is None, False, False
+        self._owns_ranks = ranks is None
+        self._closed = False
+        self._broken = False
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = cpu_threads(config.model.path, processes=local_size)
         self.ranks = ranks or Ranks(config.sync.collective_timeout_s, threads)
-        self.is_main, self.device = self.ranks.is_main, self.ranks.device
-        self._config, self._algorithm = config.trainer, config.algorithm
+        self.is_main = self.ranks.is_main
+        self.device = self.ranks.device
+        self._config = config.trainer
+        self._algorithm = config.algorithm
         self._objective = objective or configured(config)
         self._skipped_in_row = 0
         self._longest = 1  # positions of this rank's longest sequence in the work that is being done
@@ -86,7 +90,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             if self._owns_ranks:
                 self.ranks.destroy()
             raise
-        self.policy, self.engine = self.models.policy, self.models.engine
+        self.policy = self.models.policy
+        self.engine = self.models.engine
         self.micro_batch_tokens = self.models.micro_batch_tokens
         self.adapter = self.policy.weights.adapter
 
@@ -130,7 +135,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             raise TrainerError(f"the trainer can't {name.strip('_')}: {problem}")
 
     def _run(self, name: str, args: Sequence[Any]) -> Any:
-        self._broken, self._longest = True, 0
+        self._broken = True
+        self._longest = 0
         self.ranks.use_this_thread()
         work = name.strip("_")
         with self.ranks.deadline(f"doing the common {work}"), self._naming_memory(work):
@@ -277,9 +283,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     @on_all_ranks
     def _update(self, share: Any, lengths: Sequence[int]) -> tuple[dict[str, Update], dict[str, float]]:
         """Take an optimiser step of every learner on one mini-batch, whose samples have `lengths` positions."""
-        batches, loss_scale = self._built(share), self.engine.loss_scale
+        batches = self._built(share)
+        loss_scale = self.engine.loss_scale
         done = {learner.name: update(learner, batches, self.ranks) for learner in self.models.learners}
-        policy, num_tokens = done[POLICY], batches[0].num_tokens_global
+        policy = done[POLICY]
+        num_tokens = batches[0].num_tokens_global
         metrics = {
             **policy.totals,
             "grad_norm": policy.grad_norm,
