@@ -32,9 +32,9 @@ from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.rollout.players import Players
 from hocket.sync.disk import Versions
-from hocket.sync.gpu_sharing import own_gpu, put_to_sleep, shared_gpu
+from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
-from hocket.sync.publish import Publisher, Transport
+from hocket.sync.publish import Publisher, Transport, own_gpu
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.types import Prompt, TrainerTurn
 
