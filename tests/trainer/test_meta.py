@@ -1,4 +1,4 @@
-"""The trainer on torch's `meta` device, which behaves like a GPU that nobody can look into.
+"""The trainer on torch's `meta` device, which behaves like a GPU whose numbers can't be read.
 
 An operand that was left on the CPU raises there, and so does whatever would have the host wait for the device: item,
 tolist, bool, boolean masks, nonzero. Nothing is computed, so models may have real sizes. DeepSpeed's engine alone is a

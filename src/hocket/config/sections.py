@@ -277,7 +277,7 @@ class SyncConfig(Section):
     upload: bool = False
     """Files go over HTTP, without a shared disk."""
     check_every: int = Field(20, ge=0)
-    """Versions between proofs, besides the first two. 0: none."""
+    """Versions between proofs, besides the first two. 0 disables them."""
     max_logprob_gap: float | None = Field(None, gt=0)
     """Highest mean |Δ log-prob| in them. Default: dtype's."""
     on_mismatch: Literal["stop", "warn"] = "stop"
@@ -346,7 +346,7 @@ class EvalConfig(Section):
     samples: int = Field(1, ge=1)
     """Rollouts per prompt, for pass@k with k = 1, 2, 4, ..."""
     every_steps: int = Field(0, ge=0)
-    """Steps between evaluations, besides start and end. 0: none."""
+    """Steps between evaluations, besides start and end. 0 disables them."""
     max_tokens: int | None = Field(None, ge=1)
     """As rollout.max_tokens, the default."""
     temperature: float | None = Field(None, ge=0, le=2)
@@ -360,7 +360,7 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: int = Field(50, ge=0)
-    """Steps between checkpoints (12 B/trained parameter), and one at the end. 0: none."""
+    """Steps between checkpoints (12 B/trained parameter), and one at the end. 0 disables them."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     in_background: bool = Field(False, alias="async")

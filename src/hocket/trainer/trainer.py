@@ -66,15 +66,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
         self._owns_ranks = ranks is None
-        self._closed = False
-        self._broken = False
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        threads = cpu_threads(config.model.path, processes=local_size)
+        self._closed = self._broken = False
+        threads = cpu_threads(config.model.path, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.ranks = ranks or Ranks(config.sync.collective_timeout_s, threads)
-        self.is_main = self.ranks.is_main
-        self.device = self.ranks.device
-        self._config = config.trainer
-        self._algorithm = config.algorithm
+        self.is_main, self.device = self.ranks.is_main, self.ranks.device
+        self._config, self._algorithm = config.trainer, config.algorithm
         self._objective = objective or configured(config)
         self._skipped_in_row = 0
         self._longest = 1  # positions of this rank's longest sequence in the work that is being done
@@ -90,8 +86,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             if self._owns_ranks:
                 self.ranks.destroy()
             raise
-        self.policy = self.models.policy
-        self.engine = self.models.engine
+        self.policy, self.engine = self.models.policy, self.models.engine
         self.micro_batch_tokens = self.models.micro_batch_tokens
         self.adapter = self.policy.weights.adapter
 
@@ -149,7 +144,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @contextlib.contextmanager
     def _naming_memory(self, work: str) -> Iterator[None]:
-        """Context that names what to set where there is no memory."""
         try:
             yield
         except Exception as error:
@@ -210,8 +204,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def step(self, samples: Sequence[TrainSample], *, number: int = 0, keep: Path | None = None) -> dict[str, float]:
         """Take the updates of step `number` of the run and return the means of their metrics.
 
-        An update is an optimiser step on one mini-batch; one that is not finite is skipped. `keep`: file for the
-        samples of the last skipped one. Raise TrainerError after too many steps without an update.
+        An update is an optimiser step on one mini-batch, skipped where it is not finite. Raise TrainerError after too
+        many steps without one. `keep`: file for the samples of the last skipped one.
         """
         check_fits(samples, self.micro_batch_tokens)
         start = time.perf_counter()
@@ -246,9 +240,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._end_step(tuple(changed))
         self._count_skipped(updates, fault, keep)
         seconds = time.perf_counter() - start
-        by_batch = "old_logprobs" in self.models.columns
-        timed = {"train/learning_rate": learning_rate, "time/train": seconds}
-        measured = over_updates(metrics, seconds, by_batch) | timed
+        measured = over_updates(metrics, seconds, by_batch="old_logprobs" in self.models.columns)
+        measured |= {"train/learning_rate": learning_rate, "time/train": seconds}
         if measured["train/mfu"] > 1:  # the peak was measured while others used the cores
             self.models.peak_flops *= measured["train/mfu"]
             measured["train/mfu"] = 1.0
