@@ -230,6 +230,7 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("server.discover=server:65536", "server: discover=server:65536 is neither NAME:PORT nor a file"),
         ("server.discover=a:1 server.urls=http://a:1", "discover and urls both name the servers: leave one out"),
         ("trainer.collective_timeout_s=600", "here that is 6 x sync.timeout_s"),
+        ("launch.server_gpus=0", "here that is the variable CUDA_VISIBLE_DEVICES, servers first"),
         ("pipeline.replay=runs/default", "this run's own folder"),
         ("trainer.steps", "overrides look like section.key=value"),
         ("trainer.steps=[1", "not valid YAML: expected ',' or ']'"),

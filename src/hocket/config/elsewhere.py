@@ -48,6 +48,8 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
 }
 MOVED = {  # earlier name → the one now
     "data.difficulty_column": "curriculum.difficulty_column, an option of sorted",
+    "launch.server_gpus": "the variable CUDA_VISIBLE_DEVICES, servers first",
+    "launch.trainer_gpus": "the variable CUDA_VISIBLE_DEVICES, servers first",
     "rollout.stop_token_ids": "rollout.stop, as text",
     "server.served_model_name": "server.engine={served_model_name: NAME}",
     "server.tool_parser": "server.engine={tool_call_parser: NAME}",
