@@ -174,6 +174,7 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     older = newest.with_name("step_000008") / "state.json"  # of a version without one of the settings
     state = json.loads(older.read_text())
     del state["config"]["model"]["max_length"], state["config"]["data"]
+    state["config"]["trainer"]["collective_timeout_s"] = 1800.0  # which this version has no more
     older.write_text(json.dumps(state))
     said: list[str] = []
     changes = ("trainer.steps=20", "server.urls=http://b:1", "trainer.learning_rate=1e-5")
