@@ -1,4 +1,4 @@
-"""The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
+"""The model as the trainer sees it: token ids in, log-probabilities and entropies out."""
 
 import concurrent.futures
 import contextlib
@@ -21,14 +21,11 @@ from hocket.trainer.lora import Adapter
 from hocket.trainer.weights import Weights, load_model, unshared
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
-WEIGHTS: dict[str, type[Weights]] = {  # by ModelConfig.weights, and what `kind_of` says of a published version
-    "model": Weights,
-    "adapter": Adapter,
-}
+WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the precision of forward and backward passes; master weights are always float32."""
+    """Return the precision of forward and backward passes; master weights are float32."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return cast(torch.dtype, getattr(torch, config.dtype))
@@ -39,10 +36,9 @@ class Policy(nn.Module):
 
     Args:
         dtype: of the parameters.
-        kernels: trainer.kernels.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
-        loads: False: the weights are on the meta device, until engine.spread brings rank 0's.
+        loads: False: the weights stay on the meta device until engine.spread brings rank 0's.
     """
 
     def __init__(
@@ -66,10 +62,11 @@ class Policy(nn.Module):
             model = load_model(config.path, random_init=config.random_init or not loads, **options)
         self.weights.prepare(model, seed)
         self.model = model
-        self.temperature, self.entropy_gradient = temperature, entropy_gradient
+        self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.train()  # transformers recomputes activations in training mode only
+        self.train()  # else transformers recomputes no activations
         for module in model.modules():  # dropout is off
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -81,20 +78,19 @@ class Policy(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding: ids below it are valid."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return trained parameters with the names and shapes of their files."""
+        """Return parameters with their files' names and shapes."""
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
         return list(self.weights.published(self.model, named).items())
 
     def write(
         self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
-        """Write trained parameters as published; return the specs of the tensors in memory."""
+        """Write parameters as published; return the specs of the tensors in memory."""
         published = unshared(dict(self.as_published(named)))  # DeepSpeed's are parts of one
-        with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # of the tensors, while they are written
+        with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # while the tensors are written
             specs = checksums.submit(manifest.specs, published.items())
             self.weights.write(folder, self.model, tokenizer, published, dtype)
         return specs.result()
@@ -121,10 +117,7 @@ class Policy(nn.Module):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]
     def check_architecture(self, device: torch.device) -> None:
-        """Raise TrainerError for an architecture that would train silently wrong here.
-
-        Some scale or cap logits, have more in their attention than `attention.attend`, or carry a state along the row.
-        """
+        """Raise TrainerError for an architecture that would train silently wrong here."""
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
         head = self.model.get_output_embeddings()
@@ -140,13 +133,13 @@ class Policy(nn.Module):
             ("has more in its attention than is computed here", alone[1], hidden),
             ("lets sequences that share a row see each other", packed, torch.cat(alone, dim=1)),
         ):
-            # Relative to the spread of the numbers: rounding in 16 bits stays far below it, a real difference doesn't.
+            # Of the numbers' spread: rounding in 16 bits stays far below it.
             if not (actual - expected).float().abs().mean() <= 0.05 * expected.float().std():
                 raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
 
 
 def skeleton(config: ModelConfig) -> Any:
-    """Return the model without weights, on the meta device, for its sizes."""
+    """Return the model without weights, on the meta device."""
     with torch.device("meta"):
         model = load_model(config.path, random_init=True)
         WEIGHTS[config.weights](config).prepare(model, seed=0)
@@ -154,7 +147,7 @@ def skeleton(config: ModelConfig) -> Any:
 
 
 def compute_in_float32(head: nn.Module) -> None:
-    """Make a linear layer compute in float32, within its own call: hooks that gather its weights still run."""
+    """Make a linear layer compute in float32, within its own call: hooks gather its weights."""
     if not isinstance(head, nn.Linear):
         raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")
 
@@ -172,7 +165,7 @@ def compute_in_float32(head: nn.Module) -> None:
 
 
 class MixedProduct(torch.autograd.Function):
-    """hidden [n, h] · weight [v, h]ᵀ in float32, of factors in 16 bits, in which the gradients are computed."""
+    """hidden [n, h] · weight [v, h]ᵀ in float32, of factors in 16 bits, as are the gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden_nh: Tensor, weight_vh: Tensor) -> Tensor:

@@ -1,22 +1,21 @@
-"""The sizes of a decoder, from its config alone: what memory and operations are estimated with."""
+"""The sizes of a decoder, from its config alone."""
 
 from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """Sizes per token; those of a mixture are of the experts that one token takes."""
+    """Sizes per token: of a mixture, those of the experts that one takes."""
 
     layers: int
     hidden: int
     heads: int
     query: int  # of all heads
-    key: int  # of all heads of keys; values have the same
+    key: int  # of all heads of keys, and of values
     inner: int  # of the feed-forward layer
     vocab: int
 
     @classmethod
     def of(cls, model: Any) -> "Shape":
-        """Return the sizes of a transformers model."""
         text = model.config.get_text_config()
 
         def size(name: str, default: int) -> int:
