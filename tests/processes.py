@@ -52,6 +52,22 @@ def is_gone(pid: int | str) -> bool:
         return True
 
 
+def start_fork_server() -> str:
+    """Starts what forks for this process, unless one is used already; returns its address."""
+    FORK_SERVER.set_forkserver_preload(["preload"])
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where it looks for preload
+        FORK_SERVER.ensure_running()
+    return str(FORK_SERVER._forkserver_address)
+
+
+def use_fork_server(address: str) -> None:
+    """Uses the fork server that another process has started, and ends."""
+    FORK_SERVER._forkserver_address = address
+    if FORK_SERVER._forkserver_alive_fd is None:  # which the other one reads
+        FORK_SERVER._forkserver_alive_fd = os.pipe()[1]
+    FORK_SERVER.ensure_running = lambda: None
+
+
 class Forked:
     """A Python program in a process like any other, but for its imports, which a fork server has done (preload.py).
 
@@ -63,13 +79,9 @@ class Forked:
 
     def __init__(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
         """Starts a program with its arguments; `variables` are its whole environment."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["preload"])
-        with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where it looks for preload
-            FORK_SERVER.ensure_running()
-        what = (list(command), str(log), variables, FORK_SERVER._forkserver_address)
+        what = (list(command), str(log), variables, start_fork_server())
         # A daemon, or a test process that ends would wait for it.
-        self._process = context.Process(target=_run, args=what, daemon=True)
+        self._process = multiprocessing.get_context("forkserver").Process(target=_run, args=what, daemon=True)
         self._process.start()
         self.pid = self._process.pid
 
@@ -92,8 +104,7 @@ class Forked:
 
 def _run(command: list[str], log: str, variables: dict[str, str], fork_server: str) -> None:
     vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may start others
-    FORK_SERVER._forkserver_address = fork_server  # from the one that has started it
-    FORK_SERVER.ensure_running = lambda: None
+    use_fork_server(fork_server)
     if FORKS in variables:
         Process.forked = True
         _fork_children()

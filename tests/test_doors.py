@@ -4,8 +4,8 @@ import ast
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -16,8 +16,8 @@ from processes import ROOT, Command
 pytestmark = pytest.mark.e2e
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Doors")[2]
-ROWS = re.findall(r"^\| (\w.*?) \| (`.+?`) \| ([\d,]+) \| `(\S+)` \|$", PAGE, re.M)
-FEATURES = {name: (re.findall(r"`(\S+)`", files), door) for name, files, _, door in ROWS}
+ROWS = re.findall(r"^\| (\w.*?) \| (`.+?`) \| ([\d,]+) \| (`.+?`) \|$", PAGE, re.M)
+FEATURES = {name: tuple(re.findall(r"`(\S+?)`", both) for both in (files, doors)) for name, files, _, doors in ROWS}
 NAMES = list(FEATURES)
 
 LEFT = """
@@ -33,6 +33,11 @@ assert hocket.__file__.startswith(source)
 for module in pkgutil.walk_packages(hocket.__path__, "hocket."):
     if module.name != "hocket.server.worker":  # it ends with the process that has started an engine
         importlib.import_module(module.name)
+import unittest.mock
+from fastapi import FastAPI
+from hocket.server.app import assemble
+
+assemble(FastAPI(), unittest.mock.MagicMock(), host="127.0.0.1", token=None)
 from hocket.commands.runs import train
 from hocket.config import load
 
@@ -41,57 +46,99 @@ sys.exit(train(load("config/quickstart.yaml", steps)))
 """
 
 
-def without(text: str, gone: set[str]) -> str:
-    """Returns a module without what it takes from modules that are gone: imports, table entries, calls, functions."""
-    tree, lines = ast.parse(text), text.splitlines()
-    names: set[str] = set()
-    cuts: list[tuple[int, int, list[str]]] = []  # first and last line, and what stands there instead
+class Without(ast.NodeTransformer):
+    """Takes out of a module what it has from modules that are gone: imports, table entries, statements, commands."""
 
-    def takes(node: ast.AST) -> bool:
+    def __init__(self, gone: set[str]) -> None:
+        self.gone = gone
+        self.names: set[str] = set()  # that are gone with them
+        self.known: set[str] = set()  # local names that have another value, too
+
+    def takes(self, *nodes: ast.AST | None) -> bool:
+        """Whether a node names what is gone."""
+        found = (one for node in nodes if node is not None for one in ast.walk(node))
         return any(
-            (isinstance(one, ast.Name) and one.id in names)
-            or (isinstance(one, ast.ImportFrom) and any(map(is_gone, origins(one))))
-            or (isinstance(one, ast.Constant) and one.value in gone)
-            for one in ast.walk(node)
+            (isinstance(one, ast.Name) and one.id in self.names)
+            or (isinstance(one, ast.Constant) and one.value in self.gone)
+            for one in found
         )
 
-    def origins(node: ast.ImportFrom) -> list[str]:
-        return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        lost = [a for a in node.names if node.module in self.gone or f"{node.module}.{a.name}" in self.gone]
+        self.names |= {alias.asname or alias.name for alias in lost}
+        node.names = [alias for alias in node.names if alias not in lost]
+        return node if node.names else None
 
-    def is_gone(module: str) -> bool:
-        return module in gone
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.bases = [base for base in node.bases if not self.takes(base)]
+        node.body = self.left(node.body) or [ast.Pass()]
+        return node
 
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            lost = [a for a in node.names if node.module in gone or f"{node.module}.{a.name}" in gone]
-            names |= {alias.asname or alias.name for alias in lost}
-            kept = [ast.unparse(alias) for alias in node.names if alias not in lost]
-            if lost:
-                instead = [f"from {node.module} import {', '.join(kept)}"] if kept else []
-                cuts.append((node.lineno, node.end_lineno or 0, instead))
-        elif isinstance(node, ast.FunctionDef) and takes(node):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            cuts.append((first, node.end_lineno or 0, []))
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and takes(node.value or node):
-            cuts += entries(node.value, takes)
-        elif isinstance(node, ast.ClassDef):
-            calls = [one for one in ast.walk(node) if isinstance(one, ast.Expr) and takes(one)]
-            cuts += [(one.lineno, one.end_lineno or 0, []) for one in calls]
-    for first, last, instead in sorted(cuts, reverse=True):
-        lines[first - 1 : last] = instead
-    return "\n".join(lines) + "\n"
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        names, known = set(self.names), set(self.known)
+        if self.takes(node.args):
+            return None
+        imports = [one for one in node.body if isinstance(one, ast.ImportFrom)]
+        body = self.left(node.body)
+        self.names, self.known = names, known
+        kept = [one for one in body if isinstance(one, ast.ImportFrom)]
+        if node.decorator_list and (len(kept) < len(imports) or not body):
+            return None  # a command, which is the feature
+        node.body = body or [ast.Pass()]
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]  # noqa: N815
+
+    def left(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        return [one for one in (self.visit(statement) for statement in body) if one is not None]
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Module):
+            node.body = self.left(node.body)
+        elif isinstance(node, ast.If | ast.With | ast.AsyncWith | ast.For | ast.AsyncFor | ast.While | ast.Try):
+            return self.block(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            return self.assignment(node)
+        elif isinstance(node, ast.stmt) and self.takes(node):
+            return None
+        return node
+
+    def block(self, node: Any) -> ast.AST | None:
+        """Returns what is left of a block; without its header nothing is."""
+        bodies = ("body", "orelse", "finalbody", "handlers")
+        if self.takes(
+            *(one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.stmt | ast.ExceptHandler))
+        ):
+            return None
+        node.body = self.left(node.body)
+        for name in bodies[1:3]:
+            if getattr(node, name, None):
+                setattr(node, name, self.left(getattr(node, name)))
+        if not node.body and not any(getattr(node, name, None) for name in bodies):
+            return None
+        node.body = node.body or [ast.Pass()]
+        return cast(ast.AST, node)
+
+    def assignment(self, node: ast.Assign | ast.AnnAssign) -> ast.AST | None:
+        targets = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+        value = node.value
+        if isinstance(value, ast.Dict) and None not in value.keys:
+            pairs = [(key, one) for key, one in zip(value.keys, value.values, strict=True) if not self.takes(one)]
+            value.keys, value.values = [key for key, _ in pairs], [one for _, one in pairs]
+        elif isinstance(value, ast.Tuple | ast.List):
+            value.elts = [one for one in value.elts if not self.takes(one)]
+        elif isinstance(value, ast.Call) and not self.takes(value.func):
+            value.keywords = [one for one in value.keywords if not self.takes(one.value)]
+        if self.takes(value):
+            self.names |= targets - self.known
+            return None
+        self.known |= targets
+        return node
 
 
-def entries(table: ast.expr | None, takes: object) -> Iterator[tuple[int, int, list[str]]]:
-    """Yields the lines of a table's entries that are to go; each entry has lines of its own."""
-    assert callable(takes)
-    if isinstance(table, ast.Dict):
-        pairs = [(key, value) for key, value in zip(table.keys, table.values, strict=True) if takes(value)]
-        yield from ((key.lineno, value.end_lineno or 0, []) for key, value in pairs if key is not None)
-    elif isinstance(table, ast.Call):
-        yield from ((one.lineno, one.end_lineno or 0, []) for one in table.keywords if takes(one.value))
-    elif isinstance(table, ast.Tuple | ast.List):
-        yield from ((one.lineno, one.end_lineno or 0, []) for one in table.elts if takes(one))
+def without(text: str, gone: set[str]) -> str:
+    """Returns a module without what it takes from modules that are gone."""
+    return ast.unparse(Without(gone).visit(ast.parse(text))) + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +164,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("feature", NAMES)
 def test_what_is_left_without_a_feature_is_imported_and_trains(feature: str, recorded: Path, tmp_path: Path) -> None:
-    files, door = FEATURES[feature]
+    files, doors = FEATURES[feature]
     source = tmp_path / "src"
     shutil.copytree(ROOT / "src" / "hocket", source / "hocket", ignore=shutil.ignore_patterns("__pycache__"))
     gone = set()
     for file in files:
         (source / "hocket" / file).unlink()
         gone.add("hocket." + file.removesuffix(".py").replace("/", "."))
-    opened = source / "hocket" / door
-    text = opened.read_text(encoding="utf-8")
-    opened.write_text(without(text, gone), encoding="utf-8")
-    assert opened.read_text(encoding="utf-8") != text
+    for door in doors:
+        opened = source / "hocket" / door
+        text = ast.unparse(ast.parse(opened.read_text(encoding="utf-8"))) + "\n"
+        opened.write_text(without(text, gone), encoding="utf-8")
+        assert opened.read_text(encoding="utf-8") != text, door
     (tmp_path / "left.py").write_text(LEFT)
     words = [str(source), str(tmp_path / "run"), str(recorded)]
     with Command(words, tmp_path / "log", program=[str(tmp_path / "left.py")]) as process:
@@ -139,15 +187,45 @@ def test_what_is_left_without_a_feature_is_imported_and_trains(feature: str, rec
 
 def test_every_row_names_files_that_are_there_with_their_size() -> None:
     assert len(ROWS) == len(FEATURES) > 0
-    for name, files, told, door in ROWS:
-        paths = [ROOT / "src" / "hocket" / file for file in re.findall(r"`(\S+)`", files)]
+    for name, files, told, doors in ROWS:
+        paths = [ROOT / "src" / "hocket" / file for file in re.findall(r"`(\S+?)`", files)]
         lines = [line.strip() for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
         assert abs(sum(map(len, lines)) / int(told.replace(",", "")) - 1) < 0.1, name
-        assert (ROOT / "src" / "hocket" / door).exists()
+        assert all((ROOT / "src" / "hocket" / door).exists() for door in re.findall(r"`(\S+?)`", doors))
 
 
 def test_taking_out_leaves_the_other_entries_imports_and_statements() -> None:
-    table = "T = (\n    x,\n    z,\n)\n"
-    module = f"from a import x, y as z\n{table}\n\nclass C:\n    def f(self):\n        z.g()\n        x()\n"
-    left = "from a import x\nT = (\n    x,\n)\n\n\nclass C:\n    def f(self):\n        x()\n"
-    assert without(module, {"a.y"}) == left
+    module = """
+from a import x, y as z
+T = (x, z)
+class C(x, z):
+    def f(self):
+        made = z.g()
+        one = x()
+        if made:
+            made.h()
+        elif one:
+            one = z
+            x()
+        return one
+@x
+def command():
+    return z()
+"""
+    left = """
+from a import x
+T = (x,)
+class C(x):
+    def f(self):
+        one = x()
+        return one
+"""
+    without_if = left.replace("        return", "        if one:\n            x()\n        return")
+    assert (
+        without(module.replace("if made", "if x").replace("made.h()", "pass"), {"a.y"})
+        == ast.unparse(ast.parse(without_if.replace("if one:", "if x:\n            pass\n        elif one:"))) + "\n"
+    )
+    assert (
+        without(module.replace("elif one:\n            one = z\n            x()\n", "\n"), {"a.y"})
+        == ast.unparse(ast.parse(left)) + "\n"
+    )

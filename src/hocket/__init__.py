@@ -76,5 +76,6 @@ def train(
         commands.train(loaded, serve=True, on_step=on_step)
     folder = loaded.run_dir
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text("utf-8"))
-    model, history = max(folder.glob("weights/v*")), read_lines(folder / "metrics.jsonl")
+    model = max(folder.glob("weights/v*"))
+    history = read_lines(folder / "metrics.jsonl")
     return summary | {"run_dir": folder, "model": model, "history": history}

@@ -54,7 +54,8 @@ class Run:
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
-        config, steps = self.config, self.config.trainer.steps
+        config = self.config
+        steps = self.config.trainer.steps
         await self.servers.wait_up()  # a server is up once it holds the trainer's weights: a broken sync fails here
         if not self.folder.history:
             before = await self.evaluate(0)

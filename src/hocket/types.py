@@ -127,7 +127,6 @@ def left_open(text: str) -> str:
 
 
 def check_lengths(**fields: Sequence[Any]) -> None:
-    """Raise ValueError unless all fields have the same length."""
     if len(set(map(len, fields.values()))) > 1:
         lengths = {name: len(value) for name, value in fields.items()}
         raise ValueError(f"fields must have equal lengths, got {lengths}")

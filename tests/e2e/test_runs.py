@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hocket.cluster.launch import what_next
-from processes import FORKS, ROOT, START_S, Command, Process, Run, Server, free_port
+from processes import FORKS, ROOT, START_S, Command, Process, Run, Server, free_port, is_gone
 
 pytestmark = pytest.mark.e2e
 
@@ -263,15 +263,17 @@ def test_a_killed_launch_takes_its_server_and_ranks_along(tmp_path: Path) -> Non
 
 
 def test_a_server_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    with running("quickstart", log, f"run.dir={run_dir}") as process:
+    run_dir, log, port = tmp_path / "runs" / "a", tmp_path / "log", free_port()
+    words = ["quickstart", "config/quickstart.yaml", f"run.dir={run_dir}", f"server.port={port}"]
+    with Command(words, log, **{FORKS: "1"}) as process:
         process.wait_for((run_dir / "rollouts" / "step_000001.jsonl").exists, "step_000001")
-        assert ranks_of(process.members()) == ["0 of 1"]
-        servers = [p for p in process.members()[0].children() if "serve" in p.cmdline()]
-        assert len(servers) == 1
-        servers[0].kill()
+        listening = psutil.net_connections("tcp4")
+        (server,) = {one.pid for one in listening if one.laddr.port == port and one.status == psutil.CONN_LISTEN}
+        engine = psutil.Process(server).children(recursive=True)
+        assert engine
+        psutil.Process(server).kill()
         assert process.wait_end(120) == 1
-        process.assert_gone()
+        assert all(is_gone(pid) for pid in (server, *(one.pid for one in engine)))
     out = log.read_text()
     assert "error: " in out
     assert "Traceback" not in out

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from processes import START_S, Command
+
 pytestmark = pytest.mark.engine
 
 
@@ -101,10 +103,11 @@ def test_a_model_that_the_engine_can_t_run_is_one_sentence_with_the_engine_s_own
 ) -> None:
     kit.make_model(tied=True, seed=0, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
     kit.make_tokenizer().save_pretrained(tmp_path)
-    done = serve(kit, f"server.port={kit.free_port()}", f"model.path={tmp_path}", f"model.max_length={kit.MAX_LENGTH}")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout + done.stderr
-    last = done.stderr.splitlines()[-1]
+    words = [f"server.port={kit.free_port()}", f"model.path={tmp_path}", f"model.max_length={kit.MAX_LENGTH}"]
+    with Command(["serve", *words], tmp_path / "log") as server:
+        assert server.wait_end(START_S) == 1
+    assert "Traceback" not in server.output()
+    last = server.output().splitlines()[-1]
     assert last.startswith("error: the engine's process ended: Unsupported CPU attention configuration: head_dim=16")
     assert "start the server again, or with another model.path" in last
     (kept,) = re.findall(r"its traceback is in (\S+txt)", last)

@@ -17,7 +17,6 @@ from hocket.client.pool import ServerPool
 from hocket.errors import HocketError, ServerError, SyncError, TrainerError
 from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.disk import Versions
-from hocket.sync.gpu_sharing import own_gpu
 from hocket.sync.proof import Proof, Scored, missing_share
 from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
@@ -133,7 +132,6 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         versions=Versions(Path("/nowhere"), trainer, config.sync),  # type: ignore[arg-type]
         pool=pool,
         transport=WithFallback(fast, disk, said.append) if collective else disk,
-        trainer_turn=own_gpu,
     )
     proof = Proof(
         publisher=sync,

@@ -172,7 +172,6 @@ def test_a_preset_waits_for_the_device_where_that_is_intended_alone(
     assert waiting.met >= {"trainer.step.accumulate", "trainer.engine.step"}
 
 
-@pytest.mark.parametrize("model", SIZES, indirect=True)
 @pytest.mark.parametrize("kind", ["kernel", "groups"])
 @pytest.mark.parametrize("settings", ["model.lora={}", "trainer.gradient_checkpointing=true"])
 def test_adapters_and_recomputed_activations_do_so_too(

@@ -22,7 +22,8 @@ def group_advantages(rewards: Sequence[float], group_ids: Sequence[int], *, base
     "tokens" samples.py divides.
     """
     rewards_n = torch.tensor(rewards, dtype=torch.float64)  # float32 loses small differences of large rewards
-    ids_n, advantages_n = torch.tensor(group_ids), torch.zeros_like(rewards_n)
+    ids_n = torch.tensor(group_ids)
+    advantages_n = torch.zeros_like(rewards_n)
     for group in torch.unique(ids_n):
         rewards_g = rewards_n[ids_n == group]
         size = len(rewards_g)

@@ -19,7 +19,8 @@ def masked_log_ratio(numerator_bt: Tensor, denominator_bt: Tensor, mask_bt: Tens
 
 def importance_weight(log_importance_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor, config: LossConfig) -> Tensor:
     """Return trainer over engine probability per token, limited by `correction`."""
-    low, high = config.correction_low, config.correction_high
+    low = config.correction_low
+    high = config.correction_high
     importance_bt = log_importance_bt.exp()
     if config.correction == "none":
         return torch.ones_like(importance_bt)
@@ -39,7 +40,8 @@ def sequence_means(values_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor) -> Ten
 
 def sequence_sums(values_bt: Tensor, sample_bt: Tensor) -> Tensor:
     """Return at every position the sum over its sequence, float64; `sample_bt` as in `policy_loss`."""
-    index_bt, values_n = sample_bt + 1, values_bt.double().flatten()
+    index_bt = sample_bt + 1
+    values_n = values_bt.double().flatten()
     return values_n.new_zeros(values_n.numel() + 1).index_add(0, index_bt.flatten(), values_n)[index_bt]
 
 

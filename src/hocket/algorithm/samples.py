@@ -205,7 +205,8 @@ def _whole(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:
 
 def discounted_returns(rewards_t: Tensor, *, discount: float) -> Tensor:
     """Return Σ_{s≥t} discount^(s−t) · reward_s of each token, [t] (arXiv 2501.03262)."""
-    returns, following = [], 0.0
+    returns = []
+    following = 0.0
     for reward in reversed(rewards_t.tolist()):
         following = reward + discount * following
         returns.append(following)
@@ -217,7 +218,9 @@ def gae(rewards_t: Tensor, values_t: Tensor, *, discount: float, gae_lambda: flo
 
     δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. V_T = 0.
     """
-    advantages, following, next_value = [], 0.0, 0.0
+    advantages = []
+    following = 0.0
+    next_value = 0.0
     for reward, value in zip(reversed(rewards_t.tolist()), reversed(values_t.tolist()), strict=True):
         following = reward + discount * next_value - value + discount * gae_lambda * following
         advantages.append(following)

@@ -18,9 +18,11 @@ async def find_servers(where: str) -> list[str]:
             found = await asyncio.to_thread(_in_file if "/" in where else _at_name, where)
         problem = "it names none"
     except TimeoutError:
-        found, problem = [], f"there was no answer in {LOOK_UP_S:g} s"
+        found = []
+        problem = f"there was no answer in {LOOK_UP_S:g} s"
     except (OSError, ValueError) as error:
-        found, problem = [], str(error)
+        found = []
+        problem = str(error)
     if not found:
         raise ServerError(f"server.discover={where} finds no server: {problem}", code="unreachable")
     return found

@@ -86,10 +86,12 @@ class Member:
         return self.server.url
 
     def mark_ready(self, session: str) -> None:
-        self.session, self.out = session, None
+        self.session = session
+        self.out = None
 
     def mark_out(self, reason: str) -> None:
-        self.session, self.out = None, reason
+        self.session = None
+        self.out = reason
 
 
 Find = Callable[[], Awaitable[Sequence[str]]]
@@ -144,7 +146,6 @@ class ServerPool:
             await member.server.close()
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run work that leaving the pool cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -250,7 +251,8 @@ class ServerPool:
             else:
                 health = await self._beat(member, take_over=self.take_over and not member.held)
                 member.held = True
-            member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
+            member.kv_tokens = health.kv_tokens
+            member.dtype = health.dtype
             member.out = why_out(health)
             if member.out is None:
                 if self.bring_up is not None:
@@ -261,7 +263,8 @@ class ServerPool:
     async def _bring_up(self, there: Mapping[Member, Health]) -> None:
         """Bring servers up together; where that fails, each half by itself."""
         assert self.bring_up is not None
-        members, middle = [*there], len(there) // 2
+        members = [*there]
+        middle = len(there) // 2
         with self._looking(*members):
             try:
                 await self.bring_up(there)
@@ -372,7 +375,9 @@ class RecordedSession:
         self.api_key = opened.key  # opens this session alone
         self.model = opened.model
         self.open = True
-        self._pool, self._member, self._id = pool, member, opened.id
+        self._pool = pool
+        self._member = member
+        self._id = opened.id
 
     async def close(self) -> AgentRecord:
         """End the session and return its record. Raises ServerError."""

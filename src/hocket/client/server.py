@@ -66,7 +66,6 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         return self._http.is_closed
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> protocol.Health:
-        """Return the server's state. Raises ServerError."""
         return await self._call("GET", "/health", protocol.Health, timeout_s)
 
     async def ask(self, request: protocol.Request[A], *, timeout_s: float) -> A:
@@ -90,7 +89,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
     async def generate(
         self, request: protocol.GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[protocol.StreamLine, None]:
-        """Yield completions as they are finished, in any order. Use `aclosing`: the deadline runs until then."""
+        """Yield completions as the server finishes them. Use `aclosing`: its deadline runs until then."""
         body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
@@ -159,9 +158,11 @@ def _raise_for_error(response: httpx.Response) -> None:
     status = response.status_code
     try:
         error = protocol.ErrorResponse.model_validate_json(response.content).error
-        message, code = _text(error), error.code
+        message = _text(error)
+        code = error.code
     except pydantic.ValidationError:
-        message, code = repr(response.text[:200]), "protocol"
+        message = repr(response.text[:200])
+        code = "protocol"
     raise ServerError(f"{response.request.url} answered {status}: {message}", code=code, status=status)
 
 

@@ -1,6 +1,6 @@
 """Write the files that run a config on SLURM, Ray or Kubernetes, and submit them where asked.
 
-hocket schedules nothing: the files are filled in from templates/, and are the user's from then on.
+The files are filled in from templates/, and are the user's from then on.
 """
 
 import json
@@ -53,7 +53,8 @@ def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) 
     """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError for a layout that can't be."""
     if gpus_per_node == 0 or servers * gpus_per_server + ranks <= gpus_per_node:
         return Layout(servers, gpus_per_server if gpus_per_node else 0, ranks, servers, 1, ranks, 1, 1)
-    per_node, rank_nodes = gpus_per_node // gpus_per_server, -(-ranks // gpus_per_node)
+    per_node = gpus_per_node // gpus_per_server
+    rank_nodes = -(-ranks // gpus_per_node)
     if per_node == 0:
         raise ConfigError(
             f"server.tensor_parallel_size={gpus_per_server} exceeds launch.gpus_per_node={gpus_per_node}, and a server "

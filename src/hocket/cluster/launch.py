@@ -32,7 +32,7 @@ TAIL = 1 << 16  # bytes of a log in which they are looked for
 
 
 def die_with_launcher() -> bool:
-    """Have the kernel send SIGTERM to this process when the hocket process that started it ends, if one did (Linux)."""
+    """Have the kernel end this process with the hocket process that started it, if one did (Linux)."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
@@ -268,14 +268,18 @@ def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
     """Return commands that fit the run that has ended: the same again by hand, and the use of its newest version."""
     run = door()
     given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
-    model, more, merge = max(run_dir.glob("weights/v*")), list[str](), ""
+    model = max(run_dir.glob("weights/v*"))
+    more = list[str]()
+    merge = ""
     if kind_of(model) == "adapter":
         merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
-        model, more = run_dir / "model", ["model.lora=null"]
+        model = run_dir / "model"
+        more = ["model.lora=null"]
     rollouts = max(run_dir.glob("rollouts/step_*.jsonl"), default=None)
     prompt = json.loads(rollouts.read_text(encoding="utf-8").split("\n")[0])["prompt"] if rollouts else ""
     prompt = prompt if 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable() else "PROMPT"
-    again, use = shlex.join([*given, f"run.dir={unused(run_dir)}"]), shlex.join([*given, f"model.path={model}", *more])
+    again = shlex.join([*given, f"run.dir={unused(run_dir)}"])
+    use = shlex.join([*given, f"model.path={model}", *more])
     return f"""
 The same in two terminals:     {run} serve {again}
                                {run} train {again}

@@ -99,7 +99,8 @@ class Needs:
 
 def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     """Return what a config needs on the GPUs of one machine. Raises ConfigError where they can't be divided."""
-    server, size = config.server, config.server.tensor_parallel_size
+    server = config.server
+    size = config.server.tensor_parallel_size
     where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
     dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
     model = skeleton(config.model)
@@ -147,7 +148,8 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
 
 def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
     """Return what all processes need of the machine's memory, but for files in its cache."""
-    rank, where = needs.rank, needs.where
+    rank = needs.rank
+    where = needs.where
     state = where.num_ranks * (rank.weights + rank.gradients + rank.optimizer)
     checkpoint = 12 * needs.trained
     found = {
@@ -162,10 +164,13 @@ def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
 
 
 def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
-    rollout, peak = config.rollout, flops.PEAKS[gpu.name]
-    length, prompt = LENGTH * rollout.max_tokens, config.data.max_prompt_tokens or PROMPT_TOKENS
+    rollout = config.rollout
+    peak = flops.PEAKS[gpu.name]
+    length = LENGTH * rollout.max_tokens
+    prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
     count = rollout.prompts_per_step * rollout.group_size
-    size, mine = config.server.tensor_parallel_size, count / len(needs.where.servers)
+    size = config.server.tensor_parallel_size
+    mine = count / len(needs.where.servers)
     limit = config.server.max_concurrent or MAX_SEQUENCES
     running = max(1.0, min(mine, limit, needs.kv_tokens / (prompt + length)))
     read = needs.weights + running * (prompt + length / 2) * kv_token / size
@@ -183,7 +188,8 @@ def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) 
         "checkpoint": 12 * needs.trained * CHECKPOINT_S,
     }
     if config.trainer.offload_optimizer:  # while the CPU updates, and gradients and weights travel, GPUs wait
-        updates, tokens = config.algorithm.updates, config.trainer.micro_batch_tokens
+        updates = config.algorithm.updates
+        tokens = config.trainer.micro_batch_tokens
         share = count * (prompt + length) * config.algorithm.epochs / updates / needs.where.num_ranks
         micro_batches = math.ceil(share / (needs.largest_micro_batch if tokens == "auto" else tokens))
         # ZeRO-3 has the sums brought to the GPU and back for every micro-batch; they stay there at other stages.
@@ -215,7 +221,8 @@ def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
     gpu = GPUS[size]
     needs = find_needs(config, num_gpus, gpu)
-    where, context = needs.where, tokenizers.context_length(config.model)
+    where = needs.where
+    context = tokenizers.context_length(config.model)
     yield f"{config.model.path}: {needs.parameters / 1e9:.2f} billion parameters; {num_gpus} x {size} ({gpu.name})"
     yield (
         f"servers  {len(where.servers)}, the first on GPU {where.servers[0]}: weights {needs.weights / GIB:.1f} GiB, "

@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit status; an error is one sentence, with --traceback after its traceback."""
     launched = launch.die_with_launcher()
     # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
-    parser, typed = _parser(), [arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))]
+    parser = _parser()
+    typed = [arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))]
     args, rest = parser.parse_known_args(typed)
     if wrong := [arg for arg in rest if arg.startswith("-") or "settings" not in args]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -272,7 +273,8 @@ def _ledger(args: argparse.Namespace) -> int:
     from hocket.data import ledger
     from hocket.observe.run_folder import read_lines
 
-    rows, kept = read_lines(args.RUN / "ledger.jsonl"), checkpoints.complete(args.RUN)
+    rows = read_lines(args.RUN / "ledger.jsonl")
+    kept = checkpoints.complete(args.RUN)
     if not any("num_prompts" in row for row in rows[:1]):
         raise ConfigError(f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing")
     stream = checkpoints.read(kept[-1]).parts["prompts"] if kept else None

@@ -112,7 +112,8 @@ def resources() -> Iterator[Finding]:
     if sys.platform != "linux":
         return
     yield Finding("cores", str(len(os.sched_getaffinity(0))))
-    memory, disk = free_memory() / 1e9, shutil.disk_usage(Path.cwd()).free / 1e9
+    memory = free_memory() / 1e9
+    disk = shutil.disk_usage(Path.cwd()).free / 1e9
     note = f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs"
     yield Finding("memory", f"{memory:.1f} GB free", note=note if memory < NEEDED_MEMORY_GB else "")
     fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
@@ -140,7 +141,6 @@ def processes() -> Iterator[Finding]:
 
 
 def is_ours(words: list[str]) -> bool:
-    """Return whether a command line is that of a server, a trainer or a vLLM engine."""
     return OURS.match(" ".join(words)) is not None
 
 

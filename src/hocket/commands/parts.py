@@ -1,4 +1,4 @@
-"""Make the parts of a run from its configuration; commands.py brings them together."""
+"""Make the parts of a run from its configuration; runs.py brings them together."""
 
 import os
 import sys
@@ -32,9 +32,9 @@ from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.rollout.players import Players
 from hocket.sync.disk import Versions
-from hocket.sync.gpu_sharing import own_gpu, put_to_sleep, shared_gpu
+from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
-from hocket.sync.publish import Publisher, Transport
+from hocket.sync.publish import Publisher, Transport, own_gpu
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.types import Prompt, TrainerTurn
 
@@ -50,7 +50,8 @@ class Parts:
     """Makes the parts that train, rollout and eval have in common."""
 
     def __init__(self, config: Config, console: Console) -> None:
-        self.config, self.console = chosen(config), console
+        self.config = chosen(config)
+        self.console = console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
@@ -103,7 +104,8 @@ class Parts:
 
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation; empty where there is none, and say it where rows are missing."""
-        data, settings = self.config.held_out_data, self.config.eval
+        data = self.config.held_out_data
+        settings = self.config.eval
         if data is not None:
             return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts]
         if settings.num_prompts:
@@ -111,12 +113,10 @@ class Parts:
         return ()
 
     def stream(self, prompts: Prompts | KeptPrompts) -> PromptStream:
-        """Return the stream that draws the prompts of the batches."""
         planner = bind(self.config.curriculum, prompts, self.config.trainer.seed)
         return PromptStream(planner, prompts_per_step=self.config.rollout.prompts_per_step)
 
     def play(self, servers: ServerPool) -> Play:
-        """Return how the environment has episodes played on these servers."""
         made = self.environment()
         env = self.config.env
         players = Players(
@@ -131,15 +131,19 @@ class Parts:
         return play
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
-        config, trainer, ahead = self.config.rollout, self.config.trainer, int(self.config.pipeline.max_staleness)
+        config = self.config.rollout
+        trainer = self.config.trainer
+        ahead = int(self.config.pipeline.max_staleness)
         oversampling = self.config.algorithm.oversampling
         plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
 
     def evaluation(self, prompts: Sequence[Prompt], play: Play, calls: RewardCalls) -> Evaluation:
         """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
-        config, settings = self.config, self.config.eval
-        seed, temperature = config.trainer.seed, settings.temperature
+        config = self.config
+        settings = self.config.eval
+        seed = config.trainer.seed
+        temperature = settings.temperature
         return Evaluation(
             prompts=prompts,
             play=play,
@@ -159,7 +163,8 @@ class Parts:
         """Choose the way of the weights, which ends with the stack, and have the pool bring up servers with it."""
         from hocket.sync.collective import CollectiveTransport
 
-        config, say = self.config, self.console.say
+        config = self.config
+        say = self.console.say
         versions = Versions(config.run_dir, trainer, config.sync)
         disk = DiskTransport(versions, config.sync_root, config.sync, say)
         transport: Transport = disk
@@ -187,7 +192,8 @@ class Parts:
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
         """Give the servers that the config names with their weights, or one of model.path, started if none answers."""
-        server, model = self.config.server, self.config.model.path
+        server = self.config.server
+        model = self.config.model.path
         named = bool(server.urls or server.discover)
 
         async def check(there: Mapping[Member, Health]) -> None:
@@ -211,7 +217,8 @@ class Parts:
 
     def own_server(self, stack: ExitStack, arguments: Sequence[str]) -> Callable[[str, float], None]:
         """Start a server of model.path, which ends with the stack; return what is to be called while waiting for it."""
-        config, log = self.config, self.config.run_dir / "logs" / "server.log"
+        config = self.config
+        log = self.config.run_dir / "logs" / "server.log"
         self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")
         env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOCKET_TOKEN": config.token or ""}
         child = Child(["-m", "hocket", "serve", *arguments], env=env, log=log)
@@ -232,7 +239,9 @@ async def answers(config: Config) -> bool:
 
 def chosen(config: Config) -> Config:
     """Return the config with each `auto` replaced by what it is here; micro-batches are measured on a GPU, later."""
-    pipeline, sync, apart = config.pipeline, config.sync, bool(visible_gpus()) and config.gpus_apart
+    pipeline = config.pipeline
+    sync = config.sync
+    apart = bool(visible_gpus()) and config.gpus_apart
     trainer = config.trainer if visible_gpus() else config.trainer.unmeasured()
     if pipeline.max_staleness == "auto":
         pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
@@ -242,7 +251,7 @@ def chosen(config: Config) -> Config:
 
 
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
-    """Wait for a server that may be on this GPU, on every rank before it takes any; put it to sleep to share the GPU.
+    """Wait for a server that may be on this GPU, before any rank takes it; put it to sleep to share the GPU.
 
     vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
     """

@@ -75,7 +75,8 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
 
 def _check(parts: Parts, stack: ExitStack) -> None:
     """Say what a run would use: data, rewards, template, model, memory, and servers where they answer."""
-    config, say = parts.config, parts.console.say
+    config = parts.config
+    say = parts.console.say
     calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
     prompts = parts.prompts("train", config.data)
     say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
@@ -143,7 +144,8 @@ def _run(
     """Bring the parts together; first data and rewards, whose faults show before any server or trainer is up."""
     calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
     parts = Parts(config, console)
-    prompts, held_out = parts.prompts("train", config.data), parts.held_out()
+    prompts = parts.prompts("train", config.data)
+    held_out = parts.held_out()
     stream = parts.stream(prompts)
     run_there(calls.set_up())
     folder = stack.enter_context(RunFolder(config))
@@ -240,7 +242,8 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         async def run() -> None:
             await calls.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
-                play, scorer = parts.play(servers), RewardScorer(calls, config.rewards.functions)
+                play = parts.play(servers)
+                scorer = RewardScorer(calls, config.rewards.functions)
                 async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)

@@ -141,7 +141,6 @@ def _install(command: str) -> None:
 
 
 def _run(label: str, command: list[str | Path], turn: TextIO) -> None:
-    """Run one step, whose output the user sees. Raise SetupError if it fails."""
     print(f"run.py: {label}", file=sys.stderr, flush=True)
     process = subprocess.run(
         command,

@@ -48,7 +48,7 @@ def kind_of(folder: Path) -> str:
 
 
 def newest_version(path: str) -> str:
-    """Return the newest version of a run folder, or what sft has made in it; a path that is none as it is."""
+    """Return the newest version of a run folder, or what sft has made in it; another path as it is."""
     folder = Path(path)
     made = [*folder.glob("model/config.json"), *sorted(folder.glob("weights/v*/COMPLETE"))]
     return str(made[-1].parent) if made and kind_of(folder) == "run" else path
@@ -67,7 +67,7 @@ def partial_of(path: Path) -> Path:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `path` after the body (`complete_folder`); a failing body leaves nothing."""
+    """Yield an empty folder that becomes `path` after the body; a failing body leaves nothing."""
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -80,7 +80,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 def complete_folder(path: Path) -> None:
     """Sync the partial folder of `path` to the disk and rename it to `path`, in place of an older folder."""
-    partial, old = partial_of(path), path.with_name(f".{path.name}.old")
+    partial = partial_of(path)
+    old = path.with_name(f".{path.name}.old")
     mode = partial.stat().st_mode & 0o666  # safetensors writes for the owner alone; a server may run as another user
     for file in filter(Path.is_file, partial.iterdir()):
         file.chmod(mode)

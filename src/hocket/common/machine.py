@@ -20,10 +20,11 @@ KEPT_MEMORY = 2 << 30  # bytes of a process; to get them anew in each step takes
 def cpu_threads(model: str, *, processes: int) -> int:
     """Return how many threads each of `processes` computes with: all ranks, or all servers' workers, of this machine.
 
-    Ranks and servers use all cores, even at the same time: a waiting thread leaves its core to others
-    (environment.prepare). A small model uses half of them: more threads cost more in waiting than they save.
+    Both use all cores, even at the same time: a waiting thread leaves its core to others (environment.prepare). A small
+    model uses half of them: more threads cost more in waiting than they save.
     """
-    cores, folder = len(os.sched_getaffinity(0)), Path(model)
+    cores = len(os.sched_getaffinity(0))
+    folder = Path(model)
     is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
     return max(1, (cores // 2 if is_small else cores) // processes)
 
@@ -34,7 +35,7 @@ def bound_nccl(timeout_s: float) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give memory of freed tensors, which the C library keeps, back to the system if the process has > KEPT_MEMORY."""
+    """Give memory that the C library keeps back to the system if the process has > KEPT_MEMORY."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > KEPT_MEMORY:
         with suppress(AttributeError):  # not glibc
@@ -42,7 +43,7 @@ def return_freed_memory() -> None:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory left to this machine, or to the control group of this process (Linux)."""
+    """Return the bytes of memory left to this machine, or to this process's control group (Linux)."""
     info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) << 10
     for folder, limit, used, cached in (

@@ -21,7 +21,8 @@ OVER_LIMIT = 100  # exit status of a command that was killed because they took t
 PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, that are no secrets whatever they look like
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
@@ -56,8 +57,9 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
 
 
 def without_secrets() -> dict[str, str]:
-    """Return this process's environment for code of others: without the variables that look like a secret."""
-    passed, variables = os.environ.get(PASS_VARIABLE, "").split(","), os.environ.items()
+    """Return this process's environment for code of others: without variables that look like a secret."""
+    passed = os.environ.get(PASS_VARIABLE, "").split(",")
+    variables = os.environ.items()
     return {k: v for k, v in variables if k in passed or not (_SECRET_NAME.search(k) or _SECRET_VALUE.search(v))}
 
 

@@ -21,7 +21,7 @@ PLUGIN_PREFIX = "hocket_plugin_"  # of the module names that load_plugins makes
 
 
 class Registry(Generic[T]):
-    """Named things of one kind, filled by a decorator; `kind` is the word for them in error messages ("reward").
+    """Named things of one kind, filled by a decorator; `kind` is the word for them in errors ("reward").
 
     `modules` are imported when a name that they register is first used.
     """
@@ -48,7 +48,6 @@ class Registry(Generic[T]):
         return add
 
     def _has(self, name: str) -> bool:
-        """Return whether a name is known; import the module that registers it."""
         if name in self._modules:
             importlib.import_module(self._modules.pop(name))
         return name in self.items

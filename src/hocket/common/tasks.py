@@ -53,8 +53,8 @@ def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Corou
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return function(*args, **kwargs) from a thread, so that the event loop goes on.
 
-    The threads are hocket's own: a user's tools that hang may hold all of asyncio's. A cancelled call ends once the
-    function has: its objects are in use until then.
+    The threads are hocket's own: tools that hang may hold all of asyncio's. A cancelled call ends once the function
+    has: its objects are in use until then.
     """
     call = partial(function, *args, **kwargs)
     running = asyncio.get_running_loop().run_in_executor(_THREADS, call)
@@ -68,11 +68,12 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 async def as_completed(
     function: Callable[[S], Coroutine[Any, Any, T]], items: Sequence[S], *, at_once: int
 ) -> AsyncGenerator[T, None]:
-    """Yield the results of a function of each item, in the order in which they come; leaving early cancels those begun.
+    """Yield the results of a function of each item, as they come; leaving early cancels those begun.
 
     At most `at_once` run at the same time. Raises what one of them raises.
     """
-    todo, results = iter(items), asyncio.Queue[T | Exception]()
+    todo = iter(items)
+    results = asyncio.Queue[T | Exception]()
 
     async def work() -> None:
         try:
@@ -117,6 +118,6 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a 48-bit seed derived from a SHA-256 hash of the parts."""
+    """Return a 48-bit seed from a SHA-256 hash of the parts."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:6], "big")

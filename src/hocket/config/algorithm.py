@@ -163,8 +163,10 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        by_token, one_ratio = self.baseline in ("none", "critic"), self.correction != "none" and self.updates == 1
-        in_reward, off = self.kl_in == "reward", self.kl == "off"
+        by_token = self.baseline in ("none", "critic")
+        one_ratio = self.correction != "none" and self.updates == 1
+        in_reward = self.kl_in == "reward"
+        off = self.kl == "off"
         for_kl = in_reward or self.kl_coef or self.kl_target or self.reference
         yield (
             by_token and self.scale in ("group", "batch"),

@@ -181,7 +181,8 @@ def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
-    key, value = ".".join(map(str, item["loc"])), item["input"]
+    key = ".".join(map(str, item["loc"]))
+    value = item["input"]
     if item["type"] == "extra_forbidden" and isinstance(value, Mapping) and value:
         for name in value:
             yield from _explain({**item, "loc": (*item["loc"], name), "input": value[name]})

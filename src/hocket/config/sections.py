@@ -99,7 +99,7 @@ class ModelConfig(Section):
         return self.lora is not None and self.lora.quantize is not None
 
     def beside(self, path: str | None) -> "ModelConfig":
-        """Return the config of another whole model; without a path, of the one that the run starts from."""
+        """Return the config of another whole model: at `path`, or the one that the run starts from."""
         other = {} if path is None else {"path": path, "random_init": False}
         return self.model_copy(update={"lora": None, **other})
 

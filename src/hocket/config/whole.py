@@ -38,18 +38,24 @@ class Config(Section):
     """Python files with your rewards, environments, tools, curricula."""
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        model, rollout, trainer, sync, launch = self.model, self.rollout, self.trainer, self.sync, self.launch
+        model = self.model
+        rollout = self.rollout
+        trainer = self.trainer
+        sync = self.sync
+        launch = self.launch
         baseline = self.algorithm.baseline
         yield (
             rollout.group_size == 1 and baseline in ("mean", "leave_one_out"),
             f"rollout.group_size=1 leaves algorithm.baseline={baseline} nothing to compare with: set 2 or more",
         )
-        thinks, share = (self.env.model_extra or {}).get("thinking_tokens"), self.algorithm.overlong_share
+        thinks = (self.env.model_extra or {}).get("thinking_tokens")
+        share = self.algorithm.overlong_share
         yield (
             bool(thinks and share),
             f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0",
         )
-        run_dir, root = self.run_dir.resolve(), self.sync_root.resolve()
+        run_dir = self.run_dir.resolve()
+        root = self.sync_root.resolve()
         inside = run_dir.is_relative_to(root) and run_dir != root
         yield (
             not inside or "/." in str(run_dir)[len(str(root)) :],
@@ -66,12 +72,14 @@ class Config(Section):
             spreads and trainer.kernels == "compile",
             "trainer.kernels=compile has no effect on layers of zero_stage=3, the default to offload; set stage 2",
         )
-        warmup, steps = self.critic.warmup_steps, trainer.steps
+        warmup = self.critic.warmup_steps
+        steps = trainer.steps
         yield (
             self.algorithm.baseline == "critic" and warmup >= steps,
             f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy",
         )
-        replay, ahead = self.pipeline.replay, self.pipeline.max_staleness not in ("auto", 0)
+        replay = self.pipeline.replay
+        ahead = self.pipeline.max_staleness not in ("auto", 0)
         yield (
             replay is not None and (ahead or launch.share_gpu),
             "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out",
@@ -104,7 +112,8 @@ class Config(Section):
     @property
     def held_out_data(self) -> sections.HeldOutConfig | None:
         """Section eval.data, filled from section data; None with no evaluation, or no held-out rows."""
-        own, data = self.eval.data, self.data
+        own = self.eval.data
+        data = self.data
         kind, _, name = data.source.partition(":")
         has_splits = kind == "hf" and not (Path(name).expanduser() / "state.json").is_file()
         other = own.split != data.split and (kind == "task" or (has_splits and "split" in own.model_fields_set))

@@ -28,7 +28,8 @@ class PassRates:
     def record(self, index: int, epoch: int, rate: float) -> None:
         """Record a pass rate; a late one of an older epoch changes only the streak."""
         if epoch >= self.epochs[index]:
-            self.rates[index], self.epochs[index] = rate, epoch
+            self.rates[index] = rate
+            self.epochs[index] = epoch
         self.streaks[index] = self.streaks[index] + 1 if rate >= 1 else 0
 
     def state(self) -> dict[str, list[Any]]:
@@ -37,7 +38,7 @@ class PassRates:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What to plan an epoch from; a prompt is named by its index in `prompts`."""
+    """The prompts to plan an epoch from, by their index in `prompts`."""
 
     epoch: int  # counts from 0
     prompts: Prompts | KeptPrompts
@@ -71,7 +72,7 @@ class Curriculum:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a `state`."""
+        """Go back to a state."""
 
 
 CURRICULA: Registry[type[Curriculum]] = Registry("curriculum")
@@ -96,7 +97,8 @@ class Sorted(Curriculum):
         self._column = difficulty_column
 
     def plan(self, candidates: Candidates) -> EpochPlan:
-        rates, prompts = enumerate(candidates.measured.rates), candidates.prompts
+        rates = enumerate(candidates.measured.rates)
+        prompts = candidates.prompts
         known = {index: -rate for index, rate in rates if rate is not None}
         if self._column is not None:
             known = dict(enumerate(prompts.column(self._column)))
@@ -118,7 +120,8 @@ class Planner:
         *,
         retire_after: int = 0,  # times solved in a row, after which a prompt is left out; 0 disables it
     ) -> None:
-        self.prompts, self.seed = prompts, seed
+        self.prompts = prompts
+        self.seed = seed
         self._curriculum = curriculum or Shuffle()
         self._retire_after = retire_after or math.inf
         self._measured = PassRates(len(prompts))
@@ -160,6 +163,7 @@ class Planner:
 
 
 def bind(config: CurriculumConfig, prompts: Prompts | KeptPrompts, seed: int) -> Planner:
-    options, keys = config.model_extra or {}, CurriculumConfig.model_fields
+    options = config.model_extra or {}
+    keys = CurriculumConfig.model_fields
     made: Curriculum = CURRICULA.bind(config.name, options, section="curriculum", keys=keys)()
     return Planner(prompts, seed, made, retire_after=config.retire_after)

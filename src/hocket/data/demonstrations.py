@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
     """Return the demonstrations of at most max_length tokens."""
     renderer = Renderer(data, tokenizer)
-    end, kept, lengths = renderer.end_of_turn(), list[TokenSequence](), list[int]()
+    end = renderer.end_of_turn()
+    kept = list[TokenSequence]()
+    lengths = list[int]()
     for rendered, problems in in_parts(data, lambda columns: _samples(renderer, data, columns, end)):
         places = [place for place, samples in rendered for _ in samples]
         encoded = _encode(renderer, [sample for _, samples in rendered for sample in samples])
@@ -87,7 +89,8 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
         body = turn.removesuffix(renderer.after_turn)  # else it has an end of its own: <|call|>
         ends = turn.endswith(renderer.after_turn)
         samples[-1].append((asked[len(told) :], body, [end] if ends else []))
-        told, said = asked + body, asked + turn
+        told = asked + body
+        said = asked + turn
     return samples
 
 
@@ -98,7 +101,8 @@ def _encode(renderer: Renderer, samples: Sequence[Sequence[Passage]]) -> list[To
     wholes = iter(renderer.encode_prompts([read + said for read, said, _ in passages]))
     sequences = []
     for sample in samples:
-        token_ids, mask = list[int](), list[bool]()
+        token_ids = list[int]()
+        mask = list[bool]()
         for (_, said, ends), read, whole in zip(sample, reads, wholes, strict=False):
             if whole[: len(read)] != read:  # a token of both
                 whole = read + renderer.encode([said])[0]

@@ -31,10 +31,11 @@ def accounts(
 ) -> list[Account]:
     """Return the account of each epoch that has begun.
 
-    `rows` are the ledger's; `stream` is the PromptStream's state in the newest checkpoint (None: draws in flight are
-    unknown); `ended`: the run has taken all steps, so that nothing is in flight.
+    `stream` is the state of the PromptStream in the newest checkpoint (None: draws in flight are unknown); `ended`: the
+    run has taken all of its steps, so that nothing is in flight.
     """
-    num_prompts, rows = rows[0]["num_prompts"], list(rows[1:])
+    num_prompts = rows[0]["num_prompts"]
+    rows = list(rows[1:])
     if stream is not None:
         recorded = {row["draw"] for row in rows if "draw" in row}
         late = [*stream["entries"], *({**draw, "state": "in flight"} for draw in stream["in_flight"])]

@@ -60,7 +60,8 @@ def load_prompts(
         raise DataError(f"{what}; add {advice} at the end of the template")
 
     def origin() -> tuple[object, ...] | None:
-        content, template = identity(data), tokenizer.chat_template
+        content = identity(data)
+        template = tokenizer.chat_template
         if content is None:
             return None
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
@@ -85,12 +86,14 @@ def in_parts(
 ) -> Iterator[tuple[list[tuple[str, T]], dict[str, str]]]:
     """Yield (place, rendered row) in parts, as encoding all at once takes gigabytes, and what is wrong, by place.
 
-    Raise DataError at the end for rows that `render` refuses by a ValueError, or that the caller has added.
+    Raise DataError at the end for rows that `render` raises a ValueError for, or the caller has added.
     """
-    num_rows, problems = 0, dict[str, str]()
+    num_rows = 0
+    problems = dict[str, str]()
     rows = iter(tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5))
     while part := list(itertools.islice(rows, PART)):
-        rendered, num_rows = [], num_rows + len(part)
+        rendered = []
+        num_rows = num_rows + len(part)
         for place, columns in part:
             try:
                 rendered.append((place, render(columns_of(columns))))
@@ -135,7 +138,8 @@ class Renderer:
             raise DataError(f"the tokenizer has no chat template: {advice} for plain text")
         if tools and not data.chat_template:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
-        self._data, self._tokenizer = data, tokenizer
+        self._data = data
+        self._tokenizer = tokenizer
         self._tools = list(tools) or None
         system = data.system_prompt
         self._first = () if system is None else ({"role": "system", "content": system},)
@@ -247,7 +251,8 @@ class Renderer:
         return tuple(value)
 
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
-        column, pattern = self._data.answer_column, self._data.answer_pattern
+        column = self._data.answer_column
+        pattern = self._data.answer_pattern
         if column is None:
             return None
         value = self.column(columns, "answer_column", ", or to null where there is no answer")

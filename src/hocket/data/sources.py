@@ -28,9 +28,11 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     """Yield (place, columns) of at most `data.limit` rows, unchecked; lines of .jsonl as they are."""
     kind, _, name = data.source.partition(":")
     rows: Iterable[tuple[int, Any]]
-    place, limit = f"{data.source}/{data.split}", data.limit
+    place = f"{data.source}/{data.split}"
+    limit = data.limit
     if kind == "task":
-        rows, limit = enumerate(TASKS.get(name)(data.split, 0)), data.limit or NUM_ROWS
+        rows = enumerate(TASKS.get(name)(data.split, 0))
+        limit = data.limit or NUM_ROWS
     elif kind == "hf":
         rows = enumerate(_hugging_face(name, data.split, data.section))
     else:
@@ -41,7 +43,8 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
             raise DataError(f"{data.section}.source={data.source} is none of {known}")
         if not path.is_file():
             raise DataError(f"{data.section}.source={data.source} is not a file; paths are relative to {Path.cwd()}")
-        rows, place = readers[path.suffix](path), str(path)
+        rows = readers[path.suffix](path)
+        place = str(path)
     return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, limit))
 
 

@@ -80,12 +80,14 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the draws in flight, in their order. Raise DataError for other prompts."""
+        """Continue with the draws in flight. Raise DataError for other prompts."""
         for key, value in self._identity.items():
             if state[key] != value:
                 changed = f"{key} of the prompts was {state[key]} and is {value} now"
                 raise DataError(f"can't resume: {changed}; use the same data and trainer.seed, or start a new run")
-        self._epoch, self._position, self._num_drawn = state["epoch"], state["position"], state["num_drawn"]
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._num_drawn = state["num_drawn"]
         self._in_flight = {draw["draw"]: draw for draw in state["in_flight"]}
         self._again = collections.deque(self._in_flight)
         self._entries = list(state["entries"])
@@ -105,7 +107,8 @@ class PromptStream:
             for index in self._order[self._position :]:
                 self._leave_out(index, "skipped", "the curriculum moved on before its turn")
             self._begin(self._epoch + 1, order, left_out)
-        number, index = self._num_drawn, self._order[self._position]
+        number = self._num_drawn
+        index = self._order[self._position]
         prompt = self._prompts[index].id
         self._in_flight[number] = {"draw": number, "epoch": self._epoch, "index": index, "prompt": prompt}
         self._num_drawn += 1
@@ -114,7 +117,10 @@ class PromptStream:
 
     def _begin(self, epoch: int, order: list[int], left_out: dict[int, tuple[str, str]]) -> None:
         before = self._left_out
-        self._epoch, self._position, self._order, self._left_out = epoch, 0, order, left_out
+        self._epoch = epoch
+        self._position = 0
+        self._order = order
+        self._left_out = left_out
         self._at_start = self.planner.state()
         for index, (state, why) in left_out.items():
             if before.get(index) != (state, why):

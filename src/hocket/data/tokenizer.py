@@ -97,8 +97,9 @@ def context_length(model: ModelConfig) -> int:
 
 
 def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> tuple[int, str]:
-    """Return the longest prompt + completion, in tokens, of the model and a micro-batch; and the limit's name."""
-    context, tokens = context_length(model), trainer.micro_batch_tokens
+    """Return the longest prompt + completion that the model and a micro-batch hold, and the limit's name."""
+    context = context_length(model)
+    tokens = trainer.micro_batch_tokens
     if tokens == "auto" or context <= tokens + 1:  # the last token is only predicted
         return context, f"the context of {context} tokens (model.max_length, or the model's own)"
     return tokens + 1, f"trainer.micro_batch_tokens={tokens}"

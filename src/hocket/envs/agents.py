@@ -128,7 +128,6 @@ async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> i
 
 
 def _last_line(file: IO[bytes]) -> str:
-    """Return the last line that is not blank."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""

@@ -45,7 +45,7 @@ def _encodable(value: Any) -> Any:
 class Observation:
     """What the model reads before its next turn, and how that turn is sampled.
 
-    Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
+    Half a surrogate pair, which has no encoding, becomes a question mark.
     """
 
     messages: Annotated[Sequence[Message], BeforeValidator(_encodable)] = ()  # rendered by the chat template

@@ -102,7 +102,6 @@ def python(code: str) -> str:
 
 @functools.cache
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Describe the function as OpenAI's API does."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 

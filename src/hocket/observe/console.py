@@ -76,7 +76,8 @@ class Console(AbstractContextManager["Console"]):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step, the heading every HEADING_EVERY lines, and alarms when they begin."""
         if not self._first and step:
-            self._start, self._first = time.monotonic() - metrics.get("time/step", 0.0), step
+            self._start = time.monotonic() - metrics.get("time/step", 0.0)
+            self._first = step
         if self._lines % HEADING_EVERY == 0:
             heading = " ".join(f"{name:>{width}}" for name, _, width, _ in COLUMNS)
             self._rich.print(f"[bold]{'step':>9} {heading}[/bold]")

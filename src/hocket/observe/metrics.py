@@ -16,7 +16,7 @@ PHASES = ("generate", "reward", "turn", "measure", "train", "sync", "eval")  # o
 
 
 class Metric(NamedTuple):
-    """Describe one metric: `low` and `high` bound its healthy range, `advice` says what to do outside it."""
+    """One metric: `low` and `high` bound its healthy range, `advice` says what to do outside it."""
 
     name: str
     meaning: str
@@ -172,7 +172,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def length_correlation(groups: Sequence[Group]) -> float | None:
     """Return the correlation of length and total reward, less their group's means; None where either is constant."""
-    lengths, rewards = list[float](), list[float]()
+    lengths = list[float]()
+    rewards = list[float]()
     for group in groups:
         scored = [
             (one.num_sampled, s.total) for one, s in zip(group.rollouts, group.scores, strict=True) if not s.error
@@ -211,7 +212,8 @@ def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batc
     """
     metrics = {}
     for name in updates[0]:
-        values, kind = [update[name] for update in updates], name.removeprefix("train/")
+        values = [update[name] for update in updates]
+        kind = name.removeprefix("train/")
         finite = [place for place, value in enumerate(values) if math.isfinite(value)] or range(len(values))
         if kind in SUMS:
             metrics[name] = sum(values)
@@ -223,14 +225,16 @@ def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batc
     if "train/importance_square" in metrics:
         square = metrics.pop("train/importance_square")
         metrics["train/ess"] = effective_sample_size(metrics["train/importance_mean"], square)
-    positions, at_peak = metrics.pop("train/positions"), metrics.pop("train/seconds_at_peak")
+    positions = metrics.pop("train/positions")
+    at_peak = metrics.pop("train/seconds_at_peak")
     rates = {"tokens_per_s": metrics["train/tokens"], "positions_per_s": positions, "mfu": at_peak}
     return metrics | {f"train/{name}": amount / seconds for name, amount in rates.items()}
 
 
 def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the rates and waiting shares of a step, computed from its other metrics."""
-    seconds, wait = metrics["time/step"], metrics["time/reward"]
+    seconds = metrics["time/step"]
+    wait = metrics["time/reward"]
     rates = {
         "step/tokens_per_s": metrics.get("train/tokens", 0.0) / (seconds - metrics.get("time/eval", 0.0)),
         "pipeline/wait_for_batch": (metrics["time/generate"] + wait) / seconds,
@@ -258,7 +262,6 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def reference() -> str:
-    """Return the table of metrics as Markdown."""
     rows = []
     for name, meaning, low, high, advice in METRICS:
         healthy = " ".join(f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None)

@@ -24,10 +24,12 @@ LOOK_S = 0.5
 def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator[None]:
     """Own a run folder while the body runs. Raise ConfigError if another process does, with `wait` after SILENCE_S.
 
-    An owner on this machine is gone when its process is. One that this machine can't see, as it runs on another machine
-    of a shared disk or in a container, is gone after SILENCE_S: its own clock does not matter.
+    An owner on this machine is gone when its process is. One that this machine can't see, on another machine or in a
+    container, is gone after SILENCE_S: its own clock does not matter.
     """
-    path, pid, ended = run_dir / "owner.json", os.getpid(), threading.Event()
+    path = run_dir / "owner.json"
+    pid = os.getpid()
+    ended = threading.Event()
     now = time.strftime("%F %T")
     text = json.dumps({"pid": pid, "host": socket.gethostname(), "since": now, "process": [_machine(), _start_of(pid)]})
     _take(path, text, say, patience_s=SILENCE_S if wait else 0.0)
@@ -47,20 +49,24 @@ def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator
 def _take(path: Path, text: str, say: Callable[[str], None], patience_s: float) -> None:
     """Create owner.json. Raise ConfigError where another owner is known to live after `patience_s`."""
     start = heard = time.monotonic()
-    told, seen = False, _look(path)
+    told = False
+    seen = _look(path)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError, FileNotFoundError), path.open("x", encoding="utf-8") as file:
             file.write(text)
             return
-        now, before = time.monotonic(), seen
+        now = time.monotonic()
+        before = seen
         if (seen := _look(path)) != before:
             heard = now
         try:
             owner = json.loads(seen[0])
             machine, started = owner["process"]
         except (ValueError, TypeError, LookupError):  # it is being written, was just removed, or the disk was full
-            owner, machine, started = {}, "", ""
+            owner = {}
+            machine = ""
+            started = ""
         is_alive = machine == _machine() and _start_of(owner["pid"]) == started
         if not is_alive and (machine == _machine() or now - heard >= SILENCE_S):
             _remove(path, seen[0])

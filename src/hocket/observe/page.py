@@ -34,7 +34,8 @@ def render(run: Record) -> str:
 def best_and_worst(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the prompt whose rewards differ most, with its best and its worst rollout."""
     ranked = max(map(_ranked, groups), key=_spread)
-    best, worst = ranked[0], ranked[-1]
+    best = ranked[0]
+    worst = ranked[-1]
     titles = {"best": best, "worst": worst}
     if best[1].total == worst[1].total or len(ranked) == 1:
         titles = {"all alike" if ranked[1:] else "only one": best}
@@ -53,7 +54,8 @@ def _ranked(group: Group) -> list[tuple[Rollout, Score]]:
 
 
 def _spread(ranked: Sequence[tuple[Rollout, Score]]) -> float:
-    (_, best), (_, worst) = ranked[0], ranked[-1]
+    (_, best) = ranked[0]
+    (_, worst) = ranked[-1]
     return -1.0 if best.error is not None else best.total - worst.total  # a group without a score comes last
 
 

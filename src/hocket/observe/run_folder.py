@@ -34,7 +34,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     """Keep the files of one run, in a folder that is its own (observe/owner.py)."""
 
     def __init__(self, config: Config) -> None:
-        self.path, self._tensorboard = config.run_dir, config.observe.tensorboard
+        self.path = config.run_dir
+        self._tensorboard = config.observe.tensorboard
         if self._tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("observe.tensorboard=true needs a package: pip install tensorboard; or leave it out")
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,6 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     @property
     def last_step(self) -> int:
-        """Return the newest recorded step; -1 before the first."""
         return int(self.history[-1]["step"]) if self.history else -1
 
     def finish(self, step: int, metrics: Mapping[str, float], entries: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -225,7 +225,9 @@ def rollout_of(row: Mapping[str, Any], id: str = "", data: DataConfig | None = N
     Only the completion must be there. Raises ValueError, KeyError or TypeError where it is no such row.
     """
     prompt, answer = (data.prompt_column, data.answer_column) if data else ("prompt", "answer")
-    said, messages, told = row.get(prompt), row.get("messages"), row.get(answer or "")
+    said = row.get(prompt)
+    messages = row.get("messages")
+    told = row.get(answer or "")
     if isinstance(said, list):
         said, messages = None, said
     used = (prompt, answer, "messages", "completion")

@@ -52,7 +52,6 @@ def _block_sums(blocks: "torch.Tensor", factors: "torch.Tensor") -> "torch.Tenso
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """Return "float32" for torch.float32: also the name in torch."""
     return str(dtype).removeprefix("torch.")
 
 

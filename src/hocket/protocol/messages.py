@@ -1,4 +1,4 @@
-"""Define the messages between trainer and server: JSON, validated strictly on both sides."""
+"""The messages between trainer and server: JSON, validated strictly on both sides."""
 
 import base64
 from array import array
@@ -21,7 +21,9 @@ class Column:
     """Mark numbers that are a list in JSON or, in a `packed` stream, base64 of `dtype`."""
 
     def __init__(self, listed: Any, dtype: str, code: str) -> None:
-        self._listed, self._dtype, self._code = listed, dtype, code
+        self._listed = listed
+        self._dtype = dtype
+        self._code = code
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
         choices: list[Any] = [handler(self._listed), core_schema.no_info_plain_validator_function(self._read)]
@@ -44,7 +46,9 @@ class Column:
 
 PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
 """Text, token ids, or messages for the chat template."""
-MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
+MAX_PROMPTS = 1024
+MAX_SAMPLES = 128
+MAX_COMPLETIONS = 1 << 14
 """Prompts of one request, completions of one of them, and of all together."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]

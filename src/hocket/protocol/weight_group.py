@@ -146,7 +146,6 @@ def find_store(host: str, port: int, timeout_s: float) -> Store:
 
 
 def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
-    """Return whether all these ranks have announced the transfer `number`."""
     return bool(dist.PrefixStore(name, store).check([f"transfer {number}/{rank}" for rank in ranks]))
 
 

@@ -51,7 +51,7 @@ class RetryError(Exception):
 
 
 def sampled_ids(rollout: Rollout) -> tuple[int, ...]:
-    """Return the tokens sampled in the whole episode, end-of-sequence tokens included."""
+    """Return the tokens sampled in the whole episode."""
     pairs = (pair for one in rollout.sequences for pair in zip(one.token_ids, one.mask, strict=True))
     return tuple(int(token) for token, sampled in pairs if sampled)
 
@@ -84,7 +84,6 @@ class Reward:
         return self.function(**self.options) if self.is_class else partial(self.function, **self.options)
 
     def arguments(self, *rollouts: Rollout) -> dict[str, Any]:
-        """Return what a call gets of one rollout, or of those of a group."""
         of_group = {name: of(rollouts) for name, of in _OF_GROUP.items() if name in self.asks_for}
         return of_group | {name: _ARGUMENTS[name](rollouts[0]) for name in self.asks_for if name not in of_group}
 
@@ -104,9 +103,9 @@ def reward(
 ) -> Callable[[F], F]:
     """Decorate a function, or a class with `__call__`, to register it as the reward `name`.
 
-    A plain one is called in a worker process, which can be killed if it hangs, and which loads `imports` before the
-    first call; `inline`: in the training process, without a deadline. An async one is called in the event loop;
-    `own_deadline`: it sees to that itself. If an async one raises RewardError, the run ends with the reason.
+    A plain one is called in a worker process, which can be killed if it hangs, and which loads `imports` first;
+    `inline`: in the training process, without a deadline. An async one is called in the event loop; `own_deadline`: it
+    sees to that itself. If an async one raises RewardError, the run ends with the reason.
     """
 
     def add(function: F) -> F:
@@ -122,7 +121,7 @@ def reward(
 
 
 def bind(name: str, spec: "RewardSpec") -> Reward:
-    """Return the reward `name` with what its section says; raise ConfigError if it, a package or an option is unknown.
+    """Return the reward `name` with what its section says; raise ConfigError for an unknown name, package or option.
 
     A class that takes the key `retries` makes its calls again itself.
     """

@@ -166,7 +166,7 @@ def last_block(text: str) -> str | None:
 
 
 def after_thought(completion: str, opening: str) -> str:
-    """Return what follows the thought; nothing where it was not closed, wherever it was opened."""
+    """Return what follows the thought; nothing where it was not closed."""
     said = (opening + completion).rpartition("</think>")[2]
     return "" if "<think>" in said else said
 

@@ -1,7 +1,4 @@
-"""Ask language models, at any endpoint that speaks OpenAI's chat completions, within limits and for counted costs.
-
-What is asked, and what their answers mean, is judge.py's (docs/rewards.md).
-"""
+"""Ask language models, at any endpoint that speaks OpenAI's chat completions, within limits and for counted costs."""
 
 import asyncio
 import dataclasses
@@ -30,7 +27,8 @@ from hocket.rewards.runners import clock, clocked, retried
 Count = Annotated[int, Field(ge=1)]
 Dollars = Annotated[float, Field(ge=0)]
 Tokens = tuple[float, float]  # of a prompt, of an answer
-MINUTE_S, POLL_S = 60.0, 0.05
+MINUTE_S = 60.0
+POLL_S = 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
 TOKENS_PER_BYTE = 0.5  # of a prompt, until the endpoint has counted: English has 0.25
 MAX_TOKENS = 10**7  # a call that counts more is not believed
@@ -240,7 +238,6 @@ class Window:
 
     @asynccontextmanager
     async def room(self, amount: float = 1.0) -> AsyncIterator[None]:
-        """Wait until the amount fits."""
         limit = min(self.limits.values())
         if amount > limit:
             raise ValueError(f"a call may take {amount:g} tokens, but only {limit:g} are allowed per minute")
@@ -256,7 +253,7 @@ class Window:
             self.add(amount)
 
     def add(self, amount: float) -> None:
-        """Count what has ended now; it may be below zero, to correct what was counted."""
+        """Count what has ended now; below zero to correct what was counted."""
         self._sum += amount
         self._ended.append((time.monotonic(), amount))
 

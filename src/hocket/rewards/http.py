@@ -147,7 +147,7 @@ def _openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of a Retry-After header, a number or a date; None without one that can be read."""
+    """Return the seconds of a Retry-After header, a number or a date; None without a readable one."""
     value = headers.get("retry-after", "")
     try:
         if value.isdigit():

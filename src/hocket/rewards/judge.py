@@ -165,6 +165,5 @@ def _mean(values: Sequence[float], cost: Mapping[str, float], reasons: Sequence[
 
 
 def _form(key: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of an answer."""
     properties = {"reason": {"type": "string"}, key: value}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

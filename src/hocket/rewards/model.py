@@ -42,7 +42,8 @@ class ModelReward:
 
         self._tokenizer = tokenizers.load(self.path, f"{SECTION}.path")
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
-        kind, labels = ", ".join(config.architectures or ["none"]), config.num_labels
+        kind = ", ".join(config.architectures or ["none"])
+        labels = config.num_labels
         if "ForSequenceClassification" not in kind:  # transformers would give it a head of random weights
             raise ValueError(f"{self.path} is no sequence classifier: config.json names the architecture {kind}")
         if self.label not in range(labels) and (labels, self.label) != (1, None):

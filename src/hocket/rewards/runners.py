@@ -57,7 +57,6 @@ class Inline(Runner):
             return self.now(call.reward, call.arguments)
 
     def now(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
-        """Call it without an event loop."""
         if reward.name not in self._functions:
             made: Any = reward.made()
             self._functions[reward.name] = self._stack.enter_context(made) if hasattr(made, "__enter__") else made
@@ -71,7 +70,6 @@ class InLoop(Runner):
     """Calls an async reward in one event loop; the instance of a class lives until that ends."""
 
     def __init__(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
-        """Begin to set it up."""
         self._slots = asyncio.Semaphore(reward.max_concurrent or sys.maxsize)
         self._made: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._seconds = clock()

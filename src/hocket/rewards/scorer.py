@@ -1,8 +1,7 @@
 """Score rollouts, and call rewards in worker processes, because a thread that hangs can't be ended.
 
 A request to a worker is 16 characters that no other has, and pickled (reward name, options, arguments, size of the
-group). The answer is a line of JSON that begins with them: a reward may run code that a model wrote, and what that
-writes there is no answer.
+group). The answer is a line of JSON that begins with them: what a model's code writes there is no answer.
 """
 
 import asyncio
@@ -39,7 +38,9 @@ if TYPE_CHECKING:
     from hocket.config import RewardsConfig  # its import would take most of a worker's start
 
 NUM_WORKERS = min(4, os.cpu_count() or 1)
-START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
+START_TIMEOUT_S = 120.0
+KILL_TIMEOUT_S = 30.0
+TEAR_DOWN_S = 5.0
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
 MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
@@ -64,7 +65,6 @@ class RewardScorer:
         return score
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> tuple[Score, ...]:
-        """Return the scores of all rollouts of one prompt."""
         return await self.settle(rollouts, await asyncio.gather(*map(self.ask, rollouts)))
 
     async def ask(self, rollout: Rollout) -> dict[str, Score]:
@@ -85,7 +85,6 @@ class RewardScorer:
         return tuple(scores.get(i) or no_score(rollout.error) for i, rollout in enumerate(rollouts))
 
     async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, list[Score]]:
-        """Return what one rollout or one group gets from each of the rewards."""
         if len(names) == 1:  # a task for each of thousands of short calls would cost more than the calls
             return {names[0]: await self._calls.ask(names[0], rollouts)}
         results = await asyncio.gather(*(self._calls.ask(name, rollouts) for name in names))
@@ -114,7 +113,7 @@ class RewardCalls:
             runner.close()
 
     async def set_up(self) -> None:
-        """Set async rewards up in this event loop before the first call; raise RewardError for the first that can't."""
+        """Set async rewards up in this event loop; raise RewardError for the first that can't."""
         for name, reward in self.rewards.items():
             try:
                 await self._runner(reward).set_up()
@@ -122,7 +121,6 @@ class RewardCalls:
                 raise RewardError(f"reward {name!r} {error}") from error
 
     async def ask(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
-        """Return what a reward gives one rollout, or each of a group."""
         reward = self.rewards[name]
         size = len(rollouts) if reward.of_group else None
         try:
@@ -146,7 +144,6 @@ class Workers(Runner):
     """Calls rewards in NUM_WORKERS processes; each is asked by a thread of its own, and replaced when it is lost."""
 
     def __init__(self, rewards: Sequence[Reward], seconds: Mapping[str, deque[float]]) -> None:
-        """Start the processes, if there are rewards, so that the first scores need not wait for them."""
         self._modules = dict.fromkeys(module for one in rewards for module in (*one.imports, _module_of(one)))
         self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in rewards) else 0.0
         self._seconds = seconds
@@ -194,7 +191,6 @@ class Worker:
     """A process that has loaded modules (names, or paths of plugins) and calls their rewards, one at a time."""
 
     def __init__(self, modules: Iterable[str], printed: Iterator[int]) -> None:
-        """Start it; `printed` counts the lines that all workers print."""
         self.ended = False
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -319,7 +315,8 @@ def _load(modules: Sequence[str]) -> float:
 
 
 def _module_of(reward: Reward) -> str:
-    module, name = reward.function.__module__, reward.function.__qualname__
+    module = reward.function.__module__
+    name = reward.function.__qualname__
     if module == "__main__" or "<locals>" in name:
         raise ConfigError(
             f"reward {reward.name!r} runs in a worker process, which can't reach {module}.{name}; define it at the top "

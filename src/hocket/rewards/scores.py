@@ -51,7 +51,6 @@ def as_score(returned: Any) -> Score:
 
 
 def no_score(error: object, note: object = "") -> Score:
-    """Return the score of a rollout that has none, for this reason."""
     return Score(total=math.nan, error=_plain(error), note=_plain(note))
 
 

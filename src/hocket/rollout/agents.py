@@ -1,7 +1,6 @@
 """Play episodes of the user's own code: it asks the model through an OpenAI-compatible URL, which records its calls.
 
-Each episode has a session of its own on one of the servers. An episode that fails ends alone; one whose server was lost
-is played again.
+Each episode has a session of its own on one of the servers; one whose server was lost is played again.
 """
 
 import asyncio
@@ -140,9 +139,9 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
 def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> list[Transcript]:
     """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
 
-    A call whose prompt goes on from a sequence extends it: what came in between was told, and its completion follows. A
-    call that does not begins a sequence of its own. Tokens are compared, never text; calls that were broken off are
-    left out, and every other sampled token is in one sequence, once.
+    A call whose prompt goes on from a sequence extends it; one that does not begins a sequence of its own. Tokens are
+    compared, never text; calls that were broken off are left out, and every other sampled token is in one sequence,
+    once.
     """
     transcripts: list[Transcript] = []
     for call in calls:

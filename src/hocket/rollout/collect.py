@@ -64,7 +64,8 @@ async def collect(
     has_signal: Callable[[Group], bool] = lambda group: True,
 ) -> Batch:
     """Draw prompts until `wanted` groups have a signal or `at_most` are drawn; return all groups."""
-    batch, missing = plan.batch, plan.wanted
+    batch = plan.batch
+    missing = plan.wanted
     tasks: list[asyncio.Task[Group | None]] = []
     ended: asyncio.Queue[asyncio.Task[Group | None]] = asyncio.Queue()
     try:
@@ -73,7 +74,8 @@ async def collect(
                 for episode in _episodes(plan, draw, prompt, play, scorer):
                     episode.add_done_callback(ended.put_nowait)
                     tasks.append(episode)
-                batch.num_drawn, missing = batch.num_drawn + 1, missing - 1
+                batch.num_drawn = batch.num_drawn + 1
+                missing = missing - 1
             if len(batch.groups) == batch.num_drawn:
                 break
             if (group := (await ended.get()).result()) is not None:
@@ -89,8 +91,10 @@ def _episodes(
     plan: Plan, draw: int, prompt: Prompt, play: Play, scorer: RewardScorer
 ) -> list[asyncio.Task[Group | None]]:
     """Start the episodes of one prompt, a task each; the last to end returns the group."""
-    index, size = plan.batch.num_drawn, plan.group_size
-    group, done = f"{plan.label}/{index}", dict[int, tuple[Rollout, Mapping[str, Score]]]()
+    index = plan.batch.num_drawn
+    size = plan.group_size
+    group = f"{plan.label}/{index}"
+    done = dict[int, tuple[Rollout, Mapping[str, Score]]]()
 
     async def one(sample: int) -> Group | None:
         number = index * size + sample

@@ -1,7 +1,6 @@
 """Play one episode: model and environment take turns, and all their tokens end up in one flat sequence.
 
-The model's tokens go in exactly as they were sampled; the environment's messages are rendered to tokens of their own,
-which follow. Nothing is ever encoded again.
+The model's tokens go in exactly as they were sampled; the environment's messages are rendered to tokens that follow.
 """
 
 import asyncio
@@ -60,7 +59,7 @@ class TokenBudget:
             self.held += tokens
 
     def change(self, tokens: int) -> None:
-        """Add `tokens`, which may be negative, to those held; an episode that has begun never waits for others."""
+        """Add `tokens`, which may be negative, to those held; an episode that has begun never waits."""
         self.held += tokens
         self._changed.set()
 
@@ -104,7 +103,7 @@ class Transcript:
         self.add_observation(token_ids, Observation())
 
     def add_observation(self, token_ids: Sequence[int], observation: Observation) -> None:
-        """Append tokens that the policy did not sample: what the environment said, or the prompt."""
+        """Append tokens that the policy did not sample."""
         self.token_ids.extend(token_ids)
         self.mask += [False] * len(token_ids)
         self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
@@ -288,7 +287,7 @@ class Episode:
         return self.renderer.encode([text], at_most=self.limits.max_length)[0]
 
     async def _rendered(self, render: Callable[[], list[int]]) -> list[int] | None:
-        """Return the tokens of a message, rendered in a thread; None if they are more than a sequence can hold."""
+        """Return the tokens of a message, rendered in a thread; None if a sequence can't hold them."""
         try:
             return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
         except TooLongError:

@@ -31,7 +31,8 @@ class Evaluation:
 
     async def run(self, label: str) -> tuple[dict[str, float], list[Group]]:
         """Return the eval/* metrics and the groups, in the prompts' order. Raise RewardError as `refuse_failing`."""
-        size, deadline = len(self.prompts), Deadline(self.timeout_s)
+        size = len(self.prompts)
+        deadline = Deadline(self.timeout_s)
         plan = Plan(
             label=label, sampling=self.sampling, group_size=self.samples, wanted=size, at_most=size, deadline=deadline
         )

@@ -52,7 +52,7 @@ def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: floa
 
 @dataclasses.dataclass
 class Pipeline(AbstractAsyncContextManager["Pipeline"]):
-    """Gathers the batches of a run. Use it inside one event loop, and as `async with`: leaving it cancels episodes."""
+    """Gathers the batches of a run. Use it inside one event loop, and as `async with`."""
 
     new_batch: NewBatch
     plan: Callable[[int], Plan]  # of a step
@@ -83,7 +83,8 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
             if due not in self._plans:
                 self._plans[due] = self.plan(due)
                 self._tasks[due] = asyncio.create_task(self._gather(self._plans[due]))
-        plan, task = self._plans[step], self._tasks[step]
+        plan = self._plans[step]
+        task = self._tasks[step]
         while not task.done():
             num_groups = len(plan.batch.groups)
             self.progress(step, f"{num_groups}/{plan.batch.num_drawn} groups scored" if num_groups else "generating")
@@ -108,13 +109,13 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
 
 
 class Replay:
-    """Give the batches that an earlier run has recorded, in the place of a Pipeline: training without a server."""
+    """Gives the batches that an earlier run has recorded: training without a server."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
-        """Return the recorded batch of a step. Raise DataError if there is none, or it can't be read."""
+        """Return the recorded batch of a step. Raise DataError if it can't be read."""
         start = time.perf_counter()
         path = self._folder / f"step_{step:06d}.jsonl"
         try:

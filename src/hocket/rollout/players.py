@@ -6,7 +6,8 @@ from functools import partial
 
 from hocket.client.pool import ServerPool
 from hocket.data.prompts import Renderer
-from hocket.envs import Agent, Environment
+from hocket.envs.agents import Agent
+from hocket.envs.base import Environment
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget, single_turn

@@ -1,4 +1,4 @@
-"""Define hocket's routes, beside vLLM's OpenAI-compatible ones and behind the same middleware."""
+"""hocket's routes, beside vLLM's OpenAI-compatible ones and behind the same middleware."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ logger = logging.getLogger("hocket")
 
 
 def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> Guard:
-    """Add hocket's routes to an app, in front of its own, and put the guard in front of all of them."""
+    """Add hocket's routes to an app, in front of its own, and put the guard in front of all."""
     guard = Guard(app, host=host, token=token)
     known = len(app.router.routes)
     app.include_router(_router(engine))
@@ -109,7 +109,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _stumbled(request: Request, error: Exception) -> Response:
-    """Answer where Python itself failed; in vLLM's routes by a value of a type that vLLM did not expect."""
+    """Answer where Python itself failed; in vLLM's routes by a value that vLLM did not expect."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     message = f"{type(error).__name__}: {cause_of(error)}"
     if request.url.path.startswith("/v1/"):

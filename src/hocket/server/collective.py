@@ -9,12 +9,12 @@ from hocket.server.errors import ApiError, cause_of
 
 REACH_S = 5.0
 """Seconds for a first connection to the trainer's address; then the workers join."""
-JOIN_SHARE, JOIN_POLL_S = 0.5, 0.05
+JOIN_SHARE = 0.5
+JOIN_POLL_S = 0.05
 """Share of the deadline that joining may take, as others wait for it, and seconds between looks at it."""
 
 
 def install(engine: Engine) -> None:
-    """Let the engine take broadcasts."""
     engine.sources["nccl"] = Broadcasts(engine).find
 
 
@@ -40,7 +40,7 @@ class Broadcasts:
         self._joined = ""
 
     async def _join(self, group: protocol.GroupAddress) -> None:
-        """Connect the workers with the trainer while the engine goes on; raise ApiError where they can't reach it."""
+        """Connect the workers with the trainer while the engine goes on."""
         engine = self._engine
         joining = "hocket_join_group", group.model_dump_json(), engine.num_workers + 1
         joined = [False]

@@ -12,7 +12,6 @@ from hocket.server.errors import ApiError
 
 
 def install(engine: Engine) -> None:
-    """Let the engine take deltas."""
     copy = PatchedCopy(engine.root)
 
     async def find(source: protocol.DeltaSource, version: int) -> Found:
@@ -70,7 +69,7 @@ class PatchedCopy:
         return copy
 
     def discard(self) -> None:
-        """Remove the copy, if there is one."""
         if self._folder is not None:
             self._folder.cleanup()
-        self._folder, self._checksum = None, ""
+        self._folder = None
+        self._checksum = ""

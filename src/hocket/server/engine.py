@@ -1,4 +1,4 @@
-"""Run the generation engine: numbered weights that change without a restart."""
+"""The generation engine: numbered weights that change without a restart."""
 
 import asyncio
 import functools
@@ -103,7 +103,7 @@ class Engine:
         self._status = "ready"
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
-        """Raise ApiError with the reason where the engine can't generate, unless its code is one of `admits`."""
+        """Raise ApiError where the engine can't generate, unless its code is one of `admits`."""
         reason = self._reason()
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
@@ -115,9 +115,9 @@ class Engine:
         return self._failure or self.residence.reason
 
     def health(self) -> protocol.Health:
-        """Return the answer to /health."""
         asleep = self._reason() is not None and self._status == "ready"
-        model, vllm = self.llm.model_config, self.llm.vllm_config
+        model = self.llm.model_config
+        vllm = self.llm.vllm_config
         return protocol.Health(
             status="asleep" if asleep else self._status,
             version=self.version,
@@ -136,7 +136,7 @@ class Engine:
         )
 
     async def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
-        """Take the server for a trainer, keep it, or leave it; another one's requests are refused meanwhile."""
+        """Take the server for a trainer, keep it, or leave it; another one's requests are refused."""
         if request.leaving:
             self.holder.leave(request.trainer)
         else:
@@ -144,7 +144,6 @@ class Engine:
         return self.health()
 
     async def read(self, body: bytes) -> tuple[protocol.GenerateRequest, list[Job]]:
-        """Validate and tokenize the body of /generate. Raises ApiError with a status of 4xx."""
         request, jobs = await self.sampler.read(body)
         self.admit(request)
         return request, jobs
@@ -158,10 +157,10 @@ class Engine:
     async def reload(self, request: protocol.ReloadRequest) -> protocol.ReloadResponse:
         """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
 
-        A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading itself fails, which
-        also finds wrong bytes, or the model is found to differ (409 not_held), the engine stays paused, all requests
-        end with the reason, and the next reload that succeeds brings everything back. A comparison that breaks off
-        leaves everything as it was.
+        A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading fails, which also
+        finds wrong bytes, or the model differs (409 not_held), the engine stays paused, requests end with the reason,
+        and the next reload that succeeds brings everything back. A comparison that breaks off leaves everything as it
+        was.
         """
         async with self.lock:
             self.holder.hear(request.trainer)
@@ -185,7 +184,8 @@ class Engine:
             loaded = await self._load(request, found, call)
             self.version = request.version
             self.require_ready(admits=protocol.CURABLE)  # it may be shutting down
-            self._status, self._failure = "ready", None
+            self._status = "ready"
+            self._failure = None
             seconds = time.perf_counter() - start
             answer = protocol.ReloadResponse(version=request.version, seconds=seconds, session=self.session, **loaded)
             self.held = Held(found.key, answer)
@@ -210,7 +210,7 @@ class Engine:
         return Found(source.name, described.checksum, prepare, is_whole=adapter is None)
 
     async def expected(self, adapter: protocol.AdapterConfig | None) -> versions.ModelShapes:
-        """Return the tensors that a version of the model, or this adapter of it, has. Raises ApiError."""
+        """Return the tensors that a version of the model, or this adapter of it, has."""
         model = await self.reading(versions.model_shapes, self.model)
         if adapter is None:
             return model
@@ -222,7 +222,7 @@ class Engine:
         return shapes
 
     async def pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
-        """Stop generation; `in_flight` decides about running requests. Raises ApiError where they take too long."""
+        """Stop generation; raise ApiError where running requests take too long."""
         try:
             await self.in_time(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache))
         except TimeoutError as late:
@@ -265,7 +265,7 @@ class Engine:
             await cancel([task])
 
     async def _load(self, request: protocol.ReloadRequest, found: Found, call: tuple[str, ...]) -> dict[str, Any]:
-        """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors` of what went in."""
+        """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors`."""
         different: list[str] = []
 
         async def load() -> dict[str, Any]:
@@ -318,6 +318,6 @@ class Engine:
         return self._failure
 
     async def stop(self) -> None:
-        """End every request with the error that the server is shutting down."""
+        """End every request: the server is shutting down."""
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await vllm_api.abort_all(self.llm)

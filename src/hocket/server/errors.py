@@ -1,4 +1,4 @@
-"""Define refusals: a status, a code for machines, a message and a hint, in one form on every route."""
+"""Refusals: a status, a code for machines, a message and a hint, in one form on every route."""
 
 from typing import TypeVar
 
@@ -25,18 +25,17 @@ class ApiError(HocketError):
         self.body = ErrorBody(code=code, message=encodable(message[:2000]), hint=encodable(hint[:2000]))
 
     def response(self) -> JSONResponse:
-        """Return the HTTP answer."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
         return JSONResponse(ErrorResponse(error=self.body).model_dump(), status_code=self.status, headers=headers)
 
 
 def invalid(message: str, hint: str, *, code: str = "invalid_request") -> ApiError:
-    """Return the error for a request that is well formed but asks for something impossible."""
+    """Return the error for a well-formed request that asks for something impossible."""
     return ApiError(422, code, message, hint)
 
 
 def parse(message: type[M], body: bytes) -> M:
-    """Read a message. Raises ApiError for a body that is not JSON (400) or not this message (422)."""
+    """Read a message. Raises ApiError for what is not JSON (400) or not this message (422)."""
     if body.count(b"[") + body.count(b"{") > MAX_NESTED:
         raise invalid(f"body: more than {MAX_NESTED} lists and objects", "send fewer, in several requests")
     try:
@@ -51,7 +50,8 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
     if error.error_count() > MAX_EXPLAINED:
         return invalid(f"body: {error.error_count()} fields are wrong or unknown", listed)
     errors = error.errors(include_url=False, include_input=False)
-    first, where = errors[0], errors[0]["loc"]
+    first = errors[0]
+    where = errors[0]["loc"]
     if first["type"] == "json_invalid":
         return ApiError(400, "malformed_json", first["msg"], "send one JSON object, encoded as UTF-8")
     if where[:1] == ("prompts",) and len(where) >= 3:
@@ -74,5 +74,5 @@ def cause_of(error: Exception) -> str:
 
 
 def encodable(text: str) -> str:
-    """Replace half surrogate pairs, which JSON allows in a string and UTF-8 can't encode, by a question mark."""
+    """Replace half surrogate pairs, which UTF-8 can't encode, by a question mark."""
     return text.encode(errors="replace").decode()

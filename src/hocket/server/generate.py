@@ -40,7 +40,7 @@ class Job:
 
 
 class Sampler:
-    """Sample the completions of requests, unless `require_ready` raises the reason why the engine can't."""
+    """Samples completions, unless `require_ready` raises the reason why the engine can't."""
 
     def __init__(
         self,
@@ -62,11 +62,10 @@ class Sampler:
         self._max_characters = self._max_length * max(map(len, tokenizer.get_vocab()), default=1)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        """Validate and tokenize a body; return its jobs prompt by prompt. Raises ApiError with a status of 4xx."""
+        """Validate and tokenize a body; return its jobs prompt by prompt. Raises ApiError with 4xx."""
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.parse, body)
 
     def parse(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        """Do the work of `read` in the calling thread."""
         request = parse(GenerateRequest, body)
         if request.seeds is not None and (request.n != 1 or len(request.seeds) != len(request.prompts)):
             message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
@@ -82,7 +81,8 @@ class Sampler:
         jobs = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
-            sampling, room = request.sampling, max(1, self._max_length - len(token_ids))
+            sampling = request.sampling
+            room = max(1, self._max_length - len(token_ids))
             if request.fit and sampling.max_tokens > room:
                 sampling = sampling.model_copy(update={"max_tokens": room})
             self._check_length(token_ids, sampling.max_tokens, f"prompts.{number}")
@@ -91,7 +91,7 @@ class Sampler:
         return request, jobs
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
-        """Yield each job with its completion, in the order in which they finish; leaving early aborts the rest.
+        """Yield each job with its completion, as they finish; leaving early aborts the rest.
 
         The engine gets a part of them at a time: what it has queued, it is slow to forget, and others wait behind it.
         """
@@ -111,7 +111,8 @@ class Sampler:
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
         if not math.isfinite(sum(output.logprobs.logprobs)):
             raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
-        token_ids, stopped = list(output.token_ids), output.finish_reason == "stop"
+        token_ids = list(output.token_ids)
+        stopped = output.finish_reason == "stop"
         if not token_ids:
             raise ApiError(500, "empty", "the engine gave no tokens", RESTART)
         calls = []
@@ -189,7 +190,7 @@ class Sampler:
 
 
 def _seeds(request: GenerateRequest, number: int) -> Sequence[int | None]:
-    """Return the seed of each completion of one prompt, None where the engine draws one."""
+    """Return the seed of each completion of a prompt, None where the engine draws one."""
     if request.seeds is not None:
         return request.seeds[number]
     first = request.sampling.seed

@@ -1,4 +1,4 @@
-"""Remember which trainer a server works for: one at a time, as two would train on each other's samples."""
+"""Which trainer a server works for: one at a time, as two would train on each other's samples."""
 
 import time
 
@@ -32,10 +32,10 @@ class Holder:
             hint = f"wait until it has ended, or was silent for {HOLD_S:g} s; sync.take_over=true takes its server"
             raise ApiError(409, "other_trainer", message, hint)
         if self._trainer != trainer:
-            self._trainer, self._since = trainer, now
+            self._trainer = trainer
+            self._since = now
         self._heard = now
 
     def leave(self, trainer: str) -> None:
-        """Free the server for other trainers, if this one has it."""
         if self._trainer == trainer:
             self._trainer = None

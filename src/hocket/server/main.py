@@ -50,7 +50,8 @@ def serve(config: Config) -> None:
     """
     import uvloop
 
-    start, server = time.perf_counter(), config.server
+    start = time.perf_counter()
+    server = config.server
     check(server.host, config.token, random_init=config.model.random_init)
     with contextlib.closing(bind(server.host, server.port)) as sock, _ending_children():
         os.register_at_fork(after_in_child=sock.close)  # the engine's process must not hold the port
@@ -95,7 +96,7 @@ def serve(config: Config) -> None:
 
 
 def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
-    """Set the environment variables of vLLM for this process and its children, except those that the user has set."""
+    """Set vLLM's environment variables for this process and its children, except those of the user."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",  # /health must be able to report the cause
@@ -154,7 +155,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def http_server(app: "ASGIApp") -> "uvicorn.Server":
-    """Return what serves an app on sockets that are given to it."""
     import uvicorn
 
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
@@ -187,7 +187,8 @@ async def _serve(
     sock.listen()  # who reads the line may ask at once
     print(f"hocket: ready on {url} in {time.perf_counter() - start:.1f} s", flush=True)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    lost, stopping = asyncio.create_task(_lost(engine)), asyncio.create_task(signalled.wait())
+    lost = asyncio.create_task(_lost(engine))
+    stopping = asyncio.create_task(signalled.wait())
     await asyncio.wait([serving, lost, stopping], return_when=asyncio.FIRST_COMPLETED)
     print("hocket: stopping", flush=True)
     loss = lost.result() if lost.done() else None
@@ -200,7 +201,7 @@ async def _serve(
 
 
 async def _lost(engine: "Engine") -> ServerError:
-    """Return the error of a lost engine, when /health and the requests in flight have had the time to tell it."""
+    """Return the error of a lost engine, once /health and the requests in flight have had time to tell it."""
     while True:
         try:
             engine.require_ready(admits=CURABLE)

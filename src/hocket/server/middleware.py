@@ -21,11 +21,11 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Guard:
-    """Answer, in place of the app, requests that no route may see; close such a websocket.
+    """Answers, in place of the app, requests that no route may see; closes such a websocket.
 
     Without a token it refuses pages of other sites; with one, all but GET /health that brings neither the token nor a
-    key of its path. It reads each body before the route does, but for those of PUT: these are files, which their routes
-    read piece by piece, and limit.
+    key of its path. It reads each body before the route does, but for those of PUT: files, which their routes read and
+    limit.
     """
 
     def __init__(self, app: ASGIApp, *, host: str, token: str | None) -> None:
@@ -71,7 +71,8 @@ class Guard:
     def _require_own_page(self, scope: Scope) -> None:
         """Refuse a browser on a page of another site, even one whose name leads to this machine."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        host = headers.get(b"host", "")
+        origin = headers.get(b"origin")
         try:
             own = urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}")
         except ValueError:  # it is no name of a host, "[" for one
@@ -107,7 +108,7 @@ def replay(message: Message, receive: Receive) -> Receive:
 
 
 async def unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """Return the answer, or cancel the work on it as soon as the client has disconnected."""
+    """Return the answer, or cancel the work on it as soon as the client has gone."""
     working = asyncio.create_task(answer)
     leaving = asyncio.create_task(_left(request))
     try:

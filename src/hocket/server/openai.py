@@ -1,6 +1,6 @@
 """Refuse bodies for vLLM's OpenAI-compatible routes that would hurt vLLM.
 
-Its own validation explains every wrong value, each in the words of ten kinds of messages: a body of 1 MiB took 6 GB.
+Its own validation explains every wrong value in the words of ten kinds of messages: a body of 1 MiB took 6 GB.
 """
 
 import json
@@ -26,7 +26,7 @@ _PROMPT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(None | str | _TokenIds
 
 
 def install(guard: Guard, require_ready: Callable[[], None]) -> None:
-    """Have the guard refuse such bodies and, while `require_ready` raises the reason, every request to these routes."""
+    """Have the guard refuse such bodies and, while `require_ready` raises, every request to these routes."""
 
     async def check(path: str, content: bytes) -> None:
         if _PATH.fullmatch(path):

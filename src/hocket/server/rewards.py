@@ -38,7 +38,8 @@ def serve(config: Config) -> None:
 
 
 async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> None:
-    app, scorer = FastAPI(title="hocket: rewards"), RewardScorer(calls, config.rewards.functions)
+    app = FastAPI(title="hocket: rewards")
+    scorer = RewardScorer(calls, config.rewards.functions)
 
     @app.post("/score")
     async def score(request: Request) -> Response:

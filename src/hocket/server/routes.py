@@ -1,4 +1,4 @@
-"""Describe how hocket's routes read their bodies and refuse requests, for every file that adds some."""
+"""How hocket's routes read their bodies and refuse requests."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -33,5 +33,4 @@ class _Route(APIRoute):
 
 
 def router() -> APIRouter:
-    """Return a router for routes of hocket."""
     return APIRouter(tags=["hocket"], responses=REFUSALS, route_class=_Route)

@@ -1,7 +1,7 @@
 """Record the calls that agents make on vLLM's own OpenAI-compatible routes, token by token.
 
-A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with its session in `CURRENT`, where the engine finds it: the
-record holds what was really sampled, whichever route, template or stream it goes through.
+A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with its session in `CURRENT`, where the engine finds it:
+what was really sampled is recorded, whichever route, template or stream it goes through.
 """
 
 import contextlib
@@ -69,13 +69,12 @@ class OpenSession:
 
     @property
     def idle(self) -> bool:
-        """Return whether its agent has made no call for idle_timeout_s."""
         return not self._running and time.monotonic() - self.used > self._request.idle_timeout_s
 
     def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> SampledCall:
         """Return a new call with the session's sampling parameters; `max_tokens` is the agent's own limit.
 
-        Its seed follows from the prompt and from the calls with the same prompt before it: simultaneous calls repeat
+        Its seed follows from the prompt and the calls with the same prompt before it: simultaneous calls repeat
         exactly, and so does one that the server ended. Raises ApiError: too many calls, or too long a prompt.
         """
         sampling = self._request.sampling
@@ -83,7 +82,8 @@ class OpenSession:
             self.cut_off = True
             message = f"this session has made its {self._request.max_calls} calls (env.max_turns)"
             raise ApiError(400, "too_many_calls", message, "have the agent come to an end, or raise env.max_turns")
-        length, limit = len(prompt_token_ids), self._request.max_length
+        length = len(prompt_token_ids)
+        limit = self._request.max_length
         if length >= limit:
             self.cut_off = True
             message = f"{length} prompt tokens leave no room in {limit} (model.max_length)"
@@ -102,13 +102,11 @@ class OpenSession:
         return call
 
     def require_open(self) -> None:
-        """Raise ApiError where the session was closed."""
         if self.closed:
             message = "the session was closed, which ends its calls"
             raise ApiError(404, "no_session", message, "POST /sessions opens one")
 
     def record(self) -> AgentRecord:
-        """Return the calls for the trainer."""
         calls = [
             AgentCall(prompt_token_ids=tuple(c.prompt_token_ids), seed=c.sampling.seed, completion=c.completion)
             for c in self.calls
@@ -159,7 +157,6 @@ class OpenSessions:
         self._sessions: dict[str, OpenSession] = {}
 
     def open(self, request: SessionRequest) -> OpenSession:
-        """Return a new session. Raises ApiError where there are too many."""
         self._sessions = {session.id: session for session in self._sessions.values() if not session.idle}
         if len(self._sessions) >= MAX_SESSIONS:
             message = f"there are {MAX_SESSIONS} sessions, which is the limit"
@@ -185,7 +182,6 @@ class OpenSessions:
         return session is not None and hmac.compare_digest(session.key.encode(), key)
 
     def close(self, session_id: str) -> OpenSession:
-        """Forget a session and return it. Raises ApiError where there is none."""
         session = self.get(session_id)
         session.closed = True
         del self._sessions[session_id]
@@ -193,7 +189,7 @@ class OpenSessions:
 
 
 def install(app: FastAPI, engine: Engine, guard: Guard) -> None:
-    """Add the routes of sessions to an app, and let requests to vLLM's routes through its guard in a session."""
+    """Add the routes of sessions, and let requests to vLLM's routes through the guard in a session."""
     sessions = OpenSessions()
     guard.keys.append(sessions.admits)
     guard.app = RouteSessions(guard.app, sessions, engine.model)
@@ -227,7 +223,7 @@ def install(app: FastAPI, engine: Engine, guard: Guard) -> None:
 
 
 class RouteSessions:
-    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session and with the name `model`."""
+    """Sends requests to /sessions/ID/v1/... on to vLLM's /v1/..., in that session and with the name `model`."""
 
     def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
         self.app = app
@@ -286,7 +282,7 @@ def _watched(send: Send, session: OpenSession) -> Send:
 
 
 def recording(ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
-    """Ask the engine for a completion; record it, and sample it as its session says, if it is a call in one."""
+    """Ask the engine for a completion; in a session, record it and sample it as that says."""
     session = CURRENT.get()
     if session is None:
         return ask(params, request_id)
@@ -303,8 +299,10 @@ def recording(ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str) -> A
 async def recorded(
     outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall
 ) -> AsyncGenerator[Any, None]:
-    """Yield and record a call's outputs; a call that is left early is not recorded as completed."""
-    token_ids, logprobs, text = list[int](), list[float](), ""
+    """Yield and record a call's outputs; one that is left early is not recorded as completed."""
+    token_ids = list[int]()
+    logprobs = list[float]()
+    text = ""
     with session.serving(call):
         async with contextlib.aclosing(outputs):
             async for output in outputs:

@@ -20,7 +20,6 @@ ASLEEP = protocol.ErrorBody(
 
 
 def install(app: FastAPI, engine: Engine) -> None:
-    """Add the routes by which the engine falls asleep and wakes up."""
     sleeper = engine.residence = Sleeper(engine)
     routes = router()
     routes.post("/sleep")(sleeper.sleep)
@@ -47,11 +46,13 @@ class Sleeper(Residence):
             if "weights" not in self._away:
                 if not self._away:
                     await engine.pause(request.in_flight)
-                self._away, self.reason = PARTS, ASLEEP
+                self._away = PARTS
+                self.reason = ASLEEP
                 # Nothing runs any more; any other mode than keep would end paused requests.
                 await self._move(engine.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
-                    engine.held, engine.base_replaced = None, True
+                    engine.held = None
+                    engine.base_replaced = True
             return engine.health()
 
     async def wake_up(self, request: protocol.WakeRequest) -> protocol.Health:
@@ -75,7 +76,7 @@ class Sleeper(Residence):
         await self._bring_back(PARTS)
 
     async def _bring_back(self, parts: Sequence[str]) -> None:
-        """Bring those parts to the GPU that are off it; generation goes on with the last of them."""
+        """Bring those parts back that are off the GPU; generation goes on with the last of them."""
         away = [part for part in parts if part in self._away]
         if away:
             await self._move(self._engine.llm.wake_up(tags=away))

@@ -25,8 +25,8 @@ _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
 
 
 def install(app: FastAPI, engine: Engine) -> None:
-    """Add the route by which versions are sent."""
-    uploads, routes = Uploads(engine.root), router()
+    uploads = Uploads(engine.root)
+    routes = router()
 
     @routes.put("/upload/{name}/{file}")
     async def upload(name: str, file: str, request: Request) -> DiskSource:
@@ -47,7 +47,7 @@ class Uploads:
         self._making_room = asyncio.Lock()
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
-        """Write one file of the version called `name`, all files together up to `max_bytes`; COMPLETE is the last."""
+        """Write one file of the version `name`, all files together up to `max_bytes`; COMPLETE is the last."""
         if not _NAME.fullmatch(name) or not (
             _FILE.fullmatch(file) or file in (manifest.ADAPTER_FILE, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE)
         ):
@@ -93,7 +93,7 @@ class Uploads:
                 await asyncio.to_thread(file.write, chunk)
 
     def _make_room(self) -> None:
-        """Remove all but what comes now, the newest version and the newest complete one, which the server may hold."""
+        """Keep what comes now, the newest version and the newest complete one, which the server may hold."""
         names = {path: path.name.removeprefix(".").removesuffix(".partial") for path in self._folder.glob("*")}
         versions = [path for path, name in names.items() if _NAME.fullmatch(name) and name not in self._writing]
         versions.sort(key=lambda path: path.stat().st_mtime)

@@ -41,8 +41,8 @@ class ModelShapes:
 def model_shapes(path: str) -> ModelShapes:
     """Read names and shapes from a model's own checkpoint, as transformers and so the trainer writes them again.
 
-    They are not those of the model in memory where an architecture has experts: transformers fuses these, and takes
-    them apart on saving. A model without safetensors is taken to have the same names on disk and in memory.
+    In memory they are others where an architecture has experts, which transformers fuses. A model without safetensors
+    is taken to have the same names on disk and in memory.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -68,7 +68,6 @@ def model_shapes(path: str) -> ModelShapes:
 
 
 def max_bytes(expected: ModelShapes) -> int:
-    """Return the most bytes that the files of a version of this model can have."""
     return 4 * sum(math.prod(shape) for shape in expected.shapes.values()) + OVERHEAD_BYTES
 
 
@@ -88,7 +87,7 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) ->
 
 
 def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in the headers of a model's safetensors files; {} where it has none."""
+    """Return the shapes in a model's safetensors files; {} where it has none."""
     from huggingface_hub import errors, get_local_safetensors_metadata, snapshot_download
 
     folder = path if Path(path).is_dir() else snapshot_download(path, local_files_only=True)
@@ -151,7 +150,7 @@ def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> 
 
 
 def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes) -> None:
-    """Raise ApiError unless tensors to come are the model's, without a copy of one; their bytes have checksums."""
+    """Raise ApiError unless tensors to come are the model's, each once; their bytes have checksums."""
     items = [item for bucket in buckets for item in bucket]
     layout = {item.name: item for item in items}
     if len(layout) < len(items):
@@ -180,7 +179,7 @@ def _check_layout(found: Mapping[str, TensorSpec | TensorLayout], expected: Mode
 def check_headers(folder: Path, described: Manifest) -> None:
     """Raise ApiError unless the headers of the files have the manifest's tensors, each once.
 
-    Their bytes are read once, by the workers: a wrong one shows in the checksum of what went into the model.
+    A wrong byte shows in the checksum of what goes into the model.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -197,13 +196,13 @@ def check_headers(folder: Path, described: Manifest) -> None:
     except (OSError, SafetensorError) as error:
         raise refused(f"can't read the safetensors files: {error}") from error
     for name in announced | found:
-        here, there = found.get(name, "missing"), announced.get(name, "missing")
+        here = found.get(name, "missing")
+        there = announced.get(name, "missing")
         if here != there:
             raise refused(f"tensor {name!r} is {here} in the files, {there} in the manifest")
 
 
 def temporary_prefix() -> str:
-    """Return the prefix of this process's temporary folders."""
     return f"hocket-weights-{os.getpid()}-"
 
 
@@ -216,5 +215,4 @@ def remove_left() -> None:
 
 
 def refused(reason: str) -> ApiError:
-    """Return the error for a version that can't be loaded."""
     return ApiError(409, "bad_version", reason, REPUBLISH)

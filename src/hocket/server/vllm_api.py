@@ -55,7 +55,7 @@ if TRACEBACK not in os.environ:  # what ends an engine is in `last_words`
 
 
 def die_with_parent_process() -> None:
-    """Kill this child process as soon as its parent is gone: vLLM's own would outlive it and keep its memory."""
+    """Kill this child as soon as its parent is gone: vLLM's own would outlive it and keep its memory."""
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         die_with_parent(parent.pid, signal.SIGKILL)
 
@@ -150,8 +150,7 @@ def _failure(error: Exception) -> ApiError:
 def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Return vLLM's function that plans the KV cache, with no more blocks than requests can fill, unless a size is set.
 
-    Of a tiny model a large GPU holds millions, and vLLM walks through all of them with each weight version. There is
-    room for all requests that the engine is given, at full length: so the prefix cache has several times what it needs.
+    Of a tiny model a large GPU holds millions, and vLLM walks through all of them with each weight version.
     """
 
     def bounded_plan(config: Any, specs: Any, memory: Any) -> list[Any]:
@@ -192,7 +191,7 @@ def last_words(llm: Any) -> str:
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Return vLLM's OpenAI-compatible FastAPI app on the engine, with the ROUTES alone."""
+    """Return vLLM's OpenAI-compatible app on the engine, with the ROUTES alone."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     tasks = await llm.get_supported_tasks()
@@ -202,7 +201,6 @@ async def openai_app(llm: Any, args: Namespace) -> Any:
 
 
 def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
-    """Return the app with its routes, which can't answer yet."""
     from vllm.entrypoints.launchers.app import build_app
 
     app = build_app(args, tasks, model_config)
@@ -271,7 +269,7 @@ def refuse_constraints(params: Any) -> None:
 
 
 def call_params(params: Any, sampling: SamplingParams) -> Any:
-    """Return vLLM's parameters for a call in a session: sampled in its way, answered as its agent's `params` ask."""
+    """Return vLLM's parameters for a call in a session: sampled in its way, answered as its agent asks."""
     from vllm.sampling_params import SamplingParams as VllmParams
 
     return VllmParams(
@@ -290,7 +288,7 @@ def version_spans(output: Any) -> tuple[VersionSpan, ...]:
 
 
 async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, seed: int | None, request_id: str) -> Any:
-    """Sample one completion and return vLLM's CompletionOutput, or raise ApiError. A cancelled call aborts it."""
+    """Sample one completion, or raise ApiError. A cancelled call aborts it."""
     from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
 
@@ -302,7 +300,7 @@ async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, see
 
 
 async def abort(llm: Any, request_ids: Sequence[str]) -> None:
-    """End requests, those that exist, with one message to the engine: of many it takes one by one in n² time."""
+    """End requests with one message to the engine: of many it takes one by one in n² time."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if request_ids:

@@ -40,7 +40,7 @@ def is_cpu_build() -> bool:
 
 
 def engine_arguments(config: Config) -> Namespace:
-    """Return vLLM's own server arguments for a config. Raises ValueError where vLLM or hocket refuses one."""
+    """Return vLLM's own server arguments. Raises ValueError where vLLM or hocket refuses one."""
     from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -48,7 +48,8 @@ def engine_arguments(config: Config) -> Namespace:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    cpu, server = is_cpu_build(), config.server
+    cpu = is_cpu_build()
+    server = config.server
     lora_rank = config.model.lora.rank if config.model.lora is not None else 0
     settings: dict[str, Any] = {
         "model": config.model.path,

@@ -1,8 +1,8 @@
 """Change the weights of vLLM 0.32's worker, and compare them with a source, by its private names too.
 
 A comparison is vLLM's own reload, of which every layer ends in a comparison in place of a copy: whatever the engine
-fuses, shards or packs is compared in that form, and one layer at a time is in memory twice. It proves that the model
-computes with what a load of the source gives; that such a load is right, and the export, the log-probs prove.
+fuses, shards or packs is compared in that form, one layer at a time. It proves that the model computes with what a load
+of the source gives; that such a load is right, and the export, the log-probs prove.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> lis
 
 
 def _free_cached_memory(worker: Any) -> None:
-    """Free what torch keeps of a load's tensors, where a KV cache that sleeps needs that memory to wake up."""
+    """Free what torch keeps of a load's tensors, where a KV cache that sleeps needs that memory."""
     import torch
 
     if worker.vllm_config.model_config.enable_sleep_mode:
@@ -81,7 +81,6 @@ def drop_adapter(worker: Any) -> None:
 
 
 def adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
-    """Return vLLM's name for the adapter of every request."""
     from vllm.lora.request import LoRARequest
 
     # One id for all versions: a request in flight goes on with the new one. Only load_inplace reads the folder.
@@ -97,7 +96,8 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
     names = {layer: name for name, layer in _layers(worker)}
-    make, pack = meta.materialize_meta_tensor, utils.dispatch_cpu_unquantized_gemm
+    make = meta.materialize_meta_tensor
+    pack = utils.dispatch_cpu_unquantized_gemm
 
     def make_unwritten(like: Any) -> Any:
         tensor = make(like)
@@ -110,7 +110,8 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
             different.append(f"{names[layer]}.weight")
 
     def compare(layer: Any, info: Any) -> None:
-        (parameters, buffers), fresh = info.kernel_tensors, get_layer_tensors(layer)
+        (parameters, buffers) = info.kernel_tensors
+        fresh = get_layer_tensors(layer)
         computed = info.kernel_non_persistent_buffers - {name for name, _ in info.loaded_weights}
         for name, held in (parameters | buffers).items():
             # Of a matrix that `compare_packed` has seen nothing is left here.
@@ -149,7 +150,8 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     """Blank tensors for a load into them; then add the names of those that differ, and put back what they held."""
     import torch
 
-    held, different = {name: tensor.clone() for name, tensor in tensors.items()}, list[str]()
+    held = {name: tensor.clone() for name, tensor in tensors.items()}
+    different = list[str]()
     try:
         for tensor in tensors.values():
             tensor.data.fill_(torch.nan)  # which equals nothing
@@ -161,10 +163,11 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
-    """Return whether a packed matrix is this one: a product with 1 is exact, but for numbers too small to be normal."""
+    """Return whether a packed matrix is this one: a product with 1 is exact, but for subnormal numbers."""
     import torch
 
-    num_columns, tiny = weight.shape[1], torch.finfo(torch.float32).tiny
+    num_columns = weight.shape[1]
+    tiny = torch.finfo(torch.float32).tiny
     for start in range(0, num_columns, ROWS):
         part = weight[:, start : start + ROWS].t()
         rows = weight.new_zeros(len(part), num_columns)
@@ -176,7 +179,7 @@ def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
 
 
 def _layers(worker: Any) -> list[tuple[str, Any]]:
-    """Return the layers of a worker's model, under the names that they have without an adapter around them."""
+    """Return the layers of a worker's model, without an adapter around them."""
     layers = worker.model_runner.get_model().named_modules()
     return [(name.replace(".base_layer", ""), layer) for name, layer in layers]
 
@@ -201,7 +204,8 @@ def _reload(worker: Any, weights: Weights) -> list[str]:
     """Run vLLM's reload; return the layers with weights left out, of which vLLM only writes to its log."""
     from vllm.model_executor.model_loader.reload import inplace
 
-    finalize, left = inplace.finalize_layerwise_reload, list[str]()
+    finalize = inplace.finalize_layerwise_reload
+    left = list[str]()
 
     def look_and_finalize(*arguments: Any) -> None:
         left.extend(_left_out(worker))
@@ -224,9 +228,11 @@ def _left_out(worker: Any) -> list[str]:
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
     from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
 
-    complete, left = set[int](), dict[str, set[int]]()
+    complete = set[int]()
+    left = dict[str, set[int]]()
     for name, layer in _layers(worker):
-        info, (own, _) = get_layerwise_info(layer), get_layer_params_buffers(layer)
+        info = get_layerwise_info(layer)
+        (own, _) = get_layer_params_buffers(layer)
         held = set(map(id, (info.kernel_tensors or (own,))[0].values()))
         wanted = sum(get_tensor_load_numel(own[name]) for name in own.keys() - SKIP_LOAD_TENSORS)
         if isinstance(layer, VocabParallelEmbedding):

@@ -1,7 +1,7 @@
 """Receive weights inside the engine's processes.
 
-vLLM mixes `WorkerExtension` into its worker class; its methods are called through `collective_rpc`. Importing this
-module in a process that was started for it ties that to its parent.
+vLLM mixes `WorkerExtension` into its worker class and calls its methods through `collective_rpc`. Importing this module
+ties a process that was started for it to its parent.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ class WorkerExtension(GroupReceiver):
     def hocket_load_disk(self, folder: str, adapter: str, compare: bool = False) -> dict[str, Any]:
         """Load every tensor of the folder into the paused model, in place; with an AdapterConfig, beside it.
 
-        Returns the checksum of the tensors that went in. After an error the model is unusable until a load succeeds.
-        With `compare` it changes nothing, and also returns the names of what differs.
+        Returns the checksum of what went in. After an error the model is unusable until a load succeeds. With `compare`
+        it changes nothing, and also returns the names of what differs.
         """
         config = AdapterConfig.model_validate_json(adapter) if adapter else None
         return self._hocket_take(_read(Path(folder)), config, compare)
@@ -49,7 +49,8 @@ class WorkerExtension(GroupReceiver):
 
     def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
         specs: dict[str, TensorSpec] = {}
-        weights, different = _tensors(parts, specs), list[str]()
+        weights = _tensors(parts, specs)
+        different = list[str]()
         if compare:
             different = vllm_weights.compare(self, weights, adapter)
         else:
@@ -76,7 +77,6 @@ def _ahead(parts: Iterator[Part], give_up: Callable[[], None]) -> Iterator[Itera
 
 
 def _read(folder: Path) -> Iterator[Part]:
-    """Yield each tensor of a published version with its spec."""
     for name, tensor in manifest.tensors(folder):
         yield [(name, tensor)], {name: manifest.spec(tensor)}
 

@@ -22,7 +22,7 @@ class GroupReceiver:
 
     @answered
     def hocket_join_group(self, message: str, size: int) -> bool:
-        """Begin to join the trainer's weight group and leave any other, or go on; return whether it has joined.
+        """Begin to join the trainer's weight group and leave any other; return whether it has joined.
 
         A thread joins, so that the engine goes on: whatever listens there may never answer.
         """
@@ -62,7 +62,6 @@ class GroupReceiver:
 
 
 def _join(joined: "Future[WeightGroup]", address: GroupAddress, rank: int, size: int, device: torch.device) -> None:
-    """Join a weight group; `joined` gets it, or the error."""
     try:
         group = WeightGroup(
             store=weight_group.find_store(address.host, address.port, address.timeout_s),

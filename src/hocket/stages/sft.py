@@ -81,7 +81,8 @@ def _train(config: Config) -> None:
             folder.finish(0, before)
             console.say(f"step 0/{steps}  held-out loss {before['eval/loss']:.4f}, of {len(held_out)} demonstrations")
         order = itertools.islice(in_epochs(samples, config.trainer.seed), last * size, most)
-        start, every = time.perf_counter(), config.eval.every_steps
+        start = time.perf_counter()
+        every = config.eval.every_steps
         with Checkpoints(config, trainer.state, parts, last=last) as kept:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
@@ -117,7 +118,6 @@ def _shown(sample: TrainSample, model: str) -> str:
 
 
 def held_out_loss(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Return the mean cross-entropy of the taught tokens, in nats."""
     num_tokens = sum(sample.sequence.mask.count(True) for sample in samples)
     return {"eval/loss": -math.fsum(itertools.chain(*trainer.logprobs(samples))) / num_tokens}
 

@@ -115,12 +115,16 @@ class _Link:
         self.unreachable = False
         self.group: weight_group.WeightGroup | None = None  # once the workers join
         self.answer: asyncio.Task[Answer]
-        self._transport, self._server, self._workers = transport, server, health.workers
+        self._transport = transport
+        self._server = server
+        self._workers = health.workers
         self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
         self._transfers = 0  # of the group, with the running one
         self._ready = False  # its workers are about to receive
         self._failure: SyncError | None = None  # as seen from this end
-        url, gpu, timeout_s = urlsplit(server.url), weight_group.gpu_id(self._device), transport.sync.timeout_s
+        url = urlsplit(server.url)
+        gpu = weight_group.gpu_id(self._device)
+        timeout_s = transport.sync.timeout_s
         host = weight_group.address_towards(url.hostname or "", url.port or 80)
         self._store = weight_group.make_store(host, timeout_s)
         self._address = protocol.GroupAddress(
@@ -140,7 +144,8 @@ class _Link:
 
     async def begin(self, version: int, compare: bool) -> None:
         """Tell the server what will come; wait until its workers are ready, or it has answered."""
-        start, transport = time.monotonic(), self._transport
+        start = time.monotonic()
+        transport = self._transport
         self._transfers += 1
         source = protocol.CollectiveSource(
             group=self._address, turn=self._transfers, adapter=transport.trainer.adapter, buckets=transport.buckets
@@ -174,7 +179,8 @@ class _Link:
         return True
 
     def _join(self) -> weight_group.WeightGroup:
-        address, timeout_s = self._address, self._transport.sync.bucket_timeout_s
+        address = self._address
+        timeout_s = self._transport.sync.bucket_timeout_s
         return weight_group.WeightGroup(
             self._store, address.name, self._device, address.host, rank=0, size=1 + self._workers, timeout_s=timeout_s
         )

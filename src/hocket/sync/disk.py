@@ -16,7 +16,9 @@ class Versions(Folders):
     def __init__(self, run_dir: Path, trainer: "Trainer", sync: SyncConfig) -> None:
         super().__init__(run_dir, trainer)
         self.current = 0  # also of before the run was resumed
-        self.first = DeltaWriter(self).write if sync.delta else self.full  # writes what servers are sent first
+        self.first = self.full  # writes what servers are sent first
+        if sync.delta:
+            self.first = DeltaWriter(self).write
         self._begun = False  # whether it is one of this process
 
     def begin(self, held: int) -> None:

@@ -6,7 +6,7 @@ trainer  │ on the GPU         │ off, once it has written            │ off
 """
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from hocket.client.pool import ServerPool
@@ -18,10 +18,6 @@ from hocket.types import Metrics
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
-
-
-def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
-    return nullcontext({})
 
 
 @asynccontextmanager

@@ -90,7 +90,7 @@ class Proof:
         return metrics | {"sync/mismatches": self.mismatches - failed}
 
     async def _compare(self, members: Sequence[Member]) -> None:
-        """Have servers compare the current version with their model. Raises SyncError."""
+        """Have servers compare what they compute with, with the current version."""
         version = self.publisher.versions.current
         servers = [member.server for member in members]
         delivery = await self.publisher.transport.deliver(version, servers, compare=True)
@@ -189,15 +189,18 @@ def missing_share(before: Answer, now: Answer, noise: float) -> tuple[float, flo
     1 and more where the server is one version behind. Rounding of the trainer is in g and in Δ; over both versions it
     cancels. The error is inf where Δ is mostly rounding (`noise`: a mean |gap| without other cause), or of few tokens.
     """
-    gaps, changes = [], []
+    gaps = []
+    changes = []
     for old_row, new_row in zip(before, now, strict=True):
         for old, new in zip(old_row, new_row, strict=False):
             if old.token != new.token:
                 break
-            change, gap = new.trainer - old.trainer, old.server - old.trainer + new.server - new.trainer
+            change = new.trainer - old.trainer
+            gap = old.server - old.trainer + new.server - new.trainer
             changes.append(abs(change))
             gaps.append(math.copysign(gap, gap * change) if change else 0.0)
-    total, square = math.fsum(changes), math.fsum(change * change for change in changes)
+    total = math.fsum(changes)
+    square = math.fsum(change * change for change in changes)
     if total * total < MIN_TOKENS * square or total <= MIN_CHANGE * noise * len(changes):
         return 0.0, math.inf
     share = -math.fsum(gaps) / total

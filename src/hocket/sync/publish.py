@@ -9,7 +9,7 @@ version, another checksum or a check that fails stops the run.
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 from hocket.client.pool import Member, ServerPool
@@ -39,12 +39,16 @@ Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]
 """(servers, whether they have just come) → sync/*. Raises SyncError."""
 
 
+def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
+    return nullcontext({})
+
+
 @dataclasses.dataclass(kw_only=True)
 class Publisher:
     versions: Versions
     pool: ServerPool
     transport: Transport
-    trainer_turn: TrainerTurn  # gives the trainer a shared GPU
+    trainer_turn: TrainerTurn = own_gpu
     checks: list[Check] = dataclasses.field(default_factory=list)
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # held by a training step, or a bring-up
 

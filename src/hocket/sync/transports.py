@@ -31,7 +31,8 @@ class DiskTransport:
     _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # versions of one trainer
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        versions, metrics = self.versions, Metrics()
+        versions = self.versions
+        metrics = Metrics()
         with timed(metrics, "sync/prepare_s"):
             try:
                 first = await run_in_thread(self._write, version)
@@ -69,7 +70,8 @@ class DiskTransport:
             if self.sync.upload:
                 name = "-".join((self._upload_name, *written.folder.parts[-2:]))
                 name = await server.upload(written.folder, name, timeout_s=timeout_s)
-            source, in_flight = written.source(name=name), self.sync.in_flight
+            source = written.source(name=name)
+            in_flight = self.sync.in_flight
             request = ReloadRequest(version=written.version, source=source, in_flight=in_flight, compare=compare)
             return await server.ask(request, timeout_s=timeout_s)
         except HocketError as error:

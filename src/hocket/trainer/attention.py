@@ -1,4 +1,4 @@
-"""Causal attention within each of the sequences that share a row: no mask, and the cost of Σ n², not of (Σ n)²."""
+"""Causal attention within each of the sequences of a row: no mask, and the cost of Σ n², not of (Σ n)²."""
 
 import dataclasses
 import functools
@@ -41,7 +41,8 @@ class Segments:
         ends_s = lengths_s.cumsum(0)
         classes_s = -(-lengths_s // _ROUND)
         restore = torch.empty(sum(self.lengths), dtype=torch.long)
-        groups, done = [], 0
+        groups = []
+        done = 0
         for rounded in sorted(set(classes_s.tolist())):
             members = (classes_s == rounded).nonzero()  # [segments of the group, 1]
             steps = torch.arange(int(lengths_s[members].max()))
@@ -77,7 +78,8 @@ def attend(
     """
     asked = [name for name in ("softcap", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or asked:
-        what, name = " and ".join(asked) or "a mask of its own", type(module).__name__
+        what = " and ".join(asked) or "a mask of its own"
+        name = type(module).__name__
         raise TrainerError(f"{name} uses {what} in its attention; its architecture can't be trained here")
     segments = segments or Segments.of([query.shape[2]], query.device)
     kind = query.device.type
@@ -149,9 +151,12 @@ def _by_groups(
         if length > window or sinks_h is not None:
             band = torch.ones(length, length, dtype=torch.bool, device=group.device).tril().triu(1 - window)
         if sinks_h is not None:  # one more key, of value 0, that each position sees; kernels want sizes of 8
-            query_shld, key_shld = pad(query_shld, (0, 8)), pad(key_shld, (0, 8, 1, 0))
-            query_shld[..., -1], key_shld[..., 0, -1] = sinks_h[:, None] / scaling, 1.0
-            value_shld, band = pad(value_shld, (0, 0, 1, 0)), pad(cast(Tensor, band), (1, 0), value=True)
+            query_shld = pad(query_shld, (0, 8))
+            key_shld = pad(key_shld, (0, 8, 1, 0))
+            query_shld[..., -1] = sinks_h[:, None] / scaling
+            key_shld[..., 0, -1] = 1.0
+            value_shld = pad(value_shld, (0, 0, 1, 0))
+            band = pad(cast(Tensor, band), (1, 0), value=True)
         shares = query_shld.device.type != "cuda"
         if not shares:  # the only kernel there without n² memory wants as many keys as queries
             repeats = query_shld.shape[1] // key_shld.shape[1]

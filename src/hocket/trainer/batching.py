@@ -1,7 +1,7 @@
-"""Pack samples into micro-batches of bounded size; the only place where sequences move to the next-token axis.
+"""Pack samples into micro-batches; the only place where sequences move to the next-token axis.
 
 A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. The
-segments of a micro-batch share one row without padding; which ones do changes a result by rounding only.
+segments of a micro-batch share one row without padding. How samples are packed changes a result by rounding only.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ def pack(samples: Sequence[TrainSample], **how: Any) -> list[list[TrainBatch]]:
 
 
 def _build(row: Mapping[int, TrainSample], columns: Sequence[str], counts: Mapping[str, Any]) -> TrainBatch:
-    """Return this row's batch; without samples, one masked position, so that the rank has something to run."""
+    """Return a row's batch; without samples, one masked position, so that every rank has something to run."""
     samples = row.values()
     lengths = list(map(num_positions, samples))
     token_ids = [np.array(sample.sequence.token_ids) for sample in samples]

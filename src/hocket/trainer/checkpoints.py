@@ -31,7 +31,7 @@ TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]
 
 
 class Part(Protocol):
-    """A part of a run whose state is a few values, ready for JSON."""
+    """A part of a run with a state ready for JSON."""
 
     def state(self) -> Mapping[str, Any]: ...
 
@@ -50,7 +50,6 @@ class Saved:
     parts: Mapping[str, Mapping[str, Any]]  # name → state
 
     def restore(self, parts: Mapping[str, Part]) -> None:
-        """Restore every part. Raise ConfigError where the run had other ones."""
         if parts.keys() != self.parts.keys():
             there = ", ".join(self.parts)
             here = ", ".join(parts)
@@ -69,7 +68,7 @@ def read(folder: Path) -> Saved:
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted(path.parent for path in (run_dir / FOLDER).glob(f"step_*/{COMPLETE_FILE}"))
 
 
@@ -113,7 +112,7 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
-    """Writes the checkpoints of one run; its end as a context manager waits for one that is being written.
+    """Writes the checkpoints of one run; leaving it waits for one that is being written.
 
     With checkpoint.async a thread writes them while training goes on, one at a time; its errors are raised at the next
     step. `last`: the step of the newest one, 0 before any.
@@ -138,7 +137,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._writing.result()
 
     def due(self, step: int, *, last: bool = False) -> bool:
-        """Return whether to save after this step; `last`: the run ends with it."""
         every = self._settings.every_steps
         return every > 0 and (step // every > self.last // every or last)
 

@@ -130,7 +130,7 @@ def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
 
 
 class DeepSpeedEngine:
-    """Trains one module, with float32 master weights and AdamW; `dtype` is that of forward and backward passes."""
+    """Trains one module, with float32 master weights and AdamW; `dtype`: of forward and backward passes."""
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self.stage = zero_stage(config, dtype, ranks)
@@ -156,16 +156,15 @@ class DeepSpeedEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step of the run, in all of its updates."""
         return float(self._scheduler.get_last_lr()[0])
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run that had an update."""
+        """Steps of the run that took an update."""
         return int(self._scheduler.last_epoch)
 
     def plan(self, steps: int) -> None:
-        """Have the learning rate's schedule end after `steps` in place of trainer.steps; call it first."""
+        """Have the schedule end after `steps` in place of trainer.steps; call it first."""
         self._scheduler.lr_lambdas = [learning_rate_factor(self._config.model_copy(update={"steps": steps}))]
 
     def end_step(self) -> None:
@@ -173,7 +172,7 @@ class DeepSpeedEngine:
 
     @property
     def loss_scale(self) -> float | None:
-        """Factor on float16 losses, halved after a gradient that is not finite; None for other dtypes."""
+        """Factor on float16 losses, halved after a gradient that is not finite; else None."""
         return float(self._loss_scaler()["cur_scale"]) if self._dtype == torch.float16 else None
 
     def bytes_to_come(self) -> int:
@@ -218,14 +217,14 @@ class DeepSpeedEngine:
         return [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
 
     def layout(self, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
-        """Return the buckets that `buckets` yields, as tensors on the meta device."""
+        """Return what `buckets` yields, on the meta device."""
         return [
             [(name, torch.empty(whole_shape(p), dtype=self._dtype, device="meta")) for name, p in group]
             for group in self.by_bytes(max_bytes)
         ]
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield trained (name, whole tensor) in the compute dtype on rank 0; all ranks must exhaust it."""
+        """Yield trained (name, whole tensor), tied ones once, on rank 0; all ranks must exhaust it."""
         for group in self.by_bytes(max_bytes):
             with gathered([parameter for _, parameter in group]):
                 if self._ranks.is_main:
@@ -244,7 +243,7 @@ class DeepSpeedEngine:
         return groups
 
     def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield {"KIND/parameter": whole float32 tensor} on rank 0's CPU. All ranks must exhaust it."""
+        """Yield "KIND/parameter" → whole float32 tensor on rank 0's CPU. All ranks must exhaust it."""
         master = self._master()
         bucket: dict[str, Tensor] = {}
         size = 0
@@ -260,7 +259,8 @@ class DeepSpeedEngine:
                     size += whole.nbytes
                 if size >= max_bytes:
                     yield bucket
-                    bucket, size = {}, 0
+                    bucket = {}
+                    size = 0
         if bucket:
             yield bucket
 
@@ -309,7 +309,7 @@ class DeepSpeedEngine:
 
 
 def gathered(parameters: list[nn.Parameter]) -> Any:
-    """Context in which parameters that ZeRO-3 spreads over the ranks are whole; writes are lost."""
+    """Context in which parameters that ZeRO-3 spreads are whole; writes are lost."""
     return importlib.import_module("deepspeed").zero.GatheredParameters(parameters)
 
 

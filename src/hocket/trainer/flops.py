@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, and the peak of the device: what the MFU is made of.
+"""Floating-point operations of a step, and the device's peak: what the MFU is made of.
 
 Counted as in PaLM (arXiv 2204.02311, appendix B), two per multiply-add: no recomputation, causal attention within each
 sequence, the chosen experts, the output head over trained tokens, no norms, activations or softmax.
@@ -71,7 +71,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens: int) -> float:
-    """Return the operations of one optimiser step over all ranks; lengths are positions."""
+    """Return the operations of one optimiser step over all ranks."""
     total = model.per_position * sum(segment_lengths) + model.per_trained_token * trained_tokens
     for window, num_layers in Counter(model.windows).items():
         for length in segment_lengths:
@@ -88,7 +88,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = known_peak(torch.cuda.get_device_name(device))
         if known is not None:
             return known
-    size, best = 2048 if device.type == "cuda" else 256, 0.0
+    size = 2048 if device.type == "cuda" else 256
+    best = 0.0
     while best < MEASURED_S and size < 4096:
         size *= 2
         matrix = torch.ones(size, size, device=device, dtype=dtype)

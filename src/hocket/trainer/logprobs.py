@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens without the logits of a whole batch ever existing at the same time."""
+"""Log-probabilities of given tokens; the logits of a whole batch never exist at the same time."""
 
 import torch
 from torch import Tensor, nn

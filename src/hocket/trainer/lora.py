@@ -1,7 +1,7 @@
 """LoRA: low-rank updates beside frozen weights, in PEFT's format. Nothing else imports peft.
 
-An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685); A [rank, in] is random and B [out, rank] zero
-at first.
+An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685); B [out, rank] is zero at first, so that
+training starts from the model as it is.
 """
 
 import importlib.util
@@ -109,7 +109,7 @@ def _switch(model: nn.Module, *, on: bool) -> None:
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
-    """Return options that load frozen weights in 4 bits onto this rank's GPU (QLoRA, arXiv 2305.14314)."""
+    """Return transformers' options to load frozen weights in 4 bits (QLoRA, arXiv 2305.14314)."""
     if not torch.cuda.is_available():
         raise ConfigError("model.lora.quantize needs a CUDA device; leave it out here")
     if importlib.util.find_spec("bitsandbytes") is None:

@@ -37,7 +37,7 @@ def tensors_in(*roots: Any) -> Iterator[Tensor]:
 
 
 def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
-    """Empty the storages of the tensors that are on the device; none of them may be used until `onload`."""
+    """Empty the storages of tensors on the device; none may be used until `onload`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # whichever stream wrote last
     moved = []

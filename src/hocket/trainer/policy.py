@@ -25,7 +25,7 @@ WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the precision of forward and backward passes; master weights are float32."""
+    """Return the precision of forward and backward passes."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return cast(torch.dtype, getattr(torch, config.dtype))
@@ -81,7 +81,6 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return parameters with their files' names and shapes."""
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
         return list(self.weights.published(self.model, named).items())
 

@@ -28,7 +28,7 @@ _NO_DEADLINE = datetime.timedelta(days=365)  # for a command: generation takes a
 
 
 class Ranks:
-    """Connects to the other ranks once all are there; no wait but that for a command exceeds `timeout_s`."""
+    """Connects to the other ranks; no wait but that for a command exceeds `timeout_s`."""
 
     def __init__(self, timeout_s: float, cpu_threads: int | None = None) -> None:
         # Every collective would print that its Python entry point is on its way out.
@@ -91,7 +91,7 @@ class Ranks:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return on rank 0 every rank's value, in order; [] elsewhere."""
+        """Return on rank 0 every rank's value; [] elsewhere."""
         box: list[Any] | None = [None] * self.size if self.is_main else None
         dist.gather_object(value, box, dst=0, group=self._reports)
         return box or []

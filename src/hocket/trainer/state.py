@@ -26,7 +26,9 @@ class MasterState:
     """
 
     def __init__(self, stage: int, zero: Any, adamw: torch.optim.AdamW) -> None:
-        self._stage, self._zero, self._adamw = stage, zero, adamw
+        self._stage = stage
+        self._zero = zero
+        self._adamw = adamw
         for flat in self._flats():
             if not adamw.state[flat]:  # AdamW fills it at its first step
                 adamw.state[flat] = {
@@ -91,7 +93,7 @@ def write_bucket(folder: Path, bucket: Mapping[str, Tensor]) -> None:
 
 
 class SavedTensors:
-    """Reads what `write_bucket` wrote, tensor by tensor. Raises TrainerError where a file is damaged."""
+    """Reads what `write_bucket` wrote. Raises TrainerError where a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -65,7 +65,8 @@ def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, le
     for index, batch in enumerate(batches):
         with torch.set_grad_enabled(learns):
             output = learner.loss(batch.to(ranks.device))
-        loss, share = output.loss, {"loss": output.loss.detach(), **output.metrics}
+        loss = output.loss
+        share = {"loss": output.loss.detach(), **output.metrics}
         shares.append(torch.stack([value.double() for value in share.values()]))
         last = index == len(batches) - 1
         if last:

@@ -39,7 +39,7 @@ EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
 
 
 def on_all_ranks(method: F) -> F:
-    """Run the method on all ranks when rank 0 calls it: rank r gets item r of a list, and rank 0 alone a function."""
+    """Run a method on all ranks when rank 0 calls it: rank r gets item r of a list, rank 0 alone a function."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -110,7 +110,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             self._run(*self.ranks.receive())
 
     def close(self) -> None:
-        """Release all ranks and end communication; after a failure of common work only where this rank is alone."""
+        """Release all ranks; after a failure within the common work only if this is one alone."""
         if self.is_main and not (self._closed or self._broken):
             self._close()
         elif self._broken and self._owns_ranks and self.ranks.size == 1:  # this process may train again
@@ -403,7 +403,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def onload(self) -> None:
-        """Move the training state back to the GPU, bit for bit. May be repeated."""
+        """Move it back, bit for bit. May be repeated."""
         if self._away is not None:
             offload.onload(self._away, self.device)
             self._away = None

@@ -76,7 +76,6 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_model(path: str, *, random_init: bool = False, **options: Any) -> Any:
-    """Return a causal language model. Raise ConfigError where there is none."""
     auto = transformers.AutoModelForCausalLM
     try:
         if random_init:
