@@ -115,7 +115,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
     """A trainer's models and optimizer are on the device while this is entered."""
-    load, adamw = Models._load, torch.optim.AdamW.__init__
+    load, adamw = Models.load, torch.optim.AdamW.__init__
 
     def on_meta(models: Models, model: ModelConfig, kind: Any) -> Any:
         def make(*args: Any, **options: Any) -> Any:
@@ -127,7 +127,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
     def unfused(self: Any, *args: Any, fused: bool, **options: Any) -> None:
         adamw(self, *args, **options)
 
-    monkeypatch.setattr(Models, "_load", on_meta)
+    monkeypatch.setattr(Models, "load", on_meta)
     monkeypatch.setattr(engines, "initialize", OnMeta)
     monkeypatch.setattr(torch.optim.AdamW, "__init__", unfused)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # it does not know the device

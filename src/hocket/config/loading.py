@@ -105,7 +105,7 @@ def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
     """Return key → (before, now) of what differs from an earlier `as_dict`, but checkpoint.resume."""
     old = _by_key(as_dict(Config())) | _by_key(before)  # a new setting had its default
     new = _by_key(as_dict(config))
-    options = {key for key in old if key.startswith(("curriculum.", "env."))}  # of plugins: one that is left out differs
+    options = {key for key in old if key.startswith(("curriculum.", "env."))}  # of plugins
     pairs = {key: (old.get(key), new.get(key)) for key in sorted(new.keys() | options)}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key != "checkpoint.resume"}
 

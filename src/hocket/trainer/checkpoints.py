@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders with the trainer's tensors, state.json and, written last, COMPLETE."""
+"""Checkpoints of a run: folders with tensors, state.json and, written last, COMPLETE."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from hocket.protocol.manifest import COMPLETE_FILE
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
-_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run must keep
+_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run keeps
 _FILES = (*GROWING, "summary.json", "report.html", "tensorboard", "skipped")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", FOLDER)
 _ROLLOUTS = ("rollouts/step_[0-9]*.jsonl", "rollouts/eval_[0-9]*.jsonl")
@@ -59,7 +59,7 @@ class Saved:
 
 
 def read(folder: Path) -> Saved:
-    """Read one checkpoint. Raise ConfigError where it is absent or incomplete."""
+    """Read one checkpoint. Raise ConfigError where there is no complete one."""
     try:
         (folder / COMPLETE_FILE).stat()
         return Saved(folder=folder, **json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
@@ -73,30 +73,33 @@ def complete(run_dir: Path) -> list[Path]:
 
 
 def find(config: Config, say: Callable[[str], None]) -> Saved | None:
-    """Return the newest complete checkpoint with checkpoint.resume; without one, `make_room`."""
+    """Return the newest checkpoint with checkpoint.resume; without one, `make_room`."""
     folders = complete(config.run_dir)
     if not (folders and config.checkpoint.resume):
         make_room(config.run_dir, say, resume=config.checkpoint.resume)
         return None
     saved = read(folders[-1])
-    changed = changes(saved.config, config)
-    for key, (before, now) in changed.items():
+    line = f"going on from {saved.folder}"
+    for key, (before, now) in changes(saved.config, config).items():
         if f"{key}.".startswith(_SAME):
             advice = "set it as it was, or choose another run.dir"
             raise ConfigError(f"can't go on from {folders[-1]}: {key} was {before!r}, {now!r} is another run; {advice}")
-    said = [f"; {key} was {before!r} and is {now!r}" for key, (before, now) in changed.items()]
-    say(f"going on from {saved.folder}{''.join(said)}")
+        line += f"; {key} was {before!r} and is {now!r}"
+    say(line)
     return saved
 
 
 def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
-    """Remove a run that trained no step; move another aside (`resume`), or raise ConfigError."""
-    there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
-    saved = (int(folder.name.partition("_")[2]) for folder in complete(run_dir))
+    """Remove a run that trained no step; move another one aside (`resume`), or raise ConfigError."""
+    there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
+    saved = (int(folder.name.removeprefix("step_")) for folder in complete(run_dir))
     steps = max([0, *saved, *(row["step"] for row in read_lines(run_dir / METRICS))])
     if steps == 0 and (run_dir / METRICS).exists():
         for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
-            remove_folder(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                remove_folder(path)
+            else:
+                path.unlink()
     elif there and resume:
         aside = unused(run_dir / "aside")
         aside.mkdir()
@@ -111,8 +114,8 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; leaving it waits for one that is being written.
 
-    With checkpoint.async a thread writes files while training goes on; its errors are raised at the next step.
-    `last`: the step of the newest one, 0 before any.
+    With checkpoint.async a thread writes them while training goes on, one at a time; its errors are raised at the next
+    step. `last`: the step of the newest one, 0 before any.
     """
 
     def __init__(self, config: Config, state: TrainerState, parts: Mapping[str, Part], *, last: int = 0) -> None:
@@ -122,15 +125,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._state = state
         self._parts = parts
         self.last = last
-        self._copied: Mapping[str, Any] | None = None  # the trainer's state of a checkpoint that is not complete yet
+        self._copied: Mapping[str, Any] | None = None  # the trainer's state, until it is in a checkpoint
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Future[None] = Future()
+        self._writing.set_result(None)
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._thread.shutdown()
         if kind is None:
-            self._wait()
+            self._writing.result()
 
     def due(self, step: int, *, last: bool = False) -> bool:
         every = self._settings.every_steps
@@ -143,7 +147,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         from hocket.trainer.state import write_bucket
 
         start = time.perf_counter()
-        self._wait()
+        self._writing.result()
         self._folder = self._root / f"step_{step:06d}"
         self._write = functools.partial(write_bucket, partial_of(self._folder))
         with self._disk_errors():
@@ -155,9 +159,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return {"time/checkpoint": time.perf_counter() - start}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics and the state of all parts to what `copy` took: then it is a checkpoint."""
-        if self._writing is not None and self._writing.done():
-            self._wait()
+        """Make a checkpoint of what `copy` took, the metrics of `step` and the state of all parts."""
+        if self._writing.done():
+            self._writing.result()
         if self._copied is None:
             return
         state = {
@@ -170,10 +174,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._copied = None
         self._writing = self._thread.submit(self._finish, state)
         if not self._settings.in_background:
-            self._wait()
-
-    def _wait(self) -> None:
-        if self._writing is not None:
             self._writing.result()
 
     def _finish(self, state: Mapping[str, Any]) -> None:

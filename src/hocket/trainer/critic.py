@@ -1,7 +1,6 @@
-"""The critic: a second model that estimates the return of a sequence at every sampled token.
+"""The critic: a second model, which estimates the return at every sampled token.
 
-It starts from a language model's layers under a new head of zeros, and trains in the policy's updates, on the same
-micro-batches, with its own optimizer.
+It starts from a language model's layers under a head of zeros, and has its own optimizer.
 """
 
 import functools
@@ -25,19 +24,19 @@ VALUE_CLIP = 0.5
 
 
 class ValueModel(Policy):
-    """A language model with one number in place of logits: the value before the predicted token is chosen."""
+    """A language model with one number in place of logits: the value before the token is chosen."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         logits = self.model.get_output_embeddings()
         head = nn.Linear(logits.in_features, 1, bias=False, dtype=logits.weight.dtype)
         nn.init.zeros_(head.weight)
-        compute_in_float32(head)  # in 16 bits values near 1 would be steps of .004, and so would returns
+        compute_in_float32(head)  # in 16 bits values near 1 would be steps of .004
         self.model.config.tie_word_embeddings = False
         self.model.set_output_embeddings(head)
 
     def forward(self, batch: TrainBatch) -> Tensor:  # type: ignore[override]  # in place of log-probs and entropies
-        """Return values_bt of the batch's targets, float32, 0 where its mask is false."""
+        """Return values_bt, float32, 0 where the batch's mask is false."""
         hidden_bth = self._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
         values_bt1: Tensor = self.model.get_output_embeddings()(hidden_bth)
         return values_bt1.squeeze(-1).float().where(batch.mask_bt, 0.0)
@@ -47,7 +46,7 @@ def critic(config: Config) -> Extra | None:
     if config.algorithm.baseline != "critic":
         return None
     own = config.critic
-    model = config.model.beside(config.critic.path)
+    model = config.model.beside(own.path)
     if own.path is not None:
         tokenizers.check_same_ids(own.path, "critic.path", config.model)
     load = functools.partial(_load, own.learning_rate, model)
@@ -72,7 +71,6 @@ def _load(learning_rate: float, model: ModelConfig, base: Base) -> Loaded:
 
 
 def critic_loss(forward: Column, batch: TrainBatch) -> LossOutput:
-    """Return the value loss of a batch that holds the values before the step and the returns."""
     values_bt = forward(batch)
     returns_bt = batch.columns["returns"]
     num_tokens = batch.num_tokens_global
@@ -96,7 +94,9 @@ def value_loss(
     values_bt: Tensor, old_values_bt: Tensor, returns_bt: Tensor, mask_bt: Tensor, *, num_tokens: int
 ) -> Tensor:
     """Return ½ Σ mask · max((V − ret)², (V_old + clip(V − V_old, ±0.5) − ret)²) / num_tokens (arXiv 1707.06347)."""
-    values_bt, old_values_bt, returns_bt = (x.where(mask_bt, 0.0) for x in (values_bt, old_values_bt, returns_bt))
+    values_bt = values_bt.where(mask_bt, 0.0)
+    old_values_bt = old_values_bt.where(mask_bt, 0.0)
+    returns_bt = returns_bt.where(mask_bt, 0.0)
     clipped_bt = old_values_bt + (values_bt - old_values_bt).clamp(-VALUE_CLIP, VALUE_CLIP)
     worst_bt = torch.maximum((values_bt - returns_bt).square(), (clipped_bt - returns_bt).square())
     return 0.5 * worst_bt.sum() / max(num_tokens, 1)
@@ -104,10 +104,10 @@ def value_loss(
 
 @torch.no_grad()
 def moments(values_bt: Tensor, returns_bt: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-    """Return this micro-batch's share of the means of which `explained_variance` is made."""
+    """Return this micro-batch's share of the means for `explained_variance`, in float64."""
     weight_bt = batch.mask_bt.double() / max(batch.num_tokens_global, 1)
-    values_bt, returns_bt = (x.double().where(batch.mask_bt, 0.0) for x in (values_bt, returns_bt))
-    errors_bt = returns_bt - values_bt
+    returns_bt = returns_bt.double().where(batch.mask_bt, 0.0)
+    errors_bt = returns_bt - values_bt.double().where(batch.mask_bt, 0.0)
     means = {
         "return_mean": returns_bt,
         "return_square": returns_bt.square(),
@@ -118,7 +118,7 @@ def moments(values_bt: Tensor, returns_bt: Tensor, batch: TrainBatch) -> dict[st
 
 
 def explained_variance(means: Mapping[str, float]) -> float:
-    """Return 1 − Var(return − value) / Var(return) over trained tokens; nan where all returns are alike."""
+    """Return 1 − Var(return − value) / Var(return); nan where all returns are alike."""
     variance = means["return_square"] - means["return_mean"] ** 2
     unexplained = means["error_square"] - means["error_mean"] ** 2
     return 1 - unexplained / variance if variance > 1e-12 * means["return_square"] else math.nan

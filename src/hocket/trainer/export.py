@@ -1,4 +1,4 @@
-"""Write a model's folder from a checkpoint, or from published weights that are no whole model."""
+"""Write a model's folder from what a run leaves: a checkpoint or an adapter."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     folder = Path(newest_version(str(folder)))
     kind = kind_of(folder)
     if output.exists():
-        raise ConfigError(f"{output} exists already; remove it, or name another folder")
+        raise ConfigError(f"{output} exists already; name another folder")
     transformers.utils.logging.disable_progress_bar()
     if kind in WEIGHTS:
         return WEIGHTS[kind].export(folder, output, base=base)
@@ -31,6 +31,7 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     config = ModelConfig.model_validate({**began, "path": base or began["path"]})
     saved = SavedTensors(folder)
     prefix = f"{POLICY}/{MASTER}/{PREFIX}"
-    names = [name.removeprefix(prefix) for name in saved.shapes() if name.startswith(prefix)]
-    tensors = {name: saved.read(prefix + name).to(dtype) for name in names}
+    tensors = {
+        name.removeprefix(prefix): saved.read(name).to(dtype) for name in saved.shapes() if name.startswith(prefix)
+    }
     WEIGHTS[config.weights](config).make_model(tensors, dtype, output)

@@ -1,5 +1,6 @@
-"""What an algorithm needs beside the policy: a column measured before a step, by a model of its own or not."""
+"""What an algorithm needs beside the policy: a column that is measured before a step."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
@@ -17,16 +18,18 @@ from hocket.trainer.step import Learner
 Column = Callable[[TrainBatch], Tensor]  # → [b, t] numbers of a batch's targets, 0 where its mask is False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
+class Base(abc.ABC):
     """What an extra is made of."""
 
     policy: Policy
     engine: DeepSpeedEngine  # the policy's
-    load: Callable[[ModelConfig, type[Policy]], Any]
     settings: TrainerConfig
     dtype: torch.dtype  # of forward and backward passes
     ranks: Ranks
+
+    @abc.abstractmethod
+    def load(self, model: ModelConfig, kind: type[Policy]) -> Any:
+        """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
         return cast(Tensor, self.engine.forward(batch)[0])
@@ -37,13 +40,13 @@ class Loaded:
     """An extra on this rank."""
 
     measure: Column
-    frozen: Any = None  # a model that no step changes, with `tensors` and `close`
+    frozen: Any = None  # a model that no step changes, with `tensors`
     learner: Learner | None = None  # what a step trains beside the policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """One need of a run. `models.EXTRAS` has a function per kind, which returns it or None."""
+    """One need of a config; `models.EXTRAS` has a function per kind."""
 
     column: str  # its name in `TrainSample.columns`
     load: Callable[[Base], Loaded]
@@ -54,10 +57,7 @@ class Extra:
 
 
 def old_policy(config: Config) -> Extra | None:
-    """Measure the policy's log-probs before a step, for ratios in its later updates.
-
-    The only update of a step takes them from its own forward pass; without a correction, the engine's are compared.
-    """
+    """Measure the policy's log-probs before a step: a correction needs them in its later updates."""
     if config.algorithm.updates == 1 or config.algorithm.correction == "none":
         return None
     return Extra(column="old_logprobs", load=lambda base: Loaded(measure=base.logprobs))

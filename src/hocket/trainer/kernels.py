@@ -13,12 +13,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hocket.errors import ConfigError
 
-MAX_VARIANTS = 64  # of a compiled layer: by gradients, adapters, and sizes that need other code, such as 1
-MIN_PRODUCTS = 1 << 27  # of a layer's call; for fewer, a kernel for one more shape costs as much as it saves
+MAX_VARIANTS = 64  # of a compiled layer: by gradients, adapters, and sizes such as 1
+MIN_PRODUCTS = 1 << 27  # of a layer's call; below, a kernel for one more shape costs what it saves
 
 
 def use(name: str, model: Any) -> None:
-    """Make a model compute with trainer.kernels, and with oneDNN where nothing compiles its layers."""
+    """Make a model compute with trainer.kernels, and with oneDNN where nothing is compiled."""
     if name == "liger":
         use_liger(model)
     if name == "compile":
@@ -28,7 +28,7 @@ def use(name: str, model: Any) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Have torch.compile make the kernels of each decoder layer, but of its attention, for rows of any length."""
+    """Have torch.compile make the kernels of each decoder layer, for rows of any length."""
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(f"trainer.kernels=compile finds no layers in a {type(model).__name__}; set eager")
@@ -38,38 +38,36 @@ def compile_layers(model: nn.Module) -> None:
             reading = ["-include", "Python.h", "-I", sysconfig.get_path("include"), "-x", "c++", "/dev/null"]
             subprocess.run([compiler, "-fsyntax-only", *reading], check=True, capture_output=True)
         except (RuntimeError, subprocess.CalledProcessError) as error:
-            advice = "apt install g++ python3-dev, or set eager"
             raise ConfigError(
-                f"trainer.kernels=compile needs a C++ compiler and Python's headers on a CPU: {advice}"
+                "trainer.kernels=compile needs a C++ compiler and Python's headers on a CPU: "
+                "apt install g++ python3-dev, or set eager"
             ) from error
     for layer in layers:
         layer.compile(dynamic=True, recompile_limit=MAX_VARIANTS)
 
 
 def use_liger(model: Any) -> None:
-    """Make a model compute with Liger's kernels, but for its loss: no logits are whole here anyway."""
+    """Make a model compute with Liger's kernels, but for its loss: no logits are whole here."""
     if not torch.cuda.is_available():
-        raise ConfigError("trainer.kernels=liger needs a CUDA device, for which Triton compiles them; set eager here")
+        raise ConfigError("trainer.kernels=liger needs a CUDA device; set eager here")
     try:
         liger: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
         advice = ".venv/bin/python -m pip install liger-kernel, or set eager"
         raise ConfigError(f"trainer.kernels=liger needs the package liger-kernel ({error}): {advice}") from error
     kind = model.config.model_type
-    known = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
-    if kind not in known:
-        advice = "set compile or eager"
-        raise ConfigError(f"Liger has no kernels for models of type {kind}, only for {', '.join(known)}; {advice}")
+    known = ", ".join(liger.MODEL_TYPE_TO_APPLY_LIGER_FN)
+    if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"Liger has no kernels for models of type {kind}, only for {known}; set compile or eager")
     liger._apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make linear layers compute with oneDNN where they run in float32 on an x86 processor.
+    """Make linear layers compute with oneDNN in float32 on an x86 processor.
 
-    torch gives them to MKL, which runs at half the speed of a processor with AVX-512 that Intel did not make.
+    torch gives them to MKL, which is half as fast on a processor with AVX-512 that Intel did not make.
     """
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if has_onednn and platform.machine() in ("x86_64", "AMD64"):
+    if platform.machine() == "x86_64":  # every build of torch for it has oneDNN
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
@@ -85,7 +83,7 @@ def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """inputs · weightᵀ + bias, forward and backward."""
+    """inputs · weightᵀ + bias."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

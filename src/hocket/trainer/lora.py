@@ -25,7 +25,7 @@ from hocket.trainer.weights import Weights, load_model
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
-_NAME = "default"  # PEFT's name of the only adapter, a part of the parameters' names in memory
+_NAME = "default"  # PEFT's name of the adapter, part of the parameters' names in memory
 
 
 class Adapter(Weights):
@@ -43,48 +43,42 @@ class Adapter(Weights):
         import peft
 
         path = self.config.path
+        settings = self._lora
         head = model.get_output_embeddings()
         linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
         known = sorted({name.rpartition(".")[2] for name in linear})
-        targets = known if self._lora.targets == "all-linear" else sorted(self._lora.targets)
+        targets = known if settings.targets == "all-linear" else sorted(settings.targets)
         for target in targets:
             if not any(f".{name}".endswith(f".{target}") for name in linear):
                 raise ConfigError(
-                    f"model.lora.targets: {path} has no linear layer {target!r} besides its output head; "
-                    f"it has {', '.join(known)}"
+                    f"model.lora.targets: {path} has no linear layer {target!r} besides its output head, "
+                    f"only {', '.join(known)}"
                 )
         torch.manual_seed(seed)
         made = peft.LoraConfig(
             task_type="CAUSAL_LM",
-            r=self._lora.rank,
-            lora_alpha=self._lora.alpha,  # type: ignore[arg-type]  # it takes any number
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it takes any number
             target_modules=targets,
         )
         peft.inject_adapter_in_model(made, model, adapter_name=_NAME)
         for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(
-                    model.dtype
-                )  # PEFT made them float32; DeepSpeed keeps master weights
+            if parameter.requires_grad:  # PEFT made it float32; DeepSpeed keeps master weights
+                parameter.data = parameter.data.to(model.dtype)
         self.adapter = AdapterConfig(
             base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
-            r=self._lora.rank,
-            lora_alpha=self._lora.alpha,
+            r=settings.rank,
+            lora_alpha=settings.alpha,
             target_modules=targets,
         )
 
     @contextmanager
     def base(self, model: nn.Module) -> Iterator[None]:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
-        for layer in layers:
-            layer.enable_adapters(False)
+        _switch(model, on=False)
         try:
             yield
         finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+            _switch(model, on=True)
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return {f"{_FILE_PREFIX}{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in named.items()}
@@ -98,27 +92,30 @@ class Adapter(Weights):
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
-        """Write the base model with the adapter of a folder merged in."""
         try:
             adapter = AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
             tensors = load_file(folder / WEIGHTS_FILE)
         except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(
-                f"{folder} is not an adapter that a run with model.lora has published: {error}"
-            ) from error
+            raise ConfigError(f"{folder} is not an adapter of a run with model.lora: {error}") from error
         _merge(tensors, adapter.lora_alpha / adapter.r, base or adapter.base_model_name_or_path, output)
+
+
+def _switch(model: nn.Module, *, on: bool) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for part in model.modules():
+        if isinstance(part, BaseTunerLayer):
+            part.enable_adapters(on)
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
     """Return transformers' options to load frozen weights in 4 bits (QLoRA, arXiv 2305.14314)."""
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "model.lora.quantize needs a CUDA device: bitsandbytes multiplies 4-bit weights on a GPU; leave it out here"
-        )
+        raise ConfigError("model.lora.quantize needs a CUDA device; leave it out here")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
-            "model.lora.quantize needs the package bitsandbytes, which is not installed: "
-            ".venv/bin/python -m pip install bitsandbytes, or leave the setting out"
+            "model.lora.quantize needs the package bitsandbytes: "
+            ".venv/bin/python -m pip install bitsandbytes, or leave it out"
         )
     settings = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -130,7 +127,6 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> None:
-    """Write an adapter's two files."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
@@ -143,22 +139,19 @@ def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) ->
     left = dict(tensors)
     for name, parameter in model.named_parameters():
         layer = f"{_FILE_PREFIX}{name.removesuffix('.weight')}"
-        down = left.pop(f"{layer}.lora_A.weight", None)
-        up = left.pop(f"{layer}.lora_B.weight", None)
-        if down is None or up is None:
+        pair = (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
+        if not left.keys() >= set(pair):
             continue
-        update = up.float() @ down.float() * scale
-        if update.shape != parameter.shape:
-            raise _other_model(name, path)
-        parameter.data += update.to(parameter.dtype)
-    for name in left:
-        raise _other_model(name, path)
+        down, up = (left[one].float() for one in pair)
+        update = up @ down * scale
+        if update.shape == parameter.shape:
+            parameter.data += update.to(parameter.dtype)
+            del left[pair[0]], left[pair[1]]
+    if left:
+        raise ConfigError(
+            f"the adapter was trained on another model than {path}: {min(left)!r} does not fit; "
+            "name it with model.path="
+        )
     with atomic_folder(output) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-
-
-def _other_model(name: str, path: str) -> ConfigError:
-    return ConfigError(
-        f"the adapter was trained on another model than {path}: {name!r} does not fit; name it with model.path="
-    )

@@ -1,4 +1,4 @@
-"""One rank's models: the policy, and what the algorithm needs beside it."""
+"""One rank's models: the policy, and those that the algorithm needs beside it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -24,25 +24,21 @@ from hocket.trainer.step import Learner
 
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
-EXTRAS: tuple[Callable[[Config], Extra | None], ...] = (
-    old_policy,
-    reference,
-    critic,
-)
+EXTRAS: tuple[Callable[[Config], Extra | None], ...] = (old_policy, reference, critic)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What training minimises: the policy's `loss` at this `temperature`, in epochs x minibatches updates of a step."""
+    """What training minimises."""
 
-    loss: BatchLoss
-    temperature: float = 1.0
+    loss: BatchLoss  # of the policy
+    temperature: float = 1.0  # of the distribution whose log-probs the loss gets
     epochs: int = 1
-    minibatches: int = 1
-    extras: Sequence[Extra] = ()
+    minibatches: int = 1  # of an epoch
+    extras: Sequence[Extra] = ()  # what the loss needs beside the policy
 
     def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, bool]]:
-        """Return the models that every rank holds, each with whether it learns."""
+        """Return every model, each with whether it learns."""
         return [(policy, True), *((extra.model, extra.learns) for extra in self.extras if extra.model is not None)]
 
 
@@ -58,39 +54,30 @@ def configured(config: Config) -> Objective:
     )
 
 
-class Models:
-    """Loads the models of a run: what a step trains, what is measured, what a checkpoint holds."""
+class Models(Base):
+    """Loads what a step trains and measures."""
 
     def __init__(self, config: Config, ranks: Ranks, objective: Objective) -> None:
-        self._settings = config.trainer.unmeasured() if ranks.device.type == "cpu" else config.trainer
-        self._ranks = ranks
+        self.settings = config.trainer.unmeasured() if ranks.device.type == "cpu" else config.trainer
+        self.ranks = ranks
         self._config = config
         self._objective = objective
         self.dtype = compute_dtype(config.model, ranks.device)
         self.attention = attention.choose_kernel(ranks.device)
-        self.estimate = memory.check(objective.models(config.model), self._settings, self.dtype, ranks)
+        self.estimate = memory.check(objective.models(config.model), self.settings, self.dtype, ranks)
         with ranks.deadline("loading the models"):
-            self.policy: Policy = self._load(config.model, Policy)
-            self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
+            self.policy = self.load(config.model, Policy)
+            self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights
             (self.peak_flops,) = ranks.sum([flops.peak_flops(ranks.device, self.dtype)])
             delay = sum(extra.delay for extra in objective.extras)
-            own_steps = self._settings.model_copy(update={"steps": self._settings.steps - delay})
+            own_steps = self.settings.model_copy(update={"steps": self.settings.steps - delay})
             self.engine = DeepSpeedEngine(self.policy, own_steps, dtype=self.dtype, ranks=ranks)
             self.policy.check_architecture(ranks.device)
-            self.engines: dict[str, Any] = {POLICY: self.engine}
+            self.engines: dict[str, Any] = {}
             self.columns: dict[str, Column] = {}  # measured before a step
             others: list[Learner] = []
-            base = Base(
-                policy=self.policy,
-                engine=self.engine,
-                load=self._load,
-                settings=self._settings,
-                dtype=self.dtype,
-                ranks=ranks,
-            )
-            self.policy_logprobs = base.logprobs
             for extra in objective.extras:
-                loaded = extra.load(base)
+                loaded = extra.load(self)
                 self.columns[extra.column] = loaded.measure
                 if loaded.frozen is not None:
                     self.engines[extra.name] = loaded.frozen
@@ -103,45 +90,43 @@ class Models:
                 reads=tuple(self.columns),
                 learns=lambda: all(other.engine.num_steps >= delay for other in others),
             )
-            self.learners = [policy, *others]  # what a step trains
+            self.learners = [policy, *others]
             self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
-            fixed = self._settings.micro_batch_tokens
+            fixed = self.settings.micro_batch_tokens
             self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
-        self.saved = {learner.name: learner.engine for learner in self.learners}  # what a checkpoint holds
+        self.saved = {learner.name: learner.engine for learner in self.learners}  # in a checkpoint
         self.engines |= self.saved
 
-    def _load(self, model: ModelConfig, kind: type[Policy]) -> Any:
-        """Load one model, onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
+    def load(self, model: ModelConfig, kind: type[Policy]) -> Any:
         return kind(
             model,
-            dtype=parameter_dtype(self._settings, self.dtype, self._ranks),
+            dtype=parameter_dtype(self.settings, self.dtype, self.ranks),
             temperature=self._objective.temperature,
-            gradient_checkpointing=self._settings.gradient_checkpointing,
-            kernels=self._settings.kernels,
+            gradient_checkpointing=self.settings.gradient_checkpointing,
+            kernels=self.settings.kernels,
             entropy_gradient=self._config.algorithm.entropy_coef > 0,
-            seed=self._settings.seed,
-            loads=self._ranks.is_main or engine.zero_stage(self._settings, self.dtype, self._ranks) < 3,
+            seed=self.settings.seed,
+            loads=self.ranks.is_main or engine.zero_stage(self.settings, self.dtype, self.ranks) < 3,
         )
 
     def _fitted(self) -> int:
-        """Measure the size of micro-batches on a GPU, and set `fitted_for`."""
         config = self._config
         leaves = 0 if config.gpus_apart or config.launch.share_gpu else memory.BESIDE
         used = config.model_dump_json(
             include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
         )
-        self.fitted_for = seed_of(used, leaves, self._ranks.size, torch.cuda.get_device_name(self._ranks.device))
+        self.fitted_for = seed_of(used, leaves, self.ranks.size, torch.cuda.get_device_name(self.ranks.device))
         longest = tokenizers.context_length(config.model) - 1
-        return memory.fit_micro_batch(self.learners, self._ranks, leaves=leaves, longest=longest)
+        return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
 
     @torch.no_grad()
     def numbers(
         self, batches: Sequence[TrainBatch], columns: Mapping[str, Column]
     ) -> dict[int, dict[str, tuple[float, ...]]]:
-        """Return on rank 0 the columns' numbers per token, by the place of the sample."""
-        batches = [batch.to(self._ranks.device) for batch in batches]
+        """Return on rank 0 the columns' numbers per token, by the sample's place."""
+        batches = [batch.to(self.ranks.device) for batch in batches]
         own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
-        return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}
+        return {index: numbers for share in self.ranks.gather(own) for index, numbers in share.items()}
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         logprobs_bt, entropy_bt = self.engine.forward(batch)

@@ -1,4 +1,4 @@
-"""The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
+"""The model as the trainer sees it: token ids in, log-probabilities and entropies out."""
 
 import concurrent.futures
 import contextlib
@@ -21,10 +21,7 @@ from hocket.trainer.lora import Adapter
 from hocket.trainer.weights import Weights, load_model, unshared
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
-WEIGHTS: dict[str, type[Weights]] = {  # by ModelConfig.weights, and what `kind_of` says of a published version
-    "model": Weights,
-    "adapter": Adapter,
-}
+WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -41,7 +38,7 @@ class Policy(nn.Module):
         dtype: of the parameters.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
-        loads: False: the weights are on the meta device, until engine.spread brings rank 0's.
+        loads: False: the weights stay on the meta device until engine.spread brings rank 0's.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.train()  # transformers recomputes activations in training mode only
+        self.train()  # else transformers recomputes no activations
         for module in model.modules():  # dropout is off
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -81,7 +78,6 @@ class Policy(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding: ids below it are valid."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -91,9 +87,9 @@ class Policy(nn.Module):
     def write(
         self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
-        """Write trained parameters as published; return the specs of the tensors in memory."""
+        """Write parameters as published; return the specs of the tensors in memory."""
         published = unshared(dict(self.as_published(named)))  # DeepSpeed's are parts of one
-        with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # of the tensors, while they are written
+        with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # while the tensors are written
             specs = checksums.submit(manifest.specs, published.items())
             self.weights.write(folder, self.model, tokenizer, published, dtype)
         return specs.result()
@@ -120,10 +116,7 @@ class Policy(nn.Module):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]
     def check_architecture(self, device: torch.device) -> None:
-        """Raise TrainerError for an architecture that would train silently wrong here.
-
-        Some scale or cap logits, have more in their attention than `attention.attend`, or carry a state along the row.
-        """
+        """Raise TrainerError for an architecture that would train silently wrong here."""
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
         head = self.model.get_output_embeddings()
@@ -139,7 +132,7 @@ class Policy(nn.Module):
             ("has more in its attention than is computed here", alone[1], hidden),
             ("lets sequences that share a row see each other", packed, torch.cat(alone, dim=1)),
         ):
-            # Relative to the spread of the numbers: rounding in 16 bits stays far below it, a real difference doesn't.
+            # Of the numbers' spread: rounding in 16 bits stays far below it.
             if not (actual - expected).float().abs().mean() <= 0.05 * expected.float().std():
                 raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
 
@@ -153,7 +146,7 @@ def skeleton(config: ModelConfig) -> Any:
 
 
 def compute_in_float32(head: nn.Module) -> None:
-    """Make a linear layer compute in float32, within its own call: ZeRO-3's hooks still run."""
+    """Make a linear layer compute in float32, within its own call: hooks gather its weights."""
     if not isinstance(head, nn.Linear):
         raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")
 
@@ -171,7 +164,7 @@ def compute_in_float32(head: nn.Module) -> None:
 
 
 class MixedProduct(torch.autograd.Function):
-    """hidden [n, h] · weight [v, h]ᵀ in float32, of factors in 16 bits, in which the gradients are computed."""
+    """hidden [n, h] · weight [v, h]ᵀ in float32, of factors in 16 bits, as are the gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden_nh: Tensor, weight_vh: Tensor) -> Tensor:

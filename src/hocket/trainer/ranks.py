@@ -1,6 +1,6 @@
-"""The processes that train together: under plain `python` (one rank), `torchrun` or the `deepspeed` launcher.
+"""The processes that train together: one under plain `python`, or those of `torchrun` or the `deepspeed` launcher.
 
-Commands of rank 0 and reports to it use gloo groups of their own, beside the group of the gradients.
+Commands of rank 0 and reports to it use gloo groups of their own.
 """
 
 import atexit
@@ -21,22 +21,22 @@ import torch.distributed as dist
 from hocket.errors import TrainerError
 
 T = TypeVar("T")
-FAILURE = "hocket/failure"  # key in the store under which the first rank that fails tells the others the cause
+FAILURE = "hocket/failure"  # the store's key for why the first rank failed
 WATCH_S = 2.0
-GRACE_S = 15.0  # for a rank to notice by itself that another one failed; NCCL may wait for a lost rank forever
-_NO_DEADLINE = datetime.timedelta(days=365)  # for the next command: generation takes any time
+GRACE_S = 15.0  # for a rank to notice by itself that another one failed; NCCL may wait forever
+_NO_DEADLINE = datetime.timedelta(days=365)  # for a command: generation takes any time
 
 
 class Ranks:
     """Connects to the other ranks; no wait but that for a command exceeds `timeout_s`."""
 
     def __init__(self, timeout_s: float, cpu_threads: int | None = None) -> None:
-        # Under a launcher every collective would print that its Python entry point is on its way out.
+        # Every collective would print that its Python entry point is on its way out.
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
         self.rank = int(os.environ.setdefault("RANK", "0"))
         self.size = int(os.environ.setdefault("WORLD_SIZE", "1"))
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
-        self.is_main = self.rank == 0  # drives the others
+        self.is_main = self.rank == 0
         self.timeout_s = timeout_s
         self.destroy: Callable[[], None] = dist.destroy_process_group  # a library with groups of its own replaces it
         self._left = threading.Event()
@@ -44,46 +44,47 @@ class Ranks:
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         timeout = datetime.timedelta(seconds=timeout_s)
         if torch.cuda.is_available():
-            if local_rank >= (count := torch.cuda.device_count()):
+            count = torch.cuda.device_count()
+            if local_rank >= count:
                 raise TrainerError(
                     f"rank {self.rank} has LOCAL_RANK={local_rank}, and this machine has GPUs for {count}, one each: "
                     f"start {count} ranks here, or show it more GPUs with CUDA_VISIBLE_DEVICES"
                 )
             self.device = torch.device("cuda", local_rank)
+            backend = "nccl"
         else:
             self.device = torch.device("cpu")
+            backend = "gloo"
             if cpu_threads is not None and "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(cpu_threads)
         self._num_threads = torch.get_num_threads()
         self.use_this_thread()
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
         with self.deadline("waiting for the other ranks to start"):
             if self.size > 1:  # one alone needs no port
                 self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-                if self._store.add(f"hocket/rank_{self.rank}", 1) > 1:  # as Kubernetes does with a lost pod
+                if self._store.add(f"hocket/rank_{self.rank}", 1) > 1:  # Kubernetes does so with a lost pod
                     raise TrainerError(f"rank {self.rank} was started again, and the others wait for the first one")
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
             self._reports = dist.new_group(backend="gloo", timeout=timeout)
-            # Rank 0 does not send to a lost rank for ever; the others are idle until it sends.
             self._commands = dist.new_group(backend="gloo", timeout=timeout if self.is_main else _NO_DEADLINE)
         if self.size > 1:
             self._watcher.start()
-            atexit.register(self._stop_watching)  # a thread within the store's C++ would abort a process that ends
+            atexit.register(self._stop_watching)  # a thread within the store's C++ would abort the process
 
     def use_this_thread(self) -> None:
-        """Set what torch keeps per thread: the device, and the number of cores."""
+        """Set what torch keeps per thread."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         torch.set_num_threads(self._num_threads)
 
     def send(self, commands: Sequence[Any]) -> None:
-        """Send each rank its command from rank 0; the others are in `receive`."""
+        """Send each rank its command from rank 0."""
         if self.size > 1:
             with self.deadline("telling the other ranks what to do"):
                 dist.scatter_object_list([None], [None, *commands[1:]], src=0, group=self._commands)
 
     def receive(self) -> Any:
-        """Return rank 0's next command for this rank; wait as long as rank 0 lives."""
+        """Return rank 0's next command, as long as rank 0 lives."""
         box: list[Any] = [None]
         with self.deadline("waiting for work from rank 0"):
             dist.scatter_object_list(box, None, src=0, group=self._commands)
@@ -96,7 +97,7 @@ class Ranks:
         return box or []
 
     def sum(self, values: list[float]) -> list[float]:
-        """Return the sums over ranks, position by position, in float64."""
+        """Return the sums over ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._reports)
         return list(total.tolist())
@@ -107,19 +108,19 @@ class Ranks:
         return int(least)
 
     def close(self) -> None:
-        """Leave together with the other ranks: one that left alone could make the others fail at their end."""
+        """Leave together with the other ranks, which could fail at their end otherwise."""
         self._stop_watching()
         dist.barrier(group=self._reports)
         self.destroy()
 
     @contextlib.contextmanager
     def deadline(self, doing: str) -> Iterator[None]:
-        """Context that raises failed communication as a TrainerError; other errors end the other ranks, too."""
+        """Context that raises failed communication as TrainerError; other errors end the other ranks too."""
         try:
             yield
         except Exception as error:
             self._stop_watching()
-            # gloo raises plain RuntimeErrors that begin with the place in its source
+            # gloo raises plain RuntimeErrors
             is_gloos = isinstance(error, RuntimeError) and re.search("gloo|nccl", str(error), re.IGNORECASE)
             if not (is_gloos or isinstance(error, dist.DistError)):
                 reason = f"rank {self.rank} failed: {type(error).__name__}: {error}"
@@ -137,13 +138,12 @@ class Ranks:
             ) from error
 
     def _failure(self) -> str | None:
-        """Return why a rank has failed, None if none has."""
         return str(self._store.get(FAILURE).decode()) if self._store.check([FAILURE]) else None
 
     def _ask_store(self, call: Callable[[], T], seconds: float) -> T:
-        """Return what a call of the store returns; RuntimeError where it fails, or takes longer than `seconds`.
+        """Return what a call of the store returns; RuntimeError where it fails or takes longer than `seconds`.
 
-        Where the link is cut, the call itself would end with TCP's deadline, after a quarter of an hour.
+        Where the link to its host is cut, the call itself would take a quarter of an hour.
         """
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -165,7 +165,7 @@ class Ranks:
             self._watcher.join(GRACE_S)
 
     def _watch(self) -> None:
-        """End this rank where another one has failed or rank 0 is gone, and its own calls don't notice."""
+        """End this rank where another one has failed, and its own calls don't notice."""
         while not self._left.wait(WATCH_S):
             try:
                 failure = self._ask_store(self._failure, self.timeout_s)

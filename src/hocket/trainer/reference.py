@@ -1,8 +1,8 @@
-"""The reference policy of a KL penalty: a frozen model, or the model under the trained adapter."""
+"""The reference policy of a KL penalty: a frozen model, or the one under a trained adapter."""
 
 import functools
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from hocket.config import Config, ModelConfig, TrainerConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.trainer import engine, offload
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.extras import Base, Column, Extra, Loaded
+from hocket.trainer.extras import Base, Extra, Loaded
 from hocket.trainer.policy import Policy
 from hocket.trainer.ranks import Ranks
 
@@ -20,20 +20,20 @@ def reference(config: Config) -> Extra | None:
     path = config.algorithm.reference
     if config.algorithm.kl == "off":
         return None
-    if path is None and config.model.weights == "adapter":
-        return Extra(column="ref_logprobs", load=lambda base: Loaded(measure=_under_adapter(base)))
     if path is not None:
         tokenizers.check_same_ids(path, "algorithm.reference", config.model)
+    elif config.model.weights == "adapter":
+        return Extra(column="ref_logprobs", load=_under_adapter)
     model = config.model.beside(path)
     return Extra(name="reference", model=model, column="ref_logprobs", load=functools.partial(_load, model))
 
 
-def _under_adapter(base: Base) -> Column:
+def _under_adapter(base: Base) -> Loaded:
     def logprobs(batch: TrainBatch) -> Tensor:
         with base.policy.weights.base(base.policy.model):
             return base.logprobs(batch)
 
-    return logprobs
+    return Loaded(measure=logprobs)
 
 
 def _load(model: ModelConfig, base: Base) -> Loaded:
@@ -43,30 +43,24 @@ def _load(model: ModelConfig, base: Base) -> Loaded:
 
 
 class FrozenModel:
-    """Runs the reference without gradients: whole on every rank or, at ZeRO-3, spread over the ranks."""
+    """Runs without gradients: whole on every rank or, beside ZeRO-3, spread over the ranks."""
 
     def __init__(self, module: Policy, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self._module = module.requires_grad_(False).eval()
-        self._engine: Any = None
         stage = engine.zero_stage(config, dtype, ranks)
         enabled = stage == 0 and dtype != torch.float32
         self._autocast = functools.partial(torch.autocast, ranks.device.type, dtype, enabled=enabled)
         if stage == 3:
             settings = engine.deepspeed_config(config, stage=stage, dtype=dtype)
             engine.spread(module, settings, ranks)
-            self._engine = engine.initialize(ranks, model=module, config=settings).eval()
+            engine.initialize(ranks, model=module, config=settings)  # its hooks gather the weights
         else:
             module.to(ranks.device)
         module.check_architecture(ranks.device)
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
         with self._autocast():
-            return cast(Tensor, (self._engine or self._module)(batch)[0])
+            return cast(Tensor, self._module(batch)[0])
 
     def tensors(self) -> Iterator[Tensor]:
-        optimizer = self._engine.optimizer if self._engine is not None else None  # at stage 3 it holds the shards
-        return offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()), optimizer)
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.destroy()
+        return offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()))

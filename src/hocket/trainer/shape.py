@@ -4,13 +4,13 @@ from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """Sizes per token; those of a mixture are of the experts that one token takes."""
+    """Sizes per token: of a mixture, those of the experts that one takes."""
 
     layers: int
     hidden: int
     heads: int
     query: int  # of all heads
-    key: int  # of all heads of keys; values have the same
+    key: int  # of all heads of keys, and of values
     inner: int  # of the feed-forward layer
     vocab: int
 

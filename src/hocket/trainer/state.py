@@ -1,4 +1,4 @@
-"""The training state: master weights and moments as whole float32 tensors, and their files."""
+"""The training state: master weights and moments, and their files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from hocket.errors import TrainerError
 
 POLICY = "policy"  # prefix of the names of the trained model's tensors
-BUCKET_BYTES = 1 << 30  # most bytes of one file, and of CPU memory while it is written; a larger tensor is alone
+BUCKET_BYTES = 1 << 30  # most bytes of a file; a larger tensor is alone
 MASTER = "master"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *_MOMENTS)
 
 
 class MasterState:
-    """Finds master weights and Adam's moments in the optimizer's memory, on any ranks at any ZeRO stage.
+    """Finds master weights and Adam's moments in the optimizer's memory, at any ZeRO stage.
 
     DeepSpeed's own checkpoints fit only the ranks and the stage that wrote them. AdamW steps on the parameters
     themselves (ZeRO-0), or on flat tensors of which each rank has a part; `zero` is DeepSpeed's optimizer around it.
@@ -46,19 +46,24 @@ class MasterState:
             self._adamw.state[flat]["step"].fill_(value)
 
     def piece(self, parameter: nn.Parameter) -> tuple[slice, Mapping[str, Tensor]]:
-        """Return this rank's part of a flattened parameter, maybe empty: its place, and the optimizer's own memory."""
+        """Return this rank's part of a flattened parameter: its place, and the optimizer's own memory."""
         if self._stage == 0:
             return slice(None), {kind: tensor.view(-1) for kind, tensor in self._of(parameter).items()}
+        start, group, offset, size = self._find(parameter)
+        flat = self._of(self._flats()[group])
+        return slice(start, start + size), {kind: whole.narrow(0, offset, size) for kind, whole in flat.items()}
+
+    def _find(self, parameter: Any) -> tuple[int, int, int, int]:
+        """Return this rank's start in the parameter, its flat tensor, the place there, and its size."""
         if self._stage == 3:
-            return self._partition(parameter)
-        mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 - DeepSpeed's own
+            group, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            start = size * self._zero._get_param_partition_rank(parameter)
+            return start, group, offset, max(0, min(size, parameter.ds_numel - start))  # the rest is padding
+        mapping = parameter._hp_mapping
         if mapping is None:  # other ranks hold all of it
-            return slice(0), dict.fromkeys(KINDS, torch.empty(0))
-        flat = self._flats()[mapping.param_group_index]
+            return 0, 0, 0, 0
         address = mapping.hp_fragment_address
-        views = {kind: whole.narrow(0, address.start, address.numel) for kind, whole in self._of(flat).items()}
-        start = mapping.lp_fragment_address.start
-        return slice(start, start + address.numel), views
+        return mapping.lp_fragment_address.start, mapping.param_group_index, address.start, address.numel
 
     def to_parameters(self) -> None:
         if self._stage in (1, 2):
@@ -68,16 +73,6 @@ class MasterState:
             for flat, master in zip(self._zero.fp16_partitioned_groups_flat, self._flats(), strict=True):
                 flat.data.copy_(master.data)
             self._zero.checkpoint_event_epilogue()  # gather them again
-
-    def _partition(self, parameter: Any) -> tuple[slice, Mapping[str, Tensor]]:
-        def view(key: str | None) -> Tensor:
-            found: Tensor = self._zero._get_fp32_opt_state_partition(parameter, False, key)[0]
-            return found.detach()
-
-        start = self._zero._get_param_partition_rank(parameter) * view(None).numel()
-        inside = max(0, min(view(None).numel(), parameter.ds_numel - start))  # the rest is padding
-        views = {kind: view(None if kind == MASTER else kind)[:inside] for kind in KINDS}
-        return slice(start, start + inside), views
 
     def _of(self, flat: Tensor) -> dict[str, Tensor]:
         state = self._adamw.state[flat]
@@ -90,7 +85,7 @@ class MasterState:
 
 
 def write_bucket(folder: Path, bucket: Mapping[str, Tensor]) -> None:
-    """Write one more file of tensors. Raise OSError where the disk can't be written."""
+    """Write one more file of tensors; raises OSError."""
     try:
         save_file(dict(bucket), folder / f"state_{len(list(folder.iterdir())):05d}.safetensors")
     except SafetensorError as error:  # names the disk's error in words only
@@ -114,16 +109,15 @@ class SavedTensors:
         return {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
 
     def read(self, *path: str) -> Tensor:
-        """Return one tensor; its name is the path's parts, joined by a slash."""
         name = "/".join(path)
         return cast(Tensor, self._files[name].get_tensor(name))
 
     def check(self, expected: Mapping[str, torch.Size]) -> None:
+        """Raise TrainerError where the state is of another model."""
         saved = self.shapes()
-        here = {name: list(shape) for name, shape in expected.items()}
-        for name in sorted(saved.keys() | here.keys()):
+        for name in sorted(saved.keys() | expected.keys()):
             there = saved.get(name, "missing")
-            now = here.get(name, "missing")
+            now = list(expected[name]) if name in expected else "missing"
             if there != now:
                 raise TrainerError(
                     f"the checkpoint {self._folder} is of another model: {name} is {there} there, {now} here"

@@ -1,8 +1,9 @@
-"""The trainer: rank 0 calls its methods, and all ranks run those that are marked `on_all_ranks`."""
+"""The trainer: rank 0 calls its methods, and all ranks run those marked `on_all_ranks`."""
 
 import contextlib
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +20,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ServerError, TrainerError
 from hocket.observe.metrics import over_updates
 from hocket.protocol import Health, TensorLayout, TensorSpec, manifest, weight_group
-from hocket.trainer import flops, guards, offload
-from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, minibatches, num_positions
+from hocket.trainer import batching, flops, guards, offload
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.models import Models, Objective, configured
 from hocket.trainer.ranks import Ranks
@@ -29,16 +29,18 @@ from hocket.trainer.step import Update, update
 from hocket.types import Columns, TokenSequence, TrainSample
 
 F = TypeVar("F", bound=Callable[..., Any])
-_METHODS: dict[str, Callable[..., Any]] = {}  # those that run on every rank; `follow` finds them here
 Sink = Callable[[Any], None]  # takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint
-NO_UPDATE = {"skipped": "its update was not finite", "idle": "only the critic learnt: critic.warmup_steps"}
-EXPORT_BYTES = 64 << 20  # ZeRO-3 gathers parameters for export in groups of this size
+NO_UPDATE = {
+    "stopped": "stop_kl ended the step before its update",
+    "skipped": "its update was not finite",
+    "idle": "only the critic learnt: critic.warmup_steps",
+}
+EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
 
 
 def on_all_ranks(method: F) -> F:
     """Run a method on all ranks when rank 0 calls it: rank r gets item r of a list, rank 0 alone a function."""
     name = method.__name__
-    _METHODS[name] = method
 
     @functools.wraps(method)
     def call(trainer: "Trainer", /, *args: Any) -> Any:
@@ -60,8 +62,8 @@ def _of_rank(value: Any, rank: int) -> Any:
 class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
-    Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks with the same cause.
-    The objective is the configured algorithm's by default; `ranks` that are given stay open.
+    Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks.
+    `objective`: the algorithm's by default; `ranks` that are given stay open.
     """
 
     def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
@@ -73,9 +75,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._config, self._algorithm = config.trainer, config.algorithm
         self._objective = objective or configured(config)
         self._skipped_in_row = 0
-        self._longest = 1  # positions of this rank's longest sequence in the work that is being done
+        self._longest = 1  # positions of this rank's longest sequence in the work of now
         self.micro_batch_tokens = CHUNK_TOKENS  # of the first rehearsal
-        self.untrained: dict[int, str] = {}  # groups of the last step that no update has trained, with the reason
+        self.untrained: dict[int, str] = {}  # groups that no update of the last step has trained, with the reason
         self._away: offload.Offloaded | None = None
         self._failure: Exception | None = None  # of rank 0's disk, or of its sink
         try:
@@ -94,11 +96,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         try:
             self.close()
         except TrainerError:
-            if cause is None:  # else ranks that can't be reached are what follows from it
+            if cause is None:  # else it follows from the cause
                 raise
 
     def follow(self) -> None:
-        """Run each call of rank 0, until it closes. Raise TrainerError if it dies."""
+        """Run rank 0's calls until it closes. Raise TrainerError if rank 0 dies."""
         while not self._closed:
             self._run(*self.ranks.receive())
 
@@ -111,14 +113,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def _close(self) -> None:
-        for engine in self.models.engines.values():
+        for engine in self.models.saved.values():
             engine.close()
         if self._owns_ranks:
             self.ranks.close()
         self._closed = True
 
     def _check(self, name: str) -> None:
-        """Raise TrainerError where the method can't run now."""
         problem = None
         if self._closed or self._broken:
             problem = "it is closed, or broke in an earlier call"
@@ -135,10 +136,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self.ranks.use_this_thread()
         work = name.strip("_")
         with self.ranks.deadline(f"doing the common {work}"), self._naming_memory(work):
-            result = _METHODS[name](self, *args)
+            result = getattr(Trainer, name).__wrapped__(self, *args)
         self._broken = False
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
+        if failure is not None:
             raise failure
         return result
 
@@ -160,7 +162,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @contextlib.contextmanager
     def _of_rank_0(self) -> Iterator[None]:
-        """Context whose error is raised on rank 0 after the common work, in which the others need it."""
+        """Context whose error is raised after the common work, in which the others need rank 0."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised by `_run`
@@ -174,30 +176,32 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, tied ones counted once."""
+        """Tied ones counted once."""
         return sum(int(getattr(p, "ds_numel", p.numel())) for p in self.policy.parameters())
 
     @property
     def memory(self) -> str:
-        """The memory of a step, the attention and the size that was found for micro-batches, as a line."""
+        """A line: what a step needs, the attention, and the size that micro_batch_tokens=auto found."""
+        line = f"a step needs {self.models.estimate}; attention: {self.models.attention}"
+        if self.models.fitted_for is None:
+            return line
         tokens = self.micro_batch_tokens
-        size = f"; trainer.micro_batch_tokens=auto is {tokens}: sequences of up to {tokens + 1} tokens have room"
-        found = size if self.models.fitted_for is not None else ""
-        return f"a step needs {self.models.estimate}; attention: {self.models.attention}{found}"
+        return f"{line}; trainer.micro_batch_tokens=auto is {tokens}: sequences of up to {tokens + 1} tokens have room"
 
     @property
     def policy_learns(self) -> bool:
-        """Whether the next step changes the policy: not during critic.warmup_steps."""
+        """Whether the next step may change the policy: not during critic.warmup_steps."""
         return self.models.learners[0].learns()
 
     def check_same_model(self, health: Health) -> None:
-        """Raise ServerError where the server's vocabulary or tokenizer is not the trainer's."""
+        """Raise ServerError for a server with another vocabulary or tokenizer."""
         vocab_size = self.policy.vocab_size
-        differ = f"embeds {health.vocab_size} tokens and the trainer's model {vocab_size}"
-        if health.vocab_size == vocab_size:
-            if health.tokenizer_sha256 == tokenizers.fingerprint(self.tokenizer):
-                return
+        if health.vocab_size != vocab_size:
+            differ = f"embeds {health.vocab_size} tokens and the trainer's model {vocab_size}"
+        elif health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
             differ = "has another tokenizer than the trainer's model"
+        else:
+            return
         advice = "start both with the same model.path"
         raise ServerError(f"the server serves {health.model}, which {differ}; {advice}", code="other_model")
 
@@ -207,38 +211,36 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         An update is an optimiser step on one mini-batch, skipped where it is not finite. Raise TrainerError after too
         many steps without one. `keep`: file for the samples of the last skipped one.
         """
-        check_fits(samples, self.micro_batch_tokens)
+        batching.check_fits(samples, self.micro_batch_tokens)
         start = time.perf_counter()
         learning_rate = self.engine.learning_rate if self.policy_learns else 0.0
         groups = [sample.group for sample in samples]
+        outcomes = dict.fromkeys(groups, "stopped")
         updates: list[dict[str, Update]] = []
         metrics: list[dict[str, float]] = []
-        reasons = dict.fromkeys(groups, "stop_kl ended the step before its update")
-        trained: set[int] = set()
-        fault = ""
+        faults: list[str] = []
+        stop_kl = self._algorithm.stop_kl or math.inf
         seed = seed_of(self._config.seed, "minibatches", number)
-        how = self._objective
-        for places in minibatches(groups, epochs=how.epochs, count=how.minibatches, seed=seed):
+        objective = self._objective
+        for places in batching.minibatches(groups, epochs=objective.epochs, count=objective.minibatches, seed=seed):
             part = [samples[place] for place in places]
-            done, measured = self._update(self._divide(part), tuple(map(num_positions, part)))
+            done, measured = self._update(self._divide(part), tuple(map(batching.num_positions, part)))
             updates.append(done)
             metrics.append(measured)
-            mine = {sample.group for sample in part}
-            if done[POLICY].outcome == "updated":
-                trained |= mine
-            else:
-                reasons |= dict.fromkeys(mine, NO_UPDATE[done[POLICY].outcome])
+            for sample in part:
+                if outcomes[sample.group] != "updated":
+                    outcomes[sample.group] = done[POLICY].outcome
             if any(update.is_faulty for update in done.values()):
                 rates = {learner.name: learner.rate for learner in self.models.learners}
-                fault = guards.first_fault(part, done, rates)
+                faults.append(guards.first_fault(part, done, rates))
                 if keep is not None:
-                    guards.keep_batch(keep, part, fault, self.tokenizer.decode)
-            if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
+                    guards.keep_batch(keep, part, faults[-1], self.tokenizer.decode)
+            if measured.get("train/policy_kl", 0.0) > stop_kl:
                 break
-        self.untrained = {group: reason for group, reason in reasons.items() if group not in trained}
+        self.untrained = {group: NO_UPDATE[how] for group, how in outcomes.items() if how != "updated"}
         changed = {name for done in updates for name, update in done.items() if update.outcome == "updated"}
         self._end_step(tuple(changed))
-        self._count_skipped(updates, fault, keep)
+        self._count_skipped(updates, faults, keep)
         seconds = time.perf_counter() - start
         measured = over_updates(metrics, seconds, by_batch="old_logprobs" in self.models.columns)
         measured |= {"train/learning_rate": learning_rate, "time/train": seconds}
@@ -247,35 +249,34 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             measured["train/mfu"] = 1.0
         return measured
 
-    def _count_skipped(self, updates: Sequence[Mapping[str, Update]], fault: str, keep: Path | None) -> None:
-        """Raise TrainerError after too many steps in a row without an update."""
-        if all(any(update.is_faulty for update in done.values()) for done in updates):
-            self._skipped_in_row += 1
-        elif any(done[POLICY].outcome != "skipped" for done in updates):
-            self._skipped_in_row = 0
-        if fault and self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
+    def _count_skipped(self, updates: Sequence[Mapping[str, Update]], faults: list[str], keep: Path | None) -> None:
+        if len(faults) < len(updates):
+            if any(done[POLICY].outcome != "skipped" for done in updates):
+                self._skipped_in_row = 0
+            return
+        self._skipped_in_row += 1
+        if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
             kept = f" (the samples: {keep})" if keep is not None else ""
             raise TrainerError(
                 f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
-                f"the first fault of the last one{kept}: {fault}"
+                f"the first fault of the last one{kept}: {faults[-1]}"
             )
 
     @on_all_ranks
     def plan(self, steps: int) -> None:
-        """Have the learning rate's schedule end after `steps` in place of trainer.steps; call it first."""
+        """Have the learning rate's schedule end after `steps`, not trainer.steps; call it first."""
         self.engine.plan(steps)
 
     @on_all_ranks
     def _end_step(self, names: Sequence[str]) -> None:
-        for learner in self.models.learners:
-            if learner.name in names:
-                learner.engine.end_step()
+        for name in names:
+            self.models.saved[name].end_step()
         if self.device.type == "cpu":
             return_freed_memory()
 
     @on_all_ranks
     def _update(self, share: Any, lengths: Sequence[int]) -> tuple[dict[str, Update], dict[str, float]]:
-        """Take an optimiser step of every learner on one mini-batch, whose samples have `lengths` positions."""
+        """Take an optimiser step of every learner on samples of `lengths` positions."""
         batches = self._built(share)
         loss_scale = self.engine.loss_scale
         done = {learner.name: update(learner, batches, self.ranks) for learner in self.models.learners}
@@ -300,44 +301,47 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return done, named
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
-        """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing."""
-        if not sequences or not self.models.columns:
+        """Return what the algorithm needs of each sequence before the step; [] where it needs nothing."""
+        if not self.models.columns:
             return []
-        used = [is_measured(sequence, self._algorithm) for sequence in sequences]
-        own = itertools.compress(sequences, used)
-        samples = [TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own]
-        numbers = self._numbers(self._divide(samples), False) if samples else {}
-        found = (numbers[place] for place in range(len(samples)))
-        return [next(found) if is_used else {} for is_used in used]
+        found: list[Columns] = [{} for _ in sequences]
+        used = [place for place, sequence in enumerate(sequences) if is_measured(sequence, self._algorithm)]
+        samples = [
+            TrainSample(sequence=sequences[place], advantages=(0.0,) * len(sequences[place].token_ids))
+            for place in used
+        ]
+        if samples:
+            for index, columns in self._numbers(self._divide(samples), False).items():
+                found[used[index]] = columns
+        return found
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        """Return the log-probs of each sample's tokens, 0 for those that its mask leaves out."""
+        """Return the log-probs of each sample's tokens, 0 where its mask is False."""
         numbers = self._numbers(self._divide(samples), True)
         return [numbers[place]["logprobs"] for place in range(len(samples))]
 
     @on_all_ranks
     def _numbers(self, share: Any, of_policy: bool) -> dict[int, dict[str, tuple[float, ...]]]:
-        columns = {"logprobs": self.models.policy_logprobs} if of_policy else self.models.columns
+        columns = {"logprobs": self.models.logprobs} if of_policy else self.models.columns
         return self.models.numbers(self._built(share), columns)
 
-    def _divide(self, samples: Sequence[TrainSample]) -> list[list[Make]]:
-        """Return each rank's share. Raise TrainerError where samples don't fit."""
-        check_fits(samples, self.micro_batch_tokens)
-        return divide(
+    def _divide(self, samples: Sequence[TrainSample]) -> list[list[batching.Make]]:
+        batching.check_fits(samples, self.micro_batch_tokens)
+        return batching.divide(
             samples,
             micro_batch_tokens=self.micro_batch_tokens,
             num_ranks=self.ranks.size,
             cost=lambda length: flops.step_flops(self.models.flops, [length], length),
         )
 
-    def _built(self, share: Sequence[Make]) -> list[TrainBatch]:
+    def _built(self, share: Sequence[batching.Make]) -> list[batching.TrainBatch]:
         batches = [make() for make in share]
-        self._longest = max(length for batch in batches for length in batch.segment_lengths)
+        self._longest = max(max(batch.segment_lengths) for batch in batches)
         return batches
 
     @on_all_ranks
     def export(self, folder: Path) -> dict[str, TensorSpec]:
-        """Write the weights as published and return the specs of the tensors in memory."""
+        """Write the weights as published; return the specs of the tensors in memory."""
         named = [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
             for bucket in self.engine.buckets(EXPORT_BYTES)
@@ -360,7 +364,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def state(self, sink: Sink | None) -> dict[str, Any]:
-        """Give a checkpoint's tensors, whole float32 on the CPU, to `sink` in buckets; return the rest for JSON."""
+        """Give a checkpoint's tensors, float32 on the CPU, to `sink` in buckets; return the rest for JSON."""
         for name, engine in self.models.saved.items():
             buckets = engine.state(BUCKET_BYTES)
             self._give(({f"{name}/{key}": tensor for key, tensor in bucket.items()} for bucket in buckets), sink)
@@ -372,7 +376,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         }
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
-        """Restore what `state` gave. Raise TrainerError where it is of another model; then nothing has changed."""
+        """Restore what `state` gave. Raise TrainerError, before anything changes, where it is of another model."""
         engines = self.models.saved.items()
         saved.check({f"{name}/{key}": shape for name, engine in engines for key, shape in engine.shapes().items()})
         self._restore(saved.read, rest)
@@ -387,7 +391,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def offload(self) -> None:
-        """Move all training state to CPU memory, so that others can use the GPU. May be repeated."""
+        """Move all training state to CPU memory. May be repeated."""
         if self._away is None:
             engines = self.models.engines.values()
             self._away = offload.offload(itertools.chain(*(engine.tensors() for engine in engines)), self.device)

@@ -1,4 +1,4 @@
-"""The weights that a run trains: what they are, their published names, and how they become a folder."""
+"""The weights that a run trains, their published names, and their folders."""
 
 import contextlib
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from hocket.protocol import AdapterConfig
 
 
 class Weights:
-    """All weights of the model of `config`. A subclass trains others; `policy.WEIGHTS` has the kinds."""
+    """All weights of a model. Subclasses train others; `policy.WEIGHTS` has the kinds."""
 
     adapter: AdapterConfig | None = None  # what servers must know of weights that are no whole model
 
@@ -36,22 +36,22 @@ class Weights:
 
     def base(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Context in which the model computes as before training, without gradients."""
-        raise NotImplementedError("nothing keeps the weights of before training")
+        raise NotImplementedError
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return trained parameters with the names and shapes of the architecture's checkpoints."""
+        """Return parameters with the architecture's names and shapes."""
         return dict(revert_weight_conversion(model, named))
 
     def write(self, folder: Path, model: Any, tokenizer: Any, published: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Write published parameters in `dtype`, with what is needed to load them."""
+        """Write published parameters, with what is needed to load them."""
         model.config.architectures = [type(model).__name__]
-        model.config.dtype = dtype  # of the tensors; the live parameters of ZeRO-0 are float32
+        model.config.dtype = dtype  # ZeRO-0's live parameters are float32
         for part in (model.config, model.generation_config, tokenizer):
             part.save_pretrained(folder)
         save_torch_state_dict(published, folder)
 
     def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
-        """Write a whole model of a checkpoint's parameters."""
+        """Write a whole model from a checkpoint's parameters."""
         path = self.config.path
         tokenizer = tokenizers.load(path)
         with torch.device("meta"):
@@ -66,12 +66,12 @@ class Weights:
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
-        """Write a whole model of published weights; `base`: the model before, if it has moved."""
-        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers, as it is")
+        """Write a whole model from published weights; `base`: where the model before training is now."""
+        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers")
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that own their storage, without a copy where possible: safetensors refuses parts of one."""
+    """Return tensors that each own a storage: safetensors refuses parts of one."""
     return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
 
 
