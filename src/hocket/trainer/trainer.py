@@ -138,8 +138,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         with self.ranks.deadline(f"doing the common {work}"), self._naming_memory(work):
             result = getattr(Trainer, name).__wrapped__(self, *args)
         self._broken = False
-        failure = self._failure
-        self._failure = None
+        failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
         return result
@@ -176,12 +175,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @property
     def num_parameters(self) -> int:
-        """Tied ones counted once."""
         return sum(int(getattr(p, "ds_numel", p.numel())) for p in self.policy.parameters())
 
     @property
     def memory(self) -> str:
-        """A line: what a step needs, the attention, and the size that micro_batch_tokens=auto found."""
         line = f"a step needs {self.models.estimate}; attention: {self.models.attention}"
         if self.models.fitted_for is None:
             return line
@@ -276,7 +273,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def _update(self, share: Any, lengths: Sequence[int]) -> tuple[dict[str, Update], dict[str, float]]:
-        """Take an optimiser step of every learner on samples of `lengths` positions."""
         batches = self._built(share)
         loss_scale = self.engine.loss_scale
         done = {learner.name: update(learner, batches, self.ranks) for learner in self.models.learners}
