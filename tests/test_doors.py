@@ -190,7 +190,7 @@ def test_every_row_names_files_that_are_there_with_their_size() -> None:
     for name, files, told, doors in ROWS:
         paths = [ROOT / "src" / "hocket" / file for file in re.findall(r"`(\S+?)`", files)]
         lines = [line.strip() for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
-        assert abs(sum(map(len, lines)) / int(told.replace(",", "")) - 1) < 0.1, name
+        assert abs(sum(map(len, lines)) / int(told.replace(",", "")) - 1) < 0.2, name
         assert all((ROOT / "src" / "hocket" / door).exists() for door in re.findall(r"`(\S+?)`", doors))
 
 
