@@ -63,7 +63,7 @@ config sft.num_train_epochs=1 | here that is sft.epochs, or in GRPO trainer.step
 config 'rewards.functions={length:1}' | rewards.functions.length:1: must be a mapping of key: value; write a space after
 config colon.yaml | colon.yaml: rewards.functions: must be a mapping of key: value; write a space after the colon
 config sft=3 | sft: must be a mapping of key: value
-config rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
+check rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
 config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
 check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
 check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are relative to HERE

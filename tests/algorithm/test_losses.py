@@ -61,7 +61,7 @@ BY_HAND = {
 OTHERS = {
     # A = −1: r = 5 → c·A = −3, no slope; r = 2 → rA = −2; r = .5 → clipped at .8. A = 1: as without
     "dual_clip": (
-        LossConfig(clip_low=0.2, clip_high=0.2, correction="none", dual_clip=3.0),
+        LossConfig(clip_low=0.2, clip_high=0.2, correction="none", clip={"name": "ppo", "dual_clip": 3.0}),
         torch.tensor([[5.0, 2.0, 0.5, 0.5]]),
         torch.tensor([[-1.0, -1.0, -1.0, 1.0]]),
         (3 + 2 + 0.8 - 0.5) / 4,
@@ -174,8 +174,9 @@ def plain_loss(
                 value, slope = clipped * a * token.logprob, clipped * a
             else:
                 value, slope = (r * a, r * a) if r * a <= clipped * a else (clipped * a, 0.0)
-                if config.dual_clip is not None and a < 0 and value < config.dual_clip * a:
-                    value, slope = config.dual_clip * a, 0.0
+                dual_clip = config.clip["dual_clip"] if isinstance(config.clip, dict) else None
+                if dual_clip is not None and a < 0 and value < dual_clip * a:
+                    value, slope = dual_clip * a, 0.0
             value, slope = -weight * value, -weight * slope
             x = token.logprob - token.reference
             if config.kl == "k2":
@@ -257,7 +258,7 @@ VARIANTS = [
     LossConfig(correction="mask", correction_low=0.7, correction_high=1.4, aggregate="seq_mean_token_mean"),
     LossConfig(correction="sequence_mask", correction_low=0.85, correction_high=1.15),
     LossConfig(correction="none", clip="none", ratio="sequence", aggregate="seq_mean_token_sum"),
-    LossConfig(correction="none", dual_clip=1.1, clip_low=0.1, clip_high=0.1),
+    LossConfig(correction="none", clip={"name": "ppo", "dual_clip": 1.1}, clip_low=0.1, clip_high=0.1),
     LossConfig(correction="none", kl="k3", kl_coef=0.3, clip="cispo", aggregate="constant", constant_length=5),
     LossConfig(kl="k2", kl_coef=0.3),
 ]

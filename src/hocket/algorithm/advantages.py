@@ -1,6 +1,6 @@
 """Compute one advantage per rollout: its reward compared with those of its group.
 
-For baselines `none` and `critic`, samples.py computes one per token. Suffixes: n rollouts, g group.
+Advantages per token are in samples.py. Suffixes: n rollouts, g group.
 """
 
 from collections.abc import Sequence
@@ -8,31 +8,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hocket.config.algorithm import Baseline, Scale
+from hocket.algorithm.choices import choose, total
+from hocket.config.algorithm import Chosen, Scale
 
 EPS = 1e-6
 ZERO_VARIANCE = 1e-6  # a group whose rewards lie within this range has no signal
 
 
-def group_advantages(rewards: Sequence[float], group_ids: Sequence[int], *, baseline: Baseline, scale: Scale) -> Tensor:
+def group_advantages(rewards: Sequence[float], group_ids: Sequence[int], *, baseline: Chosen, scale: Scale) -> Tensor:
     """Return A = (R − baseline) / (deviation + 1e-6) per rollout, float32 [n].
 
-    Baselines: "mean" of the group (arXiv 2402.03300), "leave_one_out" mean of the other rollouts (2402.14740).
     Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2510.13786), "none" (2503.20783); with
     "tokens" samples.py divides.
     """
+    choice = choose("baseline", baseline)
     rewards_n = torch.tensor(rewards, dtype=torch.float64)  # float32 loses small differences of large rewards
     ids_n = torch.tensor(group_ids)
     advantages_n = torch.zeros_like(rewards_n)
+    if choice.per == "batch":
+        advantages_n[:] = choice(rewards_n=rewards_n, group_n=ids_n)
     for group in torch.unique(ids_n):
-        rewards_g = rewards_n[ids_n == group]
-        size = len(rewards_g)
-        advantages_g = rewards_g - _sum(rewards_g) / size
-        if baseline == "leave_one_out":  # R − mean of the others = G / (G − 1) · (R − mean)
-            advantages_g = advantages_g * (size / max(size - 1, 1))
+        is_in_n = ids_n == group
+        rewards_g = rewards_n[is_in_n]
+        if choice.per == "group":
+            advantages_n[is_in_n] = choice(rewards_g=rewards_g)
         if scale == "group":
-            advantages_g = advantages_g / (deviation(rewards_g) + EPS)
-        advantages_n[ids_n == group] = advantages_g
+            advantages_n[is_in_n] /= deviation(rewards_g) + EPS
     if scale == "batch":
         advantages_n = advantages_n / (deviation(advantages_n) + EPS)
     return advantages_n.float()
@@ -45,9 +46,5 @@ def are_equal(rewards: Sequence[float]) -> bool:
 
 def deviation(values_n: Tensor) -> Tensor:
     """Return the unbiased standard deviation; 0 for a single value."""
-    mean = _sum(values_n) / len(values_n)
-    return (_sum((values_n - mean).square()) / max(len(values_n) - 1, 1)).sqrt()
-
-
-def _sum(values_n: Tensor) -> Tensor:
-    return values_n.cumsum(0)[-1]  # in order, so that every CPU gives the same bits
+    mean = total(values_n) / len(values_n)
+    return (total((values_n - mean).square()) / max(len(values_n) - 1, 1)).sqrt()

@@ -1,26 +1,11 @@
-"""Estimate the KL divergence from the reference policy per token, and adapt its coefficient."""
+"""Adapt the coefficient of a KL in the rewards."""
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-
-from hocket.config.algorithm import AlgorithmConfig, Kl
+from hocket.config.algorithm import AlgorithmConfig
 
 MAX_ERROR = 0.2
 HORIZON = 10_000  # rollouts
-
-
-def kl_penalty(log_ratio: Tensor, estimator: Kl) -> Tensor:
-    """Return the estimate of KL(policy ‖ reference) per sampled token, from x = log policy − log reference.
-
-    k1 = x; k2 = x²/2; k3 = exp(−x) − 1 + x ≥ 0 (arXiv 2510.01555 compares their gradients).
-    """
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return log_ratio.square() / 2
-    return torch.expm1(-log_ratio) + log_ratio
 
 
 class KlController:

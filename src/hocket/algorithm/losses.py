@@ -2,17 +2,16 @@
 
 Unlike in the papers (docs/algorithms.md), denominators cover the whole optimiser step: all micro-batches and ranks.
 With a `correction`, every ratio is 1 in the first update of a step; the clip limits the later ones.
-To add a loss: a value of `clip` in config/algorithm.py, and a branch of `_objective`.
+The functions that settings name are in choices.py, where yours may be added.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from hocket.algorithm.kl import kl_penalty
-from hocket.algorithm.ratios import importance_weight, masked_log_ratio, policy_metrics, sequence_means, sequence_sums
+from hocket.algorithm.choices import choose, sequence_means
+from hocket.algorithm.ratios import masked_log_ratio, policy_metrics
 from hocket.config import LossConfig as LossConfig
 
 
@@ -50,16 +49,37 @@ def policy_loss(
         log_ratio_bt = own_bt + sequence_means(log_ratio_bt.detach(), mask_bt, sample_bt)
     ratio_bt = log_ratio_bt.exp()
     log_importance_bt = masked_log_ratio(trainer_bt, rollout_logprobs_bt, mask_bt)
-    weight_bt = importance_weight(log_importance_bt, mask_bt, sample_bt, config)
+    weight_bt = choose("correction", config.correction)(
+        log_importance_bt=log_importance_bt,
+        mask_bt=mask_bt,
+        sample_bt=sample_bt,
+        low=config.correction_low,
+        high=config.correction_high,
+    )
     advantages_bt = advantages_bt.where(mask_bt, 0.0)
-    terms_bt = -weight_bt * _objective(ratio_bt, advantages_bt, logprobs_bt.where(mask_bt, 0.0), config)
+    objective_bt = choose("clip", config.clip)(
+        ratio_bt=ratio_bt,
+        advantages_bt=advantages_bt,
+        logprobs_bt=logprobs_bt.where(mask_bt, 0.0),
+        mask_bt=mask_bt,
+        sample_bt=sample_bt,
+        low=1 - config.clip_low,
+        high=1 + config.clip_high,
+    )
+    terms_bt = -weight_bt * objective_bt
     log_reference_bt = None if ref_logprobs_bt is None else masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
     if config.kl != "off" and config.kl_in == "loss":
         assert log_reference_bt is not None, "a KL in the loss needs ref_logprobs_bt"
-        terms_bt = terms_bt + config.kl_coef * kl_penalty(log_reference_bt, config.kl)
+        terms_bt = terms_bt + config.kl_coef * choose("kl", config.kl)(log_ratio=log_reference_bt)
     if config.entropy_coef:
         terms_bt = terms_bt - config.entropy_coef * entropy_bt
-    shares_bt = _shares(mask_bt.to(ratio_bt.dtype), sample_bt, config, max(num_tokens, 1), max(num_sequences, 1))
+    shares_bt = choose("aggregate", config.aggregate)(
+        mask_bt=mask_bt.to(ratio_bt.dtype),
+        sample_bt=sample_bt,
+        num_tokens=max(num_tokens, 1),
+        num_sequences=max(num_sequences, 1),
+        longest=config.constant_length,
+    )
     metrics = policy_metrics(
         ratio_bt,
         log_policy_bt,
@@ -72,28 +92,3 @@ def policy_loss(
         num_tokens,
     )
     return LossOutput(loss=(terms_bt.where(mask_bt, 0.0) * shares_bt).sum(), metrics=metrics)
-
-
-def _objective(ratio_bt: Tensor, advantages_bt: Tensor, logprobs_bt: Tensor, config: LossConfig) -> Tensor:
-    clipped_bt = ratio_bt.clamp(1 - config.clip_low, 1 + config.clip_high)
-    if config.clip == "none":
-        return ratio_bt * advantages_bt
-    if config.clip == "cispo":
-        return clipped_bt.detach() * advantages_bt * logprobs_bt
-    assert config.clip == "ppo", f"clip={config.clip} has no objective here"
-    smaller_bt = torch.minimum(ratio_bt * advantages_bt, clipped_bt * advantages_bt)
-    if config.dual_clip is None:
-        return smaller_bt
-    return torch.maximum(smaller_bt, config.dual_clip * advantages_bt).where(advantages_bt < 0, smaller_bt)
-
-
-def _shares(trained_bt: Tensor, sample_bt: Tensor, config: LossConfig, num_tokens: int, num_sequences: int) -> Tensor:
-    """Return the weight of each token in the loss: 1/N, 1/(S · tokens of its sequence), 1/S, or 1/(S · length)."""
-    if config.aggregate == "token_mean":
-        return trained_bt / num_tokens
-    if config.aggregate == "seq_mean_token_mean":
-        return trained_bt / (sequence_sums(trained_bt, sample_bt).clamp(min=1).to(trained_bt.dtype) * num_sequences)
-    if config.aggregate == "seq_mean_token_sum":
-        return trained_bt / num_sequences
-    assert config.constant_length is not None, "aggregate=constant needs constant_length, the longest completion"
-    return trained_bt / (num_sequences * config.constant_length)

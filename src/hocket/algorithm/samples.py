@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from hocket.algorithm.advantages import are_equal, group_advantages
-from hocket.algorithm.kl import kl_penalty
+from hocket.algorithm.choices import choose
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig
 from hocket.data.stream import Outcome
 from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
-OF_GROUP = ("mean", "leave_one_out")  # baselines with one advantage per rollout
 MIN_VARIANCE = 1e-8
 
 
@@ -52,7 +51,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
             penalties.append(penalty)
             rewards.append(score.total - penalty)
     equal = are_equal(rewards)
-    by_group = algorithm.baseline in OF_GROUP and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
+    by_group = _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
     reason = None
     if not rewards:
         reason = NO_SCORE
@@ -79,8 +78,12 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
     """Return whether a sequence is trained, or counts in a baseline with a KL in the reward."""
-    in_baseline = algorithm.kl_in == "reward" and algorithm.baseline in OF_GROUP
+    in_baseline = algorithm.kl_in == "reward" and _compares(algorithm)
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
+
+
+def _compares(algorithm: AlgorithmConfig) -> bool:
+    return choose("baseline", algorithm.baseline).compares
 
 
 def signal_metrics(groups: Sequence[Shaped], pass_reward: str | None = None) -> dict[str, float]:
@@ -137,7 +140,7 @@ def train_samples(
             if is_trained(sequence, algorithm):
                 trained.append(_Trained(owner, name, sequence, known, kl_n))
     added: Mapping[str, Sequence[Tensor]] = {}
-    if algorithm.baseline in OF_GROUP:
+    if _compares(algorithm):
         of_rollout = group_advantages(penalised, group_ids, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
         advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
     else:
@@ -170,25 +173,26 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
     sampled_n = _sampled(sequence.logprobs, sequence)
     reference_n = _sampled(measured["ref_logprobs"], sequence)
     log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
-    return kl_penalty(log_ratio_n, algorithm.kl)
+    kl_n: Tensor = choose("kl", algorithm.kl)(log_ratio=log_ratio_n)
+    return kl_n
 
 
 def _by_token(
     trained: Sequence[_Trained], rewards: Sequence[float], algorithm: AlgorithmConfig, kl_coef: float
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Return an advantage per token, and a critic's target as the column "returns"."""
+    choice = choose("baseline", algorithm.baseline)
     advantages: list[Tensor] = []
     returns: list[Tensor] = []
     for row in trained:
         rewards_n = -kl_coef * row.kl_n
         rewards_n[-1] += rewards[row.owner]
-        if algorithm.baseline == "none":
-            advantages.append(discounted_returns(rewards_n, discount=algorithm.discount))
-            continue
-        values_n = _sampled(row.measured["values"], row.sequence)
-        a_n, returns_n = gae(rewards_n, values_n, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda)
-        advantages.append(a_n)
-        returns.append(returns_n)
+        columns = {f"{name}_t": _sampled(row.measured[name], row.sequence) for name in choice.needs}
+        found = choice(rewards_t=rewards_n, **columns)
+        if isinstance(found, tuple):
+            found, returns_n = found
+            returns.append(returns_n)
+        advantages.append(found)
     return advantages, {"returns": returns} if returns else {}
 
 
@@ -201,32 +205,6 @@ def _whole(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:
     values_t = np.zeros(len(sequence.mask))
     values_t[np.frombuffer(bytes(sequence.mask), np.bool_)] = values_n.numpy()
     return array("d", values_t.tobytes())
-
-
-def discounted_returns(rewards_t: Tensor, *, discount: float) -> Tensor:
-    """Return Σ_{s≥t} discount^(s−t) · reward_s of each token, [t] (arXiv 2501.03262)."""
-    returns = []
-    following = 0.0
-    for reward in reversed(rewards_t.tolist()):
-        following = reward + discount * following
-        returns.append(following)
-    return rewards_t.new_tensor(returns[::-1])
-
-
-def gae(rewards_t: Tensor, values_t: Tensor, *, discount: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Return (generalised advantages, returns) of each token, [t] each (arXiv 1506.02438).
-
-    δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. V_T = 0.
-    """
-    advantages = []
-    following = 0.0
-    next_value = 0.0
-    for reward, value in zip(reversed(rewards_t.tolist()), reversed(values_t.tolist()), strict=True):
-        following = reward + discount * next_value - value + discount * gae_lambda * following
-        advantages.append(following)
-        next_value = value
-    advantages_t = rewards_t.new_tensor(advantages[::-1])
-    return advantages_t, advantages_t + values_t
 
 
 def whiten(values_n: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hocket.algorithm import choices
 from hocket.cluster.launch import Placement, place
+from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
@@ -220,6 +222,8 @@ def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -
     if size not in GPUS:
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
     gpu = GPUS[size]
+    load_plugins(config.plugins)
+    choices.check(config.algorithm, config.rollout.group_size)
     needs = find_needs(config, num_gpus, gpu)
     where = needs.where
     context = tokenizers.context_length(config.model)

@@ -11,6 +11,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from hocket.algorithm import choices
 from hocket.client.discover import find_servers
 from hocket.client.pool import ServerPool
 from hocket.cluster.launch import free_port
@@ -47,6 +48,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     run by True. Return the exit status. Raise HocketError for the first fault.
     """
     load_plugins(config.plugins)
+    choices.check(config.algorithm, config.rollout.group_size)
     machine.bound_nccl(config.sync.bucket_timeout_s)
     config = chosen(config)  # the same on all ranks; and config.yaml says what is
     if int(os.environ.get("RANK", "0")) > 0:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -10,13 +10,18 @@ from pydantic import Field
 from hocket.common import markdown
 from hocket.config.sections import Section, UserPath
 
-Baseline = Literal["mean", "leave_one_out", "none", "critic"]
+
+def _named(chosen: Any) -> str | dict[str, Any]:
+    options = {"name": chosen} if isinstance(chosen, str) else chosen
+    if not isinstance(options, dict) or not isinstance(options.get("name"), str):
+        raise ValueError("must be a name, or {name: NAME, option: value}")
+    return options if len(options) > 1 else str(options["name"])
+
+
 Scale = Literal["group", "batch", "tokens", "none"]
 Ratio = Literal["token", "sequence"]
-Clip = Literal["ppo", "cispo", "none"]
-Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
-Correction = Literal["none", "truncate", "mask", "sequence_mask"]
-Kl = Literal["off", "k1", "k2", "k3"]
+Chosen = Annotated[str | dict[str, Any], pydantic.PlainValidator(_named)]
+"""A function of algorithm/choices.py or of a plugin: its name, or {name: NAME, its options}."""
 KlIn = Literal["loss", "reward"]
 PresetName = Literal[
     "grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
@@ -74,15 +79,12 @@ class AdvantageConfig(Section):
 
     preset: PresetName | None = None
     """Published algorithm (algorithms.md); replaces defaults."""
-    baseline: Baseline = "mean"
-    """Group's `mean` or `leave_one_out`; per token: `none`, `critic`."""
+    baseline: Chosen = "mean"
+    """Advantage. Of the group: `mean`, `leave_one_out`; per token: `none`, option discount; `critic`, options discount
+    and gae_lambda; or your own."""
     scale: Scale = "group"
     """Divisor: deviation in the `group` or `batch`, or `none`; `tokens`: minus the mean, divided by the deviation, of
     all trained tokens."""
-    discount: float = Field(1.0, gt=0, le=1)
-    """Discount per token. Needs baseline none or critic."""
-    gae_lambda: float = Field(1.0, ge=0, le=1)
-    """Lambda of GAE. Needs baseline critic."""
     overlong_share: float = Field(0.0, ge=0, le=1)
     """Last share of max_tokens, punished by 0 to -1."""
     oversampling: float = Field(1.0, ge=1)
@@ -106,25 +108,24 @@ class LossKnobs(Section):
 
     ratio: Ratio = "token"
     """Probability ratio per `token`, or its geometric mean per `sequence`."""
-    clip: Clip = "ppo"
-    """`ppo`: min(clipped, unclipped); `cispo`: clipped as fixed weight; `none`."""
+    clip: Chosen = "ppo"
+    """`ppo`: min(clipped, unclipped), option dual_clip: the largest ratio where the advantage is negative; `cispo`:
+    clipped as fixed weight; `none`; or your own objective."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip range, 1 - clip_low."""
     clip_high: float = Field(0.28, gt=0)
     """Upper clip range, 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Upper bound of the ratio where the advantage is negative."""
-    aggregate: Aggregate = "token_mean"
+    aggregate: Chosen = "token_mean"
     """Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of their token mean or
     token sum; `constant`: that sum divided by rollout.max_tokens."""
-    correction: Correction = "truncate"
+    correction: Chosen = "truncate"
     """Importance weight between engine and trainer: `truncate` clips it to [correction_low, correction_high]; `mask`
     sets it to 0 outside; `sequence_mask` does so by its geometric mean, and caps it at 2 per token; `none`."""
     correction_low: float = Field(0.0, ge=0)
     """Lower bound. Default: 0; mask 0.5, sequence_mask 0.99."""
     correction_high: float = Field(2.0, gt=0)
     """Upper bound. Default: 2; mask 5, sequence_mask 1.01."""
-    kl: Kl = "off"
+    kl: Chosen = "off"
     """KL penalty, x = log(policy/reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x."""
     kl_in: KlIn = "loss"
     """Place of the penalty: `loss` or `reward`."""
@@ -163,23 +164,12 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        by_token = self.baseline in ("none", "critic")
         one_ratio = self.correction != "none" and self.updates == 1
         in_reward = self.kl_in == "reward"
         off = self.kl == "off"
         for_kl = in_reward or self.kl_coef or self.kl_target or self.reference
-        yield (
-            by_token and self.scale in ("group", "batch"),
-            f"baseline={self.baseline} compares no rollouts: set scale to tokens or none",
-        )
-        yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
-        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
         several = "set correction=none, or several updates (epochs, minibatches)"
         yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
-        yield (
-            self.dual_clip is not None and (self.clip != "ppo" or one_ratio),
-            "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out",
-        )
         yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
         yield (
             self.stop_kl is not None and self.correction == "none",
@@ -191,7 +181,6 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
             "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out",
         )
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
-        yield self.kl == "k1" and not in_reward, "k1 in the loss has no expected gradient: set kl_in=reward, or kl=k2"
         yield in_reward and self.scale == "group", "with kl_in=reward set another scale: group cancels it"
         yield self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"
 

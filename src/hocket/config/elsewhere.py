@@ -47,6 +47,9 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "no setting: every step is logged": "logging_steps",
 }
 MOVED = {  # earlier name → the one now
+    "algorithm.discount": "algorithm.baseline={name: none, discount: NUMBER}, or name: critic",
+    "algorithm.gae_lambda": "algorithm.baseline={name: critic, gae_lambda: NUMBER}",
+    "algorithm.dual_clip": "algorithm.clip={name: ppo, dual_clip: NUMBER}",
     "data.difficulty_column": "curriculum.difficulty_column, an option of sorted",
     "launch.server_gpus": "the variable CUDA_VISIBLE_DEVICES, servers first",
     "launch.trainer_gpus": "the variable CUDA_VISIBLE_DEVICES, servers first",

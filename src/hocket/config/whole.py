@@ -39,15 +39,9 @@ class Config(Section):
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         model = self.model
-        rollout = self.rollout
         trainer = self.trainer
         sync = self.sync
         launch = self.launch
-        baseline = self.algorithm.baseline
-        yield (
-            rollout.group_size == 1 and baseline in ("mean", "leave_one_out"),
-            f"rollout.group_size=1 leaves algorithm.baseline={baseline} nothing to compare with: set 2 or more",
-        )
         thinks = (self.env.model_extra or {}).get("thinking_tokens")
         share = self.algorithm.overlong_share
         yield (
@@ -75,7 +69,7 @@ class Config(Section):
         warmup = self.critic.warmup_steps
         steps = trainer.steps
         yield (
-            self.algorithm.baseline == "critic" and warmup >= steps,
+            warmup >= steps,
             f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy",
         )
         replay = self.pipeline.replay

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.algorithm.choices import choose
 from hocket.algorithm.losses import LossOutput
 from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
@@ -43,7 +44,7 @@ class ValueModel(Policy):
 
 
 def critic(config: Config) -> Extra | None:
-    if config.algorithm.baseline != "critic":
+    if "values" not in choose("baseline", config.algorithm.baseline).needs:
         return None
     own = config.critic
     model = config.model.beside(own.path)

@@ -1,0 +1,295 @@
+"""Functions that `algorithm.*` chooses by name: those that are built in, and your own, from a file under `plugins`.
+
+A function names the arguments that it needs of those that its decorator gives; its others are options, which the
+config sets and which are checked by their annotations: `algorithm.clip={name: ppo, dual_clip: 3}`. Suffixes: g rollouts
+of a group, n all rollouts of a batch, t sampled tokens of one rollout, b rows of a micro-batch, bt its positions, of
+which those outside `mask_bt` hold 0 and are ignored in what is returned. Tensors' own methods are enough: torch is not
+imported, so that a config is refused at once.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+
+from hocket.common.registry import Registry, options_of
+from hocket.config import AlgorithmConfig
+from hocket.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+Per = Literal["group", "batch", "token"]
+Discount = Annotated[float, Field(gt=0, le=1)]
+
+MAX_SURVIVOR_WEIGHT = 2.0  # cap of a token's importance weight in a sequence that sequence_mask keeps
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A function of an algorithm, with what it declares."""
+
+    function: Callable[..., Any]
+    given: tuple[str, ...]  # arguments that it takes of those that it may; the others are its options
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    per: Per = "batch"  # what one call of an advantage sees
+    needs: tuple[str, ...] = ()  # columns that are measured before a step: "values" brings a critic
+    clips: Literal["none", "ratio", "pessimistic"] = "none"  # which ratios outside the bounds train/clip_* count
+    in_loss: bool = True  # whether the gradient of a KL estimate is one of the KL
+
+    @property
+    def compares(self) -> bool:
+        """Whether an advantage compares rollouts: equal rewards have no signal."""
+        return self.per != "token"
+
+    def __call__(self, **values: Any) -> Any:
+        return self.function(**{name: values[name] for name in self.given}, **self.options)
+
+
+ADVANTAGES = Registry[Choice]("advantage")
+OBJECTIVES = Registry[Choice]("objective")
+AGGREGATES = Registry[Choice]("aggregate")
+KLS = Registry[Choice]("kl")
+CORRECTIONS = Registry[Choice]("correction")
+KINDS = {"baseline": ADVANTAGES, "clip": OBJECTIVES, "aggregate": AGGREGATES, "kl": KLS, "correction": CORRECTIONS}
+_chosen: dict[tuple[str, str], Choice] = {}
+
+
+def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
+    """Return what `algorithm.KIND` chooses, a name or {name: ..., option: ...}. Raise ConfigError where it can't."""
+    key = kind, str(chosen)
+    if key not in _chosen:
+        given = {"name": chosen} if isinstance(chosen, str) else chosen
+        choice = KINDS[kind].get(given["name"])
+        called = f"{KINDS[kind].kind} {given['name']}"
+        own = {name: value for name, value in given.items() if name != "name"}
+        options = options_of(called, choice.function, own, section=f"algorithm.{kind}", keys=choice.given)
+        _chosen[key] = dataclasses.replace(choice, options=options)
+    return _chosen[key]
+
+
+def check(algorithm: AlgorithmConfig, group_size: int) -> None:
+    """Raise ConfigError where the chosen functions do not exist or do not fit together; plugins must be loaded."""
+    chosen = {kind: choose(kind, getattr(algorithm, kind)) for kind in KINDS if getattr(algorithm, kind) != "off"}
+    compares = chosen["baseline"].compares
+    if not compares and algorithm.scale in ("group", "batch"):
+        raise ConfigError(
+            f"algorithm.baseline={algorithm.baseline} compares no rollouts: set algorithm.scale to tokens or none"
+        )
+    if compares and group_size == 1:
+        raise ConfigError(
+            f"rollout.group_size=1 leaves algorithm.baseline={algorithm.baseline} nothing to compare with: set 2 or "
+            f"more"
+        )
+    if "kl" in chosen and algorithm.kl_in == "loss" and not chosen["kl"].in_loss:
+        raise ConfigError(
+            f"{algorithm.kl} in the loss has no expected gradient: set algorithm.kl_in=reward, or algorithm.kl=k2"
+        )
+
+
+def _register(kind: str, offered: Sequence[str], name: str, declared: Mapping[str, Any]) -> Callable[[F], F]:
+    def add(function: F) -> F:
+        given = tuple(one for one in inspect.signature(function).parameters if one in offered)
+        KINDS[kind].register(name)(Choice(function=function, given=given, **declared))
+        return function
+
+    return add
+
+
+def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Decorate an advantage: rewards → advantages, float64.
+
+    `per` group: rewards_g → [g]. batch: rewards_n and group_n, the number of each rollout's group → [n]. token:
+    rewards_t of one sequence → [t], or ([t], [t]) with the returns that a critic learns. `needs`: columns of the
+    tokens, given as NAME_t: "values" of a critic. `algorithm.scale` divides behind it.
+    """
+    offered = ("rewards_g", "rewards_n", "group_n", "rewards_t", *(f"{column}_t" for column in needs))
+    return _register("baseline", offered, name, {"per": per, "needs": needs})
+
+
+def objective(name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "none") -> Callable[[F], F]:
+    """Decorate an objective: each token's term, [bt], which is maximised.
+
+    It may take ratio_bt, advantages_bt, logprobs_bt, mask_bt, sample_bt, and low and high, the bounds of the ratio.
+    """
+    offered = ("ratio_bt", "advantages_bt", "logprobs_bt", "mask_bt", "sample_bt", "low", "high")
+    return _register("clip", offered, name, {"clips": clips})
+
+
+def aggregate(name: str) -> Callable[[F], F]:
+    """Decorate an aggregate: the weight of each token in the loss, [bt].
+
+    It may take mask_bt, float32, sample_bt, and over all micro-batches and ranks num_tokens and num_sequences, and
+    longest, rollout.max_tokens.
+    """
+    offered = ("mask_bt", "sample_bt", "num_tokens", "num_sequences", "longest")
+    return _register("aggregate", offered, name, {})
+
+
+def kl(name: str, *, in_loss: bool = True) -> Callable[[F], F]:
+    """Decorate a KL estimate per token, of log_ratio = log policy − log reference, of any shape."""
+    return _register("kl", ("log_ratio",), name, {"in_loss": in_loss})
+
+
+def correction(name: str) -> Callable[[F], F]:
+    """Decorate a correction: the weight of each token by log_importance_bt, the log of trainer over engine, [bt].
+
+    It may take log_importance_bt, mask_bt, sample_bt, and low and high, the bounds of the setting.
+    """
+    return _register("correction", ("log_importance_bt", "mask_bt", "sample_bt", "low", "high"), name, {})
+
+
+@advantage("mean", per="group")
+def mean(rewards_g: "Tensor") -> "Tensor":
+    """Return R − mean of the group (arXiv 2402.03300)."""
+    return rewards_g - total(rewards_g) / len(rewards_g)
+
+
+@advantage("leave_one_out", per="group")
+def leave_one_out(rewards_g: "Tensor") -> "Tensor":
+    """Return R − mean of the others = G / (G − 1) · (R − mean) (arXiv 2402.14740)."""
+    size = len(rewards_g)
+    return mean(rewards_g) * (size / max(size - 1, 1))
+
+
+@advantage("none", per="token")
+def none(rewards_t: "Tensor", discount: Discount = 1.0) -> "Tensor":
+    """Return Σ_{s≥t} discount^(s−t) · reward_s of each token (arXiv 2501.03262)."""
+    returns = []
+    following = 0.0
+    for reward in reversed(rewards_t.tolist()):
+        following = reward + discount * following
+        returns.append(following)
+    return rewards_t.new_tensor(returns[::-1])
+
+
+@advantage("critic", per="token", needs=("values",))
+def critic(
+    rewards_t: "Tensor",
+    values_t: "Tensor",
+    discount: Discount = 1.0,
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0,
+) -> tuple["Tensor", "Tensor"]:
+    """Return (generalised advantages, returns) of each token (arXiv 1506.02438).
+
+    δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. V_T = 0.
+    """
+    advantages = []
+    following = 0.0
+    next_value = 0.0
+    for reward, value in zip(reversed(rewards_t.tolist()), reversed(values_t.tolist()), strict=True):
+        following = reward + discount * next_value - value + discount * gae_lambda * following
+        advantages.append(following)
+        next_value = value
+    advantages_t = rewards_t.new_tensor(advantages[::-1])
+    return advantages_t, advantages_t + values_t
+
+
+@objective("ppo", clips="pessimistic")
+def ppo(
+    ratio_bt: "Tensor",
+    advantages_bt: "Tensor",
+    low: float,
+    high: float,
+    dual_clip: Annotated[float, Field(gt=1)] | None = None,
+) -> "Tensor":
+    """Return the smaller of r·A and clip(r)·A (arXiv 1707.06347), at least dual_clip·A where A < 0 (1912.09729)."""
+    smaller_bt = (ratio_bt * advantages_bt).minimum(ratio_bt.clamp(low, high) * advantages_bt)
+    if dual_clip is None:
+        return smaller_bt
+    return smaller_bt.maximum(dual_clip * advantages_bt).where(advantages_bt < 0, smaller_bt)
+
+
+@objective("cispo", clips="ratio")
+def cispo(ratio_bt: "Tensor", advantages_bt: "Tensor", logprobs_bt: "Tensor", low: float, high: float) -> "Tensor":
+    """Return clip(r)·A·log-prob with clip(r) held constant (arXiv 2506.13585)."""
+    return ratio_bt.clamp(low, high).detach() * advantages_bt * logprobs_bt
+
+
+@objective("none")
+def unclipped(ratio_bt: "Tensor", advantages_bt: "Tensor") -> "Tensor":
+    return ratio_bt * advantages_bt
+
+
+@aggregate("token_mean")
+def token_mean(mask_bt: "Tensor", num_tokens: int) -> "Tensor":
+    return mask_bt / num_tokens
+
+
+@aggregate("seq_mean_token_mean")
+def sequence_mean(mask_bt: "Tensor", sample_bt: "Tensor", num_sequences: int) -> "Tensor":
+    return mask_bt / (sequence_sums(mask_bt, sample_bt).clamp(min=1).to(mask_bt.dtype) * num_sequences)
+
+
+@aggregate("seq_mean_token_sum")
+def sequence_sum(mask_bt: "Tensor", num_sequences: int) -> "Tensor":
+    return mask_bt / num_sequences
+
+
+@aggregate("constant")
+def constant(mask_bt: "Tensor", num_sequences: int, longest: int) -> "Tensor":
+    """Return 1 / (S · longest completion) of each token (arXiv 2503.20783)."""
+    return mask_bt / (num_sequences * longest)
+
+
+@kl("k1", in_loss=False)
+def k1(log_ratio: "Tensor") -> "Tensor":
+    return log_ratio
+
+
+@kl("k2")
+def k2(log_ratio: "Tensor") -> "Tensor":
+    return log_ratio.square() / 2
+
+
+@kl("k3")
+def k3(log_ratio: "Tensor") -> "Tensor":
+    """Return exp(−x) − 1 + x ≥ 0 (arXiv 2510.01555 compares the gradients of all three)."""
+    return (-log_ratio).expm1() + log_ratio
+
+
+@correction("none")
+def uncorrected(log_importance_bt: "Tensor") -> "Tensor":
+    return log_importance_bt.new_ones(log_importance_bt.shape)
+
+
+@correction("truncate")
+def truncate(log_importance_bt: "Tensor", low: float, high: float) -> "Tensor":
+    return log_importance_bt.exp().clamp(low, high)
+
+
+@correction("mask")
+def mask(log_importance_bt: "Tensor", low: float, high: float) -> "Tensor":
+    importance_bt = log_importance_bt.exp()
+    return importance_bt.where((importance_bt >= low) & (importance_bt <= high), 0.0)
+
+
+@correction("sequence_mask")
+def sequence_mask(
+    log_importance_bt: "Tensor", mask_bt: "Tensor", sample_bt: "Tensor", low: float, high: float
+) -> "Tensor":
+    """Return the weights, at most 2, of the sequences whose geometric mean lies within the bounds; 0 elsewhere."""
+    mean_bt = sequence_means(log_importance_bt, mask_bt, sample_bt).exp()
+    capped_bt = log_importance_bt.exp().clamp(max=MAX_SURVIVOR_WEIGHT)
+    return capped_bt.where((mean_bt >= low) & (mean_bt <= high), 0.0)
+
+
+def total(values_n: "Tensor") -> "Tensor":
+    """Return the sum, added in order, so that every CPU gives the same bits."""
+    return values_n.cumsum(0)[-1]
+
+
+def sequence_means(values_bt: "Tensor", mask_bt: "Tensor", sample_bt: "Tensor") -> "Tensor":
+    """Return at every position the mean over its sequence's trained tokens; other values are 0."""
+    lengths_bt = sequence_sums(mask_bt, sample_bt).clamp(min=1)
+    return (sequence_sums(values_bt, sample_bt) / lengths_bt).to(values_bt.dtype)
+
+
+def sequence_sums(values_bt: "Tensor", sample_bt: "Tensor") -> "Tensor":
+    """Return at every position the sum over its sequence, float64; `sample_bt` as in `policy_loss`."""
+    index_bt = sample_bt + 1
+    values_n = values_bt.double().flatten()
+    return values_n.new_zeros(values_n.numel() + 1).index_add(0, index_bt.flatten(), values_n)[index_bt]

@@ -1,0 +1,174 @@
+"""An algorithm's functions are chosen by name, and yours are a file under plugins."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from hocket.algorithm import choices
+from hocket.algorithm.advantages import group_advantages
+from hocket.algorithm.choices import choose
+from hocket.algorithm.losses import LossConfig, policy_loss
+from hocket.algorithm.samples import shape, train_samples
+from hocket.common.registry import load_plugins
+from hocket.config import load
+from hocket.errors import ConfigError
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+
+MINE = """
+from hocket.algorithm.choices import advantage, aggregate, correction, kl, objective
+
+@advantage("rank", per="group")
+def rank(rewards_g, power: float = 1.0):
+    below_g = (rewards_g[:, None] > rewards_g).sum(1)
+    above_g = (rewards_g[:, None] < rewards_g).sum(1)
+    signed_g = (below_g - above_g).double() / max(len(rewards_g) - 1, 1)
+    return signed_g.sign() * signed_g.abs() ** power
+
+@advantage("over_batch", per="batch")
+def over_batch(rewards_n, group_n):
+    return rewards_n - rewards_n.mean() + group_n
+
+@advantage("last_alone", per="token")
+def last_alone(rewards_t):
+    return rewards_t
+
+@objective("squared", clips="ratio")
+def squared(ratio_bt, advantages_bt, low, high):
+    return ratio_bt.clamp(low, high) ** 2 * advantages_bt
+
+@aggregate("halves")
+def halves(mask_bt, num_tokens):
+    return mask_bt / num_tokens / 2
+
+@kl("absolute")
+def absolute(log_ratio):
+    return log_ratio.abs()
+
+@correction("root")
+def root(log_importance_bt, power: float = 0.5):
+    return (log_importance_bt * power).exp()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("own") / "own_algorithm.py"
+    file.write_text(MINE)
+    load_plugins([str(file)])
+    return file
+
+
+def groups_of(*rewards: list[float]) -> list[Group]:
+    sequence = TokenSequence(token_ids=(1, 2, 3), mask=(False, True, True), logprobs=(0.0, -1.0, -1.0))
+    prompt = Prompt(id="p", token_ids=(1,))
+    return [
+        Group(
+            id=str(number),
+            rollouts=tuple(
+                Rollout(id=f"{number}/{index}", prompt=prompt, sequences=(sequence,)) for index in range(len(of))
+            ),
+            scores=tuple(Score(total=reward) for reward in of),
+        )
+        for number, of in enumerate(rewards)
+    ]
+
+
+def test_an_own_advantage_of_the_group_has_its_options_and_is_divided_by_scale() -> None:
+    # ranks −1, 0, 1 | −1, 1, and their squares; deviation of 0, 3, 9: √21
+    rewards = [0.0, 3.0, 9.0, 5.0, 7.0]
+    found = group_advantages(rewards, [0, 0, 0, 1, 1], baseline={"name": "rank", "power": 2}, scale="none")
+    assert found.tolist() == [-1.0, 0.0, 1.0, -1.0, 1.0]
+    scaled = group_advantages(rewards[:3], [0, 0, 0], baseline="rank", scale="group")
+    torch.testing.assert_close(scaled, torch.tensor([-1.0, 0.0, 1.0]) / math.sqrt(21))
+
+
+def test_an_own_advantage_of_the_batch_gets_all_rewards_and_the_numbers_of_their_groups() -> None:
+    found = group_advantages([1.0, 2.0, 6.0], [0, 0, 1], baseline="over_batch", scale="none")
+    assert found.tolist() == [-2.0, -1.0, 4.0]
+
+
+def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_spread() -> None:
+    algorithm = load(None, ["algorithm.baseline=last_alone", "algorithm.scale=none"]).algorithm
+    shaped = [shape(group, algorithm, 10) for group in groups_of([2.0, 2.0])]
+    assert shaped[0].reason is None
+    samples, _ = train_samples(shaped, [], algorithm, 0.0)
+    assert [list(sample.advantages) for sample in samples] == [[0.0, 0.0, 2.0]] * 2
+    compared = load(None, ["algorithm.baseline=rank"]).algorithm
+    assert shape(groups_of([2.0, 2.0])[0], compared, 10).reason == "every reward is 2"
+
+
+def test_own_objective_aggregate_kl_and_correction_make_the_loss() -> None:
+    config = LossConfig(
+        clip="squared",
+        aggregate="halves",
+        kl="absolute",
+        kl_coef=0.5,
+        correction={"name": "root", "power": 0.5},
+        clip_high=0.5,
+    )
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    old = torch.tensor([[-1.0, -2.0 - math.log(2)]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    output = policy_loss(
+        logprobs,
+        old - math.log(4),
+        torch.tensor([[3.0, -1.0]]),
+        mask,
+        config=config,
+        num_tokens=2,
+        num_sequences=1,
+        entropy_bt=torch.zeros(1, 2),
+        sample_bt=torch.zeros(1, 2, dtype=torch.int64),
+        old_logprobs_bt=old,
+        ref_logprobs_bt=logprobs.detach() + torch.tensor([[-1.0, 3.0]]),
+    )
+    # weight √4 = 2; squares of 1 and 2, the latter clipped at 1.5; KL .5 · (1 + 3); a half of the mean over two tokens
+    assert output.loss.item() == pytest.approx((-2 * (3.0 - 2.25) + 0.5 * 4) / 4)
+    output.loss.backward()
+    # −2 · 2 · r² · A, 0 where it is clipped; the KL's slope .5 · sign
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[(-2 * 2 * 3.0 + 0.5) / 4, -0.5 / 4]]))
+    assert output.metrics["clip_high"].item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            "baseline=rnk",
+            r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: critic, .*; add your own",
+        ),
+        ("clip=pp0", "there is no objective 'pp0'"),
+        ("baseline={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),
+        ("baseline={name: rank, power: x}", "algorithm.baseline.power: Input should be a valid number"),
+        ("clip={name: ppo, dual_clip: 1}", "algorithm.clip.dual_clip: Input should be greater than 1"),
+        (
+            "baseline={name: none, discount: 0};scale=none",
+            "algorithm.baseline.discount: Input should be gr",
+        ),
+        ("baseline={name: none, gae_lambda: 1};scale=none", r"advantage none.* has no option 'gae_lambda'"),
+        ("clip={name: cispo, dual_clip: 3}", "objective cispo.* has no option 'dual_clip'"),
+        ("baseline=none", "baseline=none compares no rollouts: set algorithm.scale to tokens or none"),
+        ("baseline=critic;scale=batch", "set algorithm.scale to tokens or none"),
+        ("baseline=last_alone", "baseline=last_alone compares no rollouts"),
+        ("kl=k1;kl_coef=0.1", "set algorithm.kl_in=reward, or algorithm.kl=k2"),
+    ],
+)
+def test_what_can_not_be_chosen_or_does_not_fit_is_refused_with_the_fix(settings: str, message: str) -> None:
+    algorithm = load(None, [f"algorithm.{one}" for one in settings.split(";")]).algorithm
+    with pytest.raises(ConfigError, match=message):
+        choices.check(algorithm, group_size=8)
+
+
+def test_one_rollout_leaves_a_group_nothing_to_compare_with() -> None:
+    algorithm = load(None, []).algorithm
+    with pytest.raises(ConfigError, match=r"rollout.group_size=1 leaves algorithm.baseline=mean nothing"):
+        choices.check(algorithm, group_size=1)
+    choices.check(load(None, ["algorithm.preset=reinforce_pp"]).algorithm, group_size=1)
+
+
+def test_a_choice_without_options_is_its_name_in_a_config_that_is_written() -> None:
+    algorithm = load(None, ["algorithm.baseline={name: rank}", "algorithm.clip={name: ppo, dual_clip: 3}"]).algorithm
+    assert (algorithm.baseline, algorithm.clip) == ("rank", {"name": "ppo", "dual_clip": 3})
+    assert choose("clip", algorithm.clip).options == {"dual_clip": 3.0}
