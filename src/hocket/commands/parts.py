@@ -1,4 +1,4 @@
-"""Make the parts of a run from its configuration; runs.py brings them together."""
+"""The parts of a run, made from its configuration; runs.py brings them together."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hocket.client.batcher import Batcher
 from hocket.client.discover import find_servers
@@ -54,6 +54,7 @@ class Parts:
         self.console = console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
+        self.example = self.environment()  # knows what all environments of the run have in common
         self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
         self.needed = 0  # tokens of the longest prompt that is trained on, and of a completion
 
@@ -73,28 +74,28 @@ class Parts:
 
     def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Prompts | KeptPrompts:
         """Return the prompts of a source that are short enough, and say how many were not."""
-        made = self.environment()
-        thought = made.thinking_tokens  # before an answer of max_tokens
-        setting = "eval.max_tokens" if max_tokens else "rollout.max_tokens"
+        setting = "rollout.max_tokens" if max_tokens is None else "eval.max_tokens"
         answer = max_tokens or self.config.rollout.max_tokens
+        thought = self.example.thinking_tokens  # before an answer
         room = self.longest - thought - answer
         if room < 1:
             before = f", behind env.thinking_tokens={thought}," if thought else ""
             raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {self.longest_by}: lower it")
-        tools = made.toolbox.tools if made.toolbox else ()
-        prompts, lengths = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=tools)
+        prompts, lengths = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=self._tools)
         limit = min(room, data.max_prompt_tokens or room)
-        dropped = len(lengths) - len(prompts)
-        if dropped:
+        if len(prompts) < len(lengths):
             longest = max(lengths)
             fits = self.longest - thought - longest
-            advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.longest_by} is too short for it"
             if limit < room:
                 advice = f"{data.section}.max_prompt_tokens={limit} leaves them out"
+            elif fits > 0:
+                advice = f"{setting}={fits} has room for all"
+            else:
+                advice = f"{self.longest_by} is too short for it"
             too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
             if not prompts:
                 raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
-            self.console.say(f"{what}: dropped {dropped} prompts of {data.source} {too_long}")
+            self.console.say(f"{what}: dropped {len(lengths) - len(prompts)} prompts of {data.source} {too_long}")
         if what == "train":
             self.needed = max(length for length in lengths if length <= limit) + thought + answer
             for prompt in prompts[:NUM_SHOWN]:
@@ -102,8 +103,12 @@ class Parts:
                 self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
         return prompts
 
+    @property
+    def _tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.example.toolbox.tools if self.example.toolbox else ()
+
     def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts of the evaluation; empty where there is none, and say it where rows are missing."""
+        """Return the prompts of the evaluation; say where rows are missing."""
         data = self.config.held_out_data
         settings = self.config.eval
         if data is not None:
@@ -117,33 +122,33 @@ class Parts:
         return PromptStream(planner, prompts_per_step=self.config.rollout.prompts_per_step)
 
     def play(self, servers: ServerPool) -> Play:
-        made = self.environment()
         env = self.config.env
         players = Players(
             pool=servers,
-            ask=Batcher(servers, tools=made.toolbox).ask,
+            ask=Batcher(servers, tools=self.example.toolbox).ask,
             make=self.environment,
-            renderer=Renderer(self.config.data, self.tokenizer, made.toolbox.tools if made.toolbox else ()),
+            renderer=Renderer(self.config.data, self.tokenizer, self._tools),
             decode=self.tokenizer.decode,
             limits=Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s),
         )
-        play: Play = made.player(players)
+        play: Play = self.example.player(players)
         return play
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
-        config = self.config.rollout
         trainer = self.config.trainer
         ahead = int(self.config.pipeline.max_staleness)
-        oversampling = self.config.algorithm.oversampling
-        plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
+        plan = partial(
+            plan_step,
+            config=self.config.rollout,
+            seed=trainer.seed,
+            oversampling=self.config.algorithm.oversampling,
+            max_staleness=ahead,
+        )
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
 
     def evaluation(self, prompts: Sequence[Prompt], play: Play, calls: RewardCalls) -> Evaluation:
-        """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
         config = self.config
-        settings = self.config.eval
-        seed = config.trainer.seed
-        temperature = settings.temperature
+        settings = config.eval
         return Evaluation(
             prompts=prompts,
             play=play,
@@ -151,16 +156,20 @@ class Parts:
             reward=config.eval_reward,
             samples=settings.samples,
             sampling=sampling_params(
-                config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens
+                config.rollout,
+                seed=config.trainer.seed,
+                step=EVAL_STEP,
+                temperature=settings.temperature,
+                max_tokens=settings.max_tokens,
             ),
-            timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),
+            timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),  # batches ahead come first
             max_error_rate=config.rewards.max_error_rate,
         )
 
     def publisher(
         self, stack: ExitStack, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt]
     ) -> Publisher:
-        """Choose the way of the weights, which ends with the stack, and have the pool bring up servers with it."""
+        """Choose the way of the weights, and have the pool bring up servers by it."""
         from hocket.sync.collective import CollectiveTransport
 
         config = self.config
@@ -192,9 +201,8 @@ class Parts:
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
         """Give the servers that the config names with their weights, or one of model.path, started if none answers."""
-        server = self.config.server
-        model = self.config.model.path
-        named = bool(server.urls or server.discover)
+        config = self.config
+        model = config.model.path
 
         async def check(there: Mapping[Member, Health]) -> None:
             for member, health in there.items():
@@ -202,23 +210,23 @@ class Parts:
                 if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
                     other = f"whose tokenizer is not that of model.path={model}"
                     raise ConfigError(f"{serves}, {other}; name the same model")
-                if not named and Path(health.model).resolve() != Path(model).resolve():
+                if not names_servers(config) and Path(health.model).resolve() != Path(model).resolve():
                     advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
                     raise ConfigError(f"{serves}, not model.path={model}; {advice}")
                 self.console.say(f"{serves}, version {health.version}")
                 member.mark_ready(health.session)
 
         with ExitStack() as stack:
-            waiting = self.console.doing if await answers(self.config) else self.own_server(stack, arguments)
-            async with pool_of(self.config, on_wait=waiting, say=self.console.say) as servers:
+            waiting = self.console.doing if await answers(config) else self.own_server(stack, arguments)
+            async with pool_of(config, on_wait=waiting, say=self.console.say) as servers:
                 servers.bring_up = check
                 await servers.wait_up()
                 yield servers
 
     def own_server(self, stack: ExitStack, arguments: Sequence[str]) -> Callable[[str, float], None]:
-        """Start a server of model.path, which ends with the stack; return what is to be called while waiting for it."""
+        """Start a server of model.path; return what is to be called while waiting for it."""
         config = self.config
-        log = self.config.run_dir / "logs" / "server.log"
+        log = config.run_dir / "logs" / "server.log"
         self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")
         env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOCKET_TOKEN": config.token or ""}
         child = Child(["-m", "hocket", "serve", *arguments], env=env, log=log)
@@ -231,20 +239,27 @@ class Parts:
         return waiting
 
 
+def names_servers(config: Config) -> bool:
+    return bool(config.server.urls or config.server.discover)
+
+
 async def answers(config: Config) -> bool:
     """Return whether the config names its servers, or one answers where this config would start it."""
+    if names_servers(config):
+        return True
     async with ServerClient(config.own_url, token=config.token) as server:
-        return bool(config.server.urls or config.server.discover) or await server.answers()
+        return await server.answers()
 
 
 def chosen(config: Config) -> Config:
-    """Return the config with each `auto` replaced by what it is here; micro-batches are measured on a GPU, later."""
+    """Return the config with each `auto` replaced; micro-batches are measured on a GPU, later."""
+    gpus = visible_gpus()
+    apart = bool(gpus) and config.gpus_apart
+    trainer = config.trainer if gpus else config.trainer.unmeasured()
     pipeline = config.pipeline
-    sync = config.sync
-    apart = bool(visible_gpus()) and config.gpus_apart
-    trainer = config.trainer if visible_gpus() else config.trainer.unmeasured()
     if pipeline.max_staleness == "auto":
         pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
+    sync = config.sync
     if sync.backend == "auto":
         sync = sync.model_copy(update={"backend": "nccl" if apart and not sync.delta else "disk"})
     return config.model_copy(update={"trainer": trainer, "pipeline": pipeline, "sync": sync})
@@ -255,10 +270,11 @@ async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
 
     vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
     """
-    if config.launch.share_gpu or (config.pipeline.replay is None and visible_gpus() and not config.gpus_apart):
+    shares = config.launch.share_gpu
+    if shares or (config.pipeline.replay is None and visible_gpus() and not config.gpus_apart):
         async with pool_of(config, trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
-            if config.launch.share_gpu:
+            if shares:
                 await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
 

@@ -1,4 +1,4 @@
-"""The commands that bring hocket's parts together in this process: train, rollout, eval, export and select."""
+"""The commands that bring hocket's parts together: train, rollout, eval and reward-test."""
 
 import asyncio
 import itertools
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from hocket.algorithm import choices
 from hocket.client.discover import find_servers
 from hocket.client.pool import ServerPool
+from hocket.client.server import ServerClient
 from hocket.cluster.launch import free_port
-from hocket.commands.parts import Parts, answers, chosen, clear_gpu, pool_of
+from hocket.commands.parts import Parts, answers, chosen, clear_gpu, names_servers, pool_of
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of, write_atomically
 from hocket.common.registry import load_plugins
@@ -44,8 +45,8 @@ NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None) -> int:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
 
-    With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. `on_step` ends the
-    run by True. Return the exit status. Raise HocketError for the first fault.
+    With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. Return the exit
+    status.
     """
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
@@ -64,7 +65,8 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
             return 0
         stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume))
         saved = checkpoints.find(config, console.say)
-        if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
+        is_done = saved is not None and saved.step >= config.trainer.steps
+        if not (is_done and (config.run_dir / "summary.json").exists()):
             with tasks.event_loop() as run_there:
                 summary = run_there(_train(_run(config, saved, console, stack, serve, on_step, run_there)))
             console.finish(config.run_dir)
@@ -76,21 +78,22 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
 
 
 def _check(parts: Parts, stack: ExitStack) -> None:
-    """Say what a run would use: data, rewards, template, model, memory, and servers where they answer."""
     config = parts.config
     say = parts.console.say
-    calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
+    calls = stack.enter_context(_calls(config))
     prompts = parts.prompts("train", config.data)
     say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
     parts.stream(prompts)
     first = prompts[0]
     answer = Transcript(first.token_ids, first.opening)
-    answer.text = ("a thought\n</think>\n\n" if first.opening.strip() == "<think>" else "") + (first.answer or "")
+    answer.text = first.answer or ""
+    if first.opening.strip() == "<think>":
+        answer.text = f"a thought\n</think>\n\n{answer.text}"
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
-    (score,) = asyncio.run(RewardScorer(calls, config.rewards.functions).score_group([rollout]))
+    score = asyncio.run(RewardScorer(calls, config.rewards.functions).score(rollout))
     gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
-    what = "reference answer" if first.answer else "empty answer"
-    say(f"the {what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
+    what = f"the {'reference' if first.answer else 'empty'} answer"
+    say(f"{what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
 
     async def look() -> dict[str, Health | None]:
         urls: Sequence[str] = config.server_urls
@@ -99,9 +102,12 @@ def _check(parts: Parts, stack: ExitStack) -> None:
                 urls = await find_servers(config.server.discover)
             except ServerError as error:  # there is none yet
                 say(str(error))
-        async with ServerPool(urls, token=config.token) as servers:
-            members = servers.members
-            return {one.url: await one.server.health() if await one.server.answers() else None for one in members}
+        there: dict[str, Health | None] = dict.fromkeys(urls)
+        for url in urls:
+            async with ServerClient(url, token=config.token) as server:
+                if await server.answers():
+                    there[url] = await server.health()
+        return there
 
     found = asyncio.run(look())
     if config.launch.share_gpu and any(found.values()):
@@ -115,8 +121,12 @@ def _check(parts: Parts, stack: ExitStack) -> None:
         else:
             trainer.check_same_model(health)
             say(f"server {url} has the same model and tokenizer")
-    failed = f"the {what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
+    failed = f"{what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
     say(failed if score.error else "nothing stands in the way of a run")
+
+
+def _calls(config: Config) -> RewardCalls:
+    return RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward])
 
 
 async def _train(run: "Run") -> dict[str, Any]:
@@ -143,38 +153,39 @@ def _run(
     on_step: OnStep,
     run_there: Callable[[Coroutine[Any, Any, Any]], Any],  # in the event loop of the run
 ) -> "Run":
-    """Bring the parts together; first data and rewards, whose faults show before any server or trainer is up."""
-    calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
+    """Bring the parts together; first those whose faults show before any server or trainer is up."""
+    calls = stack.enter_context(_calls(config))
     parts = Parts(config, console)
     prompts = parts.prompts("train", config.data)
     held_out = parts.held_out()
     stream = parts.stream(prompts)
     run_there(calls.set_up())
     folder = stack.enter_context(RunFolder(config))
-    tell: dict[str, Callable[..., None]] = {"on_wait": console.doing, "say": console.say}
-    if serve and config.pipeline.replay is None and not run_there(answers(config)):
-        tell["on_wait"] = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
-    run_there(clear_gpu(config, **tell))
+    replay = None if config.pipeline.replay is None else Replay(Path(config.pipeline.replay))
+    waiting: Callable[..., None] = console.doing
+    if serve and not replay and not run_there(answers(config)):
+        waiting = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
+    run_there(clear_gpu(config, on_wait=waiting, say=console.say))
     trainer = parts.trainer(stack)
     from hocket.algorithm.kl import KlController
     from hocket.algorithm.samples import shape
     from hocket.loop import Run
     from hocket.trainer.state import SavedTensors
 
-    if saved is not None:
+    if saved:
         trainer.restore(SavedTensors(saved.folder), saved.trainer)
     parts.limit(trainer)
     console.say(trainer.memory)
-
-    replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
-    if not (saved or replay):
-        folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = ServerPool(()) if replay else pool_of(config, trainer_id(config.run_dir), **tell)
+    servers = ServerPool(())
+    if not replay:
+        servers = pool_of(config, trainer_id(config.run_dir), on_wait=waiting, say=console.say)
     publisher = parts.publisher(stack, trainer, servers, prompts)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
-    if saved is not None:
+    if saved:
         saved.restore(kept)
+    elif not replay:
+        folder.ledger(0, [{"num_prompts": len(prompts)}])
     play = parts.play(servers)
     return Run(
         config=config,
@@ -196,16 +207,17 @@ def _run(
 
 
 def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
-    """Return the eval/* metrics of the servers that the config names, or of a model or checkpoint in an own server."""
+    """Return the eval/* metrics of the servers that the config names, or of its model in a server of its own."""
     load_plugins(config.plugins)
     with ExitStack() as stack:
         if kind_of(Path(config.model.path)) == "checkpoint":
-            if config.server.urls or config.server.discover:
+            if names_servers(config):
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
-            model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
             from hocket.trainer.export import export
 
-            export(Path(config.model.path), Path(model), base=None)
+            saved = Path(config.model.path)
+            model = Path(stack.enter_context(TemporaryDirectory(prefix="hocket-")), saved.name)
+            export(saved, model, base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
@@ -260,7 +272,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
 
 
 def score_samples(config: Config, file: Path) -> int:
-    """Print the rewards of the completions in a file, and what a call takes; return how many failed, at most 1.
+    """Print the rewards of the completions in a file, and what a call takes; return 1 where one has no score.
 
     Groups are those of a run's rollouts, or rows of one prompt and answer.
     """
@@ -269,12 +281,15 @@ def score_samples(config: Config, file: Path) -> int:
     for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
         try:
             columns = columns_of(row)
-            own = {"group_id", "prompt_id", "parts"} <= columns.keys()
-            rollout = rollout_of(columns, place, None if own else config.data)
+            if {"group_id", "prompt_id", "parts"} <= columns.keys():  # of a run
+                rollout = rollout_of(columns, place, None)
+                group = columns["group_id"]
+            else:
+                rollout = rollout_of(columns, place, config.data)
+                prompt = rollout.prompt
+                group = repr((prompt.text, prompt.messages, prompt.answer))
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{place} is no sample: {error}") from error
-        prompt = rollout.prompt
-        group = columns["group_id"] if own else repr((prompt.text, prompt.messages, prompt.answer))
         groups.setdefault(group, []).append(rollout)
 
     async def score() -> list[Score]:

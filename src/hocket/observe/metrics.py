@@ -140,50 +140,54 @@ SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "staleness/over_bound"}  # al
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if not rollouts:
+    pairs = [pair for group in groups for pair in zip(group.rollouts, group.scores, strict=True)]
+    if not pairs:
         return {}
-    scores = [score for group in groups for score in group.scores if score.error is None]
-    lengths = [rollout.num_sampled for rollout in rollouts]
+    scores = [score for _, score in pairs if score.error is None]
+    lengths = [rollout.num_sampled for rollout, _ in pairs]
+    turns = [sum(sequence.turns for sequence in rollout.sequences) for rollout, _ in pairs]
+    sequences = [len(rollout.sequences) for rollout, _ in pairs]
+    texts = Counter((group.id, rollout.text) for group in groups for rollout in group.rollouts)
     metrics = {
-        "rollout/reward_errors": 1 - len(scores) / len(rollouts),
+        "rollout/reward_errors": 1 - len(scores) / len(pairs),
         "rollout/length_mean": statistics.fmean(lengths),
-        "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "rollout/truncated": sum(rollout.finish_reason == "length" for rollout, _ in pairs) / len(pairs),
         "rollout/tokens": float(sum(lengths)),
+        "rollout/duplicates": sum(count for count in texts.values() if count > 1) / len(pairs),
     }
-    turns = [sum(sequence.turns for sequence in rollout.sequences) for rollout in rollouts]
     if max(turns) > 1:
         metrics["rollout/turns_mean"] = statistics.fmean(turns)
-    if any(len(rollout.sequences) > 1 for rollout in rollouts):
-        metrics["rollout/sequences_mean"] = statistics.fmean(len(rollout.sequences) for rollout in rollouts)
-    if stopped := [rollout.num_sampled for rollout in rollouts if rollout.finish_reason == "stop"]:
-        metrics["rollout/length_stopped"] = statistics.fmean(stopped)
-    texts = [Counter(rollout.text for rollout in group.rollouts) for group in groups]
-    metrics["rollout/duplicates"] = sum(n for texts_of in texts for n in texts_of.values() if n > 1) / len(rollouts)
-    if (correlation := length_correlation(groups)) is not None:
-        metrics["rollout/length_reward"] = correlation
+    if max(sequences) > 1:
+        metrics["rollout/sequences_mean"] = statistics.fmean(sequences)
+    values: dict[str, list[float]] = {
+        "rollout/length_stopped": [rollout.num_sampled for rollout, _ in pairs if rollout.finish_reason == "stop"],
+        "reward/mean": [score.total for score in scores],
+    }
+    for score in scores:
+        for name, part in score.parts.items():  # which another reward may leave out
+            values.setdefault(f"reward/{name}", []).append(part)
+    metrics |= {name: statistics.fmean(of) for name, of in values.items() if of}
     if scores:
-        totals = [score.total for score in scores]
-        metrics |= {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
-        for name in sorted({name for score in scores for name in score.parts}):  # a reward may leave a part out
-            metrics[f"reward/{name}"] = statistics.fmean(s.parts[name] for s in scores if name in s.parts)
-    return metrics
+        metrics["reward/std"] = statistics.pstdev(values["reward/mean"])
+    return metrics | length_correlation(groups)
 
 
-def length_correlation(groups: Sequence[Group]) -> float | None:
-    """Return the correlation of length and total reward, less their group's means; None where either is constant."""
+def length_correlation(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the correlation of length and total reward, less their group's means; {} where either is constant."""
     lengths = list[float]()
     rewards = list[float]()
     for group in groups:
-        scored = [
-            (one.num_sampled, s.total) for one, s in zip(group.rollouts, group.scores, strict=True) if not s.error
-        ]
-        if scored:
-            length, reward = (statistics.fmean(values) for values in zip(*scored, strict=True))
-            lengths += [own - length for own, _ in scored]
-            rewards += [own - reward for _, own in scored]
-    spreads = max(map(abs, lengths), default=0.0), max(map(abs, rewards), default=0.0)
-    return statistics.correlation(lengths, rewards) if min(spreads) > 1e-6 else None
+        scored = [pair for pair in zip(group.rollouts, group.scores, strict=True) if pair[1].error is None]
+        lengths += _centred([rollout.num_sampled for rollout, _ in scored])
+        rewards += _centred([score.total for _, score in scored])
+    if any(max(map(abs, values), default=0.0) <= 1e-6 for values in (lengths, rewards)):
+        return {}
+    return {"rollout/length_reward": statistics.correlation(lengths, rewards)}
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    mean = statistics.fmean(values or (0.0,))
+    return [value - mean for value in values]
 
 
 def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> dict[str, float]:

@@ -23,6 +23,16 @@ from hocket.trainer.state import KINDS, MasterState
 
 BUCKET_ELEMENTS = 50_000_000  # summed over ranks at a time; DeepSpeed would allocate ten times as many
 
+PRECISION: Mapping[torch.dtype, Mapping[str, Any]] = {
+    torch.float32: {},
+    torch.float16: {"fp16": {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}},
+    torch.bfloat16: {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",  # or ranks would round the sums of their gradients
+    },
+}
+
 
 def load_deepspeed(ranks: Ranks) -> Any:
     if ranks.device.type == "cpu":
@@ -109,12 +119,8 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
         values["zero_force_ds_cpu_optimizer"] = False  # it would have to be compiled; torch's AdamW runs there too
     if dtype == torch.bfloat16 and stage == 0:
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
-    elif dtype == torch.bfloat16:
-        values["bf16"] = {"enabled": True}
-        values["data_types"] = {"grad_accum_dtype": "fp32"}
-        values["communication_data_type"] = "fp32"  # or ranks would round the sums of their gradients
-    elif dtype == torch.float16:
-        values["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
+    else:
+        values |= PRECISION[dtype]
     zero |= config.deepspeed.get("zero_optimization", {})
     return {**values, **config.deepspeed, "zero_optimization": zero}
 
