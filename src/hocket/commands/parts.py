@@ -210,7 +210,7 @@ class Parts:
                 if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
                     other = f"whose tokenizer is not that of model.path={model}"
                     raise ConfigError(f"{serves}, {other}; name the same model")
-                if not names_servers(config) and Path(health.model).resolve() != Path(model).resolve():
+                if not config.names_servers and Path(health.model).resolve() != Path(model).resolve():
                     advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
                     raise ConfigError(f"{serves}, not model.path={model}; {advice}")
                 self.console.say(f"{serves}, version {health.version}")
@@ -239,13 +239,9 @@ class Parts:
         return waiting
 
 
-def names_servers(config: Config) -> bool:
-    return bool(config.server.urls or config.server.discover)
-
-
 async def answers(config: Config) -> bool:
     """Return whether the config names its servers, or one answers where this config would start it."""
-    if names_servers(config):
+    if config.names_servers:
         return True
     async with ServerClient(config.own_url, token=config.token) as server:
         return await server.answers()

@@ -16,7 +16,7 @@ from hocket.client.discover import find_servers
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
 from hocket.cluster.launch import free_port
-from hocket.commands.parts import Parts, answers, chosen, clear_gpu, names_servers, pool_of
+from hocket.commands.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of, write_atomically
 from hocket.common.registry import load_plugins
@@ -80,7 +80,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
 def _check(parts: Parts, stack: ExitStack) -> None:
     config = parts.config
     say = parts.console.say
-    calls = stack.enter_context(_calls(config))
+    calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
     prompts = parts.prompts("train", config.data)
     say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
     parts.stream(prompts)
@@ -125,10 +125,6 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     say(failed if score.error else "nothing stands in the way of a run")
 
 
-def _calls(config: Config) -> RewardCalls:
-    return RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward])
-
-
 async def _train(run: "Run") -> dict[str, Any]:
     async with run.servers:
         try:
@@ -154,13 +150,15 @@ def _run(
     run_there: Callable[[Coroutine[Any, Any, Any]], Any],  # in the event loop of the run
 ) -> "Run":
     """Bring the parts together; first those whose faults show before any server or trainer is up."""
-    calls = stack.enter_context(_calls(config))
+    calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
     parts = Parts(config, console)
     prompts = parts.prompts("train", config.data)
     held_out = parts.held_out()
     stream = parts.stream(prompts)
     run_there(calls.set_up())
     folder = stack.enter_context(RunFolder(config))
+    for change in folder.changed_plugins:
+        console.say(change)
     replay = None if config.pipeline.replay is None else Replay(Path(config.pipeline.replay))
     waiting: Callable[..., None] = console.doing
     if serve and not replay and not run_there(answers(config)):
@@ -211,7 +209,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
     load_plugins(config.plugins)
     with ExitStack() as stack:
         if kind_of(Path(config.model.path)) == "checkpoint":
-            if names_servers(config):
+            if config.names_servers:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
             from hocket.trainer.export import export
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from hocket.errors import ConfigError, HocketError
 
@@ -173,29 +173,49 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def load_plugins(paths: Iterable[str]) -> None:
+class Plugin(NamedTuple):
+    """A file that was imported."""
+
+    path: str  # as the config has it
+    sha256: str
+    text: str
+    registers: tuple[str, ...]  # such as "reward share"
+
+
+_PLUGINS: dict[str, Plugin] = {}  # by module
+
+
+def load_plugins(paths: Iterable[str]) -> list[Plugin]:
     """Import plain Python files so that their decorators run; a file is imported once per process."""
-    for path in paths:
-        file = Path(path).expanduser().resolve()
-        if not file.is_file() or file.suffix != ".py":
-            raise ConfigError(f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}")
-        name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-        if name in sys.modules:
-            continue
-        before = [(registry, registry.names) for registry in Registry.every]
-        spec: Any = importlib.util.spec_from_file_location(name, file)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[name]  # a later attempt must import it again, not find half a module
-            for registry, names in before:
-                registry.unfinished |= registry.items.keys() - names
-            line = 1
-            for frame, number in traceback.walk_tb(error.__traceback__):
-                if frame.f_code.co_filename == str(file):
-                    line = number
-            if isinstance(error, SyntaxError) and error.filename == str(file):
-                line = error.lineno or 1
-            cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
-            raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
+    return [_load_plugin(path) for path in paths]
+
+
+def _load_plugin(path: str) -> Plugin:
+    file = Path(path).expanduser().resolve()
+    if not file.is_file() or file.suffix != ".py":
+        raise ConfigError(f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}")
+    name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in _PLUGINS:
+        return _PLUGINS[name]
+    content = file.read_bytes()
+    before = [(registry, registry.names) for registry in Registry.every]
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]  # a later attempt must import it again, not find half a module
+        for registry, names in before:
+            registry.unfinished |= registry.items.keys() - names
+        line = 1
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == str(file):
+                line = number
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            line = error.lineno or 1
+        cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
+    registers = [f"{registry.kind} {one}" for registry, names in before for one in sorted(registry.names - names)]
+    digest = hashlib.sha256(content).hexdigest()
+    _PLUGINS[name] = Plugin(path, digest, content.decode(errors="replace"), tuple(registers))
+    return _PLUGINS[name]

@@ -121,6 +121,11 @@ class Config(Section):
         return self.eval.reward or self.rewards.first
 
     @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Rewards of training and evaluation."""
+        return (*self.rewards.functions, self.eval_reward)
+
+    @property
     def pass_reward(self) -> str:
         """Reward whose mean is a prompt's pass rate: eval.reward if it is trained, else the first."""
         return self.eval.reward if self.eval.reward in self.rewards.functions else self.rewards.first
@@ -140,6 +145,10 @@ class Config(Section):
     @property
     def own_url(self) -> str:
         return self.url_at(self.server.port)
+
+    @property
+    def names_servers(self) -> bool:
+        return bool(self.server.urls or self.server.discover)
 
     @property
     def server_urls(self) -> tuple[str, ...]:

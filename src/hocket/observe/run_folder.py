@@ -20,9 +20,10 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from hocket import config as config_module
 from hocket.common.files import flush, naming, write_atomically
+from hocket.common.registry import load_plugins
 from hocket.config import Config, DataConfig
 from hocket.errors import ConfigError
-from hocket.observe import page
+from hocket.observe import page, plugin_files
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 GROWING = METRICS, LEDGER, SAMPLES = "metrics.jsonl", "ledger.jsonl", "samples.jsonl"  # line by line
@@ -43,6 +44,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         for name in GROWING:
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
+        self.changed_plugins = plugin_files.keep(self.path, load_plugins(config.plugins))  # since the run before
         self._board: Any = None
 
     def __exit__(self, *exc_info: object) -> None:
@@ -96,6 +98,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
             "seed": seed,
             "final_version": final_version,
+            "plugins": plugin_files.kept(self.path),
         }
         write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
         write_report(self.path)
@@ -158,6 +161,7 @@ def write_report(folder: Path) -> None:
         "records": read_lines(folder / METRICS),
         "summary": json.loads(_read(folder / "summary.json") or "null"),
         "config": _read(folder / "config.yaml"),
+        "plugins": plugin_files.texts(folder),
         "samples": samples[:: math.ceil(len(samples) / page.NUM_SAMPLES) or 1],  # evenly, from the newest one
     }
     write_atomically(folder / "report.html", page.render(run))

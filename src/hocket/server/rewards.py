@@ -33,13 +33,13 @@ def serve(config: Config) -> None:
         contextlib.closing(bind(config.server.host, config.server.port)) as sock,
         RewardCalls(config.rewards, config.rewards.functions) as calls,
     ):
-        asyncio.run(_serve(config, calls, sock))
+        asyncio.run(_serve(calls, sock, config.own_url, config.server.host, config.token))
     print("hocket: stopped", flush=True)
 
 
-async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> None:
+async def _serve(calls: RewardCalls, sock: socket.socket, url: str, host: str, token: str | None) -> None:
     app = FastAPI(title="hocket: rewards")
-    scorer = RewardScorer(calls, config.rewards.functions)
+    scorer = RewardScorer(calls, calls.specs)
 
     @app.post("/score")
     async def score(request: Request) -> Response:
@@ -61,8 +61,8 @@ async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> Non
 
     await calls.set_up()
     sock.listen()  # who reads the line may ask at once
-    print(f"hocket: rewards {', '.join(calls.specs)} at {config.own_url}/score", flush=True)
-    await http_server(Guard(app, host=config.server.host, token=config.token)).serve(sockets=[sock])
+    print(f"hocket: rewards {', '.join(calls.specs)} at {url}/score", flush=True)
+    await http_server(Guard(app, host=host, token=token)).serve(sockets=[sock])
 
 
 async def _answer(scorer: RewardScorer, rollouts: Sequence[Rollout]) -> Response:

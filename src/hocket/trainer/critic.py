@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hocket.algorithm.choices import choose
 from hocket.algorithm.losses import LossOutput
-from hocket.config import Config, ModelConfig
+from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
@@ -43,15 +43,14 @@ class ValueModel(Policy):
         return values_bt1.squeeze(-1).float().where(batch.mask_bt, 0.0)
 
 
-def critic(config: Config) -> Extra | None:
-    if "values" not in choose("baseline", config.algorithm.baseline).needs:
+def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
+    if "values" not in choose("baseline", algorithm.baseline).needs:
         return None
-    own = config.critic
-    model = config.model.beside(own.path)
-    if own.path is not None:
-        tokenizers.check_same_ids(own.path, "critic.path", config.model)
-    load = functools.partial(_load, own.learning_rate, model)
-    return Extra(name="critic", model=model, learns=True, delay=own.warmup_steps, column="values", load=load)
+    own = model.beside(critic.path)
+    if critic.path is not None:
+        tokenizers.check_same_ids(critic.path, "critic.path", model)
+    load = functools.partial(_load, critic.learning_rate, own)
+    return Extra(name="critic", model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
 
 
 def _load(learning_rate: float, model: ModelConfig, base: Base) -> Loaded:

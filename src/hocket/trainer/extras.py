@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hocket.config import Config, ModelConfig, TrainerConfig
+from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig, TrainerConfig
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import Policy
@@ -56,8 +56,8 @@ class Extra:
     delay: int = 0  # steps that the model learns before the policy does
 
 
-def old_policy(config: Config) -> Extra | None:
+def old_policy(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
     """Measure the policy's log-probs before a step: a correction needs them in its later updates."""
-    if config.algorithm.updates == 1 or config.algorithm.correction == "none":
+    if algorithm.updates == 1 or algorithm.correction == "none":
         return None
     return Extra(column="old_logprobs", load=lambda base: Loaded(measure=base.logprobs))

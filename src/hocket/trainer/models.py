@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
+from hocket.common.registry import load_plugins
 from hocket.common.tasks import seed_of
-from hocket.config import Config, ModelConfig
+from hocket.config import AlgorithmConfig, Config, CriticConfig, ModelConfig
 from hocket.data import tokenizer as tokenizers
+from hocket.errors import ConfigError
 from hocket.trainer import attention, engine, flops, memory
 from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import critic
@@ -24,7 +26,8 @@ from hocket.trainer.step import Learner
 
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
-EXTRAS: tuple[Callable[[Config], Extra | None], ...] = (old_policy, reference, critic)
+Need = Callable[[AlgorithmConfig, CriticConfig, ModelConfig], Extra | None]
+EXTRAS: tuple[Need, ...] = (old_policy, reference, critic)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Objective:
 
 def configured(config: Config) -> Objective:
     algorithm = config.algorithm
-    made = (make(config) for make in EXTRAS)
+    made = (make(algorithm, config.critic, config.model) for make in EXTRAS)
     return Objective(
         loss=configured_loss(algorithm.loss(config.rollout.max_tokens)),
         temperature=config.rollout.temperature,
@@ -62,6 +65,7 @@ class Models(Base):
         self.ranks = ranks
         self._config = config
         self._objective = objective
+        self._check_plugins()
         self.dtype = compute_dtype(config.model, ranks.device)
         self.attention = attention.choose_kernel(ranks.device)
         self.estimate = memory.check(objective.models(config.model), self.settings, self.dtype, ranks)
@@ -96,6 +100,12 @@ class Models(Base):
             self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
         self.saved = {learner.name: learner.engine for learner in self.learners}  # in a checkpoint
         self.engines |= self.saved
+
+    def _check_plugins(self) -> None:
+        """Raise ConfigError on rank 0 where another rank has imported other files: their gradients would differ."""
+        hashes = [plugin.sha256 for plugin in load_plugins(self._config.plugins)]
+        if any(others != hashes for others in self.ranks.gather(hashes)):
+            raise ConfigError("a file under plugins is not the same for all ranks: copy that of rank 0 to every host")
 
     def load(self, model: ModelConfig, kind: type[Policy]) -> Any:
         return kind(

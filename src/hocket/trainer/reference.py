@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hocket.config import Config, ModelConfig, TrainerConfig
+from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig, TrainerConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.trainer import engine, offload
 from hocket.trainer.batching import TrainBatch
@@ -16,16 +16,16 @@ from hocket.trainer.policy import Policy
 from hocket.trainer.ranks import Ranks
 
 
-def reference(config: Config) -> Extra | None:
-    path = config.algorithm.reference
-    if config.algorithm.kl == "off":
+def reference(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
+    path = algorithm.reference
+    if algorithm.kl == "off":
         return None
     if path is not None:
-        tokenizers.check_same_ids(path, "algorithm.reference", config.model)
-    elif config.model.weights == "adapter":
+        tokenizers.check_same_ids(path, "algorithm.reference", model)
+    elif model.weights == "adapter":
         return Extra(column="ref_logprobs", load=_under_adapter)
-    model = config.model.beside(path)
-    return Extra(name="reference", model=model, column="ref_logprobs", load=functools.partial(_load, model))
+    own = model.beside(path)
+    return Extra(name="reference", model=own, column="ref_logprobs", load=functools.partial(_load, own))
 
 
 def _under_adapter(base: Base) -> Loaded:

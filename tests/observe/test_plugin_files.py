@@ -1,0 +1,65 @@
+"""A run folder says which plugins took part in the run, and keeps what was in them."""
+
+import hashlib
+import json
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from hocket.common import registry
+from hocket.common.registry import load_plugins
+from hocket.config import load
+from hocket.errors import ConfigError
+from hocket.observe.run_folder import RunFolder
+from hocket.trainer.models import Models
+
+ONE = 'from hocket.rewards import reward\n\n@reward("{}")\ndef own(completion):\n    return 1.0\n'
+
+
+def test_a_run_has_a_copy_of_each_plugin_and_the_next_one_says_which_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(ONE.format("kept_one"))
+    config = load(None, [f"plugins=[{file}]", f"run.dir={run}"])
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    with RunFolder(config) as folder:
+        assert folder.changed_plugins == []
+        folder.finish(0, {"eval/accuracy": 0.5})
+        summary = folder.summary(seed=0, final_version=1)
+    copy = f"plugins/mine-{digest[:8]}.py"
+    row = {"path": str(file), "sha256": digest, "registers": ["reward kept_one"], "copy": copy}
+    assert summary["plugins"] == json.loads((run / "plugins.json").read_text()) == [row]
+    assert (run / copy).read_text() == file.read_text()
+    assert "reward kept_one" in (run / "report.html").read_text()
+
+    monkeypatch.setattr(registry, "_PLUGINS", {})  # another process
+    file.write_text(ONE.format("kept_two"))
+    with RunFolder(config) as folder:
+        (change,) = folder.changed_plugins
+    new = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert change == f"plugin {file} was {digest[:8]} and is {new[:8]}; the one before: {run / copy}"
+    assert len(list((run / "plugins").iterdir())) == 2
+    with RunFolder(config) as folder:
+        assert folder.changed_plugins == []
+
+
+def test_a_run_without_plugins_writes_nothing_of_them(tmp_path: Path) -> None:
+    with RunFolder(load(None, [f"run.dir={tmp_path}/run"])):
+        pass
+    assert not (tmp_path / "run" / "plugins.json").exists()
+
+
+def test_ranks_with_other_files_end_the_run_at_its_start(tmp_path: Path) -> None:
+    file = tmp_path / "ranks.py"
+    file.write_text(ONE.format("of_ranks"))
+    (plugin,) = load_plugins([str(file)])
+
+    models = Models.__new__(Models)
+    models._config = load(None, [f"plugins=[{file}]"])
+    models.ranks = Mock(gather=lambda hashes: [hashes, [plugin.sha256]])
+    models._check_plugins()
+    models.ranks = Mock(gather=lambda hashes: [hashes, ["0" * 64]])
+    with pytest.raises(ConfigError, match="a file under plugins is not the same for all ranks: copy that of rank 0"):
+        models._check_plugins()
