@@ -94,7 +94,8 @@ def test_the_python_of_the_documentation_trains_in_a_running_loop_and_leaves_not
     cells = [code.replace('"runs/', f'"{runs}/') for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
     ports = (free_port(), port)  # the first run starts a server of its own, the others find the one that is there
     cells = [
-        cell.replace('{"run.dir"', f'{{"server.port": {one}, "run.dir"') for cell, one in zip(cells, ports, strict=True)
+        cell.replace('{"run.dir"', f'{{"server.port": {one}, "eval.num_prompts": 64, "run.dir"')
+        for cell, one in zip(cells, ports, strict=True)
     ]
     (tmp_path / "cells").write_text(json.dumps(cells))
     (tmp_path / "notebook.py").write_text(NOTEBOOK)

@@ -84,7 +84,7 @@ def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_t
         "trainer.steps=24",
         "trainer.learning_rate=3e-4",
         "eval.every_steps=0",
-        "eval.num_prompts=256",
+        "eval.num_prompts=128",
         "checkpoint.every_steps=0",
     ]
     with Run(server.folder, "ahead", [server], "pipeline.max_staleness=2", *settings) as run:
