@@ -50,7 +50,7 @@ def load_deepspeed(ranks: Ranks) -> Any:
 
 def initialize(ranks: Ranks, **options: Any) -> Any:
     deepspeed = load_deepspeed(ranks)
-    autocast = importlib.import_module("deepspeed.runtime.torch_autocast")
+    autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
     autocast.TORCH_AUTOCAST_INITIALIZED = False  # by an earlier run here: it sums gradients in 16 bits
     gc.freeze()  # for its memory statistics, DeepSpeed collects garbage up to 15 times
     try:
