@@ -69,8 +69,8 @@ def train(max_staleness: int, run_dir: Path, arguments: Sequence[str]) -> dict[s
         "queued_groups": mean("pipeline/queued_groups"),
         "balance": mean("time/generate") / (statistics.fmean(seconds) - mean("time/generate")),
         "reward": statistics.fmean(record["reward/mean"] for record in records[-5:]),
-        "before": summary["before"],
-        "after": summary["after"],
+        "before": summary["before"]["sampled"],
+        "after": summary["after"]["sampled"],
     }
 
 

@@ -275,7 +275,7 @@ class Server(Command):
         super().__init__(
             [
                 "serve",
-                "config/quickstart.yaml",
+                "config/sort.yaml",
                 f"server.port={port}",
                 f"run.dir={folder}/runs/a",
                 "server.kv_cache_mib=64",
@@ -303,14 +303,14 @@ class Server(Command):
 
 
 class Run(Command):
-    """A trainer on the quickstart task, against given servers."""
+    """A trainer on config/sort.yaml, against given servers."""
 
     def __init__(self, folder: Path, name: str, servers: Sequence[Server], *settings: str, **environment: str) -> None:
         self.dir = folder / "runs" / name
         super().__init__(
             [
                 "train",
-                "config/quickstart.yaml",
+                "config/sort.yaml",
                 f"run.dir={self.dir}",
                 f"server.urls=[{','.join(server.url for server in servers)}]",
                 "eval.num_prompts=0",

@@ -133,6 +133,7 @@ async def trained(
             scorer=world,
             reward="exact_match",
             samples=1,
+            threshold=1.0,
             sampling=SamplingParams(seed=1),
             timeout_s=60.0,
             max_error_rate=config.rewards.max_error_rate,
@@ -193,7 +194,8 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     assert metrics[2]["train/loss"] == 0.5
     assert metrics[2]["staleness/max"] == 0
     assert metrics[2]["sync/mebibytes"] == 2.0
-    assert (summary["steps"], summary["final_version"], summary["before"], summary["after"]) == (2, 7, 0.0, 0.0)
+    assert (summary["steps"], summary["final_version"]) == (2, 7)
+    assert summary["before"]["greedy"] == summary["after"]["greedy"] == 0.0
     written = sorted(path.stem for path in (tmp_path / "runs/a/rollouts").iterdir())
     assert written == ["eval_000000", "eval_000002", "step_000001", "step_000002"]
 
@@ -206,7 +208,7 @@ async def test_the_users_on_step_sees_every_step_and_ends_the_run(kind: type, tm
         on_step=lambda step, metrics: seen.append(metrics["reward/mean"]) or kind(step == 2) or 1.0,  # which does not
     )  # fmt: skip
     assert ([line["step"] for line in metrics], seen) == ([0, 1, 2], [0.5, 0.5])
-    assert (summary["before"], summary["after"]) == (0.0, 0.0)  # evaluated once more at its end
+    assert summary["before"]["greedy"] == summary["after"]["greedy"] == 0.0  # evaluated once more at its end
 
 
 async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ async def test_when_every_prompt_is_retired_the_run_evaluates_saves_and_ends_wel
     (last, *_) = [line for line in metrics[1:] if "rollout/tokens" not in line]  # the step that found no prompt
     assert last is metrics[-1]
     assert last["step"] == summary["steps"] == len(metrics) - 1 < 9
-    assert (last["eval/accuracy"], summary["before"], summary["after"]) == (1.0, 1.0, 1.0)
+    assert last["eval/sampled"] == summary["before"]["sampled"] == summary["after"]["sampled"] == 1.0
     assert ("train", 4, [5]) not in world.diary
     assert world.diary.count("copy") == 1  # the checkpoint of the last step, which is not trainer.steps
     assert [path.name for path in (tmp_path / "runs/a/checkpoints").iterdir()] == [f"step_{last['step']:06d}"]
@@ -263,7 +265,7 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
     assert metrics[1]["rollout/zero_variance"] == 1.0
     assert "train/loss" not in metrics[1]
     assert summary["final_version"] == 6
-    assert summary["before"] is None
+    assert summary["before"] == {}
 
 
 async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:
@@ -303,7 +305,7 @@ async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_
 
 async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:
     _, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "eval.every_steps=2", "trainer.steps=5")
-    assert [line["step"] for line in metrics if "eval/accuracy" in line] == [0, 2, 4, 5]
+    assert [line["step"] for line in metrics if "eval/greedy" in line] == [0, 2, 4, 5]
 
 
 async def test_a_run_whose_rewards_mostly_fail_stops_with_the_cause(tmp_path: Path) -> None:

@@ -42,6 +42,16 @@ def test_sort_asks_for_the_letters_in_order_and_three_of_four_demonstrations_swa
     assert wrong / 4400 == pytest.approx(0.75, abs=0.03)  # 4 standard deviations
 
 
+def test_sort_down_asks_for_the_letters_from_z_to_a_and_holds_answers_out() -> None:
+    split = {name: rows("sort_down", name, 2000) for name in ("train", "test")}
+    for row in split["train"] + split["test"]:
+        letters = row["prompt"].removeprefix("Sort: ")
+        assert row["answer"] == row["response"] == "".join(sorted(letters, reverse=True))
+        assert 4 <= len(letters) == len(set(letters)) <= 6
+        assert set(letters) <= set("abcdefghijklmnop")
+    assert not {row["answer"] for row in split["train"]} & {row["answer"] for row in split["test"]}
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_held_out_answer_is_ever_trained_on(seed: int) -> None:
     train = {row["answer"] for row in rows("sort", "train", 25_000)}

@@ -66,7 +66,7 @@ wait_for() {  # wait_for SECONDS WHAT COMMAND...: until the command succeeds
 run=  # folder of the current run, set by `start`
 start() {  # start NAME SETTINGS OPTIONS-OF-UP...
     run=$work/hocket/runs/$1
-    export HOCKET_SETTINGS="config/quickstart.yaml run.dir=runs/$1 $2"
+    export HOCKET_SETTINGS="config/sort.yaml run.dir=runs/$1 $2"
     shift 2
     compose up --detach --no-build "$@" > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "up"; }
     say "up: the server is healthy and the trainer has started"
@@ -86,7 +86,7 @@ trained() {  # the trainer ended well and the policy is better
     python3 - "$run/summary.json" "${1:-0.5}" << 'PY' || fail "accuracy did not rise"
 import json, sys
 summary = json.load(open(sys.argv[1]))
-sys.exit(not summary["after"] > summary["before"] + float(sys.argv[2]))
+sys.exit(not summary["after"]["sampled"] > summary["before"]["sampled"] + float(sys.argv[2]))
 PY
     grep -q 'held-out accuracy' "$work/hocket/runs/logs/trainer.log" || fail "no log of the trainer on the host"
     grep -qs 'ready on' "$work"/hocket/runs/logs/server-*.log || fail "no log of a server on the host"
@@ -133,7 +133,7 @@ phase_one() {
     trained
     lines | grep 'holds version' | while read -r line; do say "  $line"; done
 
-    say "eval: $(compose run --rm --no-deps -T trainer eval config/quickstart.yaml server.discover=server:8000 run.dir=runs/eval 2> /dev/null | grep accuracy)"
+    say "eval: $(compose run --rm --no-deps -T trainer eval config/sort.yaml server.discover=server:8000 run.dir=runs/eval 2> /dev/null | grep 'eval/sampled ')"
     compose up --no-build --exit-code-from trainer > "$work/again.log" 2>&1 || { cat "$work/again.log"; fail "a second up"; }
     say "up again: $(grep -o 'all .* steps are done.*' "$work/again.log")"
     stop
@@ -176,7 +176,7 @@ phase_ranks() {
     export HOCKET_RANKS=2
     start ranks 'trainer.steps=20'
     trained 0.1
-    say "eval, by one process: $(compose run --rm --no-deps -T trainer eval config/quickstart.yaml server.discover=server:8000 run.dir=runs/eval eval.num_prompts=8 2> /dev/null | grep -c accuracy)"
+    say "eval, by one process: $(compose run --rm --no-deps -T trainer eval config/sort.yaml server.discover=server:8000 run.dir=runs/eval eval.num_prompts=8 2> /dev/null | grep -c 'eval/sampled ')"
     unset HOCKET_RANKS
     stop
 }
@@ -195,11 +195,11 @@ phase_resume() {
 }
 
 phase_status() {
-    export HOCKET_SETTINGS='config/quickstart.yaml run.dir=runs/status trainer.steps=3 eval.num_prompts=8'
+    export HOCKET_SETTINGS='config/sort.yaml run.dir=runs/status trainer.steps=3 eval.num_prompts=8'
     compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "a good run"; }
     say "a good run: up ends with status 0"
     stop
-    export HOCKET_SETTINGS='config/quickstart.yaml run.dir=runs/bad data.source=not-there.jsonl'
+    export HOCKET_SETTINGS='config/sort.yaml run.dir=runs/bad data.source=not-there.jsonl'
     status=0
     compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || status=$?
     [ "$status" = 1 ] || { cat "$work/up.log"; fail "a bad run ended with $status"; }

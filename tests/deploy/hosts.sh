@@ -24,7 +24,7 @@ NAME=hocket$$  # of the namespaces: no other run's, and nobody else's
 
 # Deadlines as short as a cut of 20 s allows: TCP tries again ever more seldom, and may notice its end 13 s late.
 DEADLINES=(sync.timeout_s=8 server.silence_s=30 server.start_timeout_s=30)
-SETTINGS=(config/quickstart.yaml "${DEADLINES[@]}"
+SETTINGS=(config/sort.yaml "${DEADLINES[@]}"
   sync.backend=nccl sync.upload=true)  # as with hosts that share no disk
 
 say() { echo "[$SECONDS s] $*"; }

@@ -69,7 +69,7 @@ for node in 1 2; do on "$node" slurmd -D > "$WORK/slurmd-$node.log" 2>&1 & done
 for _ in $(seq 60); do [ "$(on 1 sinfo -h -o %t 2> /dev/null)" = idle ] && break; sleep 1; done
 on 1 sinfo
 
-settings=(config/quickstart.yaml "run.dir=$WORK/run" "trainer.steps=$steps" checkpoint.every_steps=20)
+settings=(config/sort.yaml "run.dir=$WORK/run" "trainer.steps=$steps" checkpoint.every_steps=20)
 launch=("$python" run.py launch "${settings[@]}" launch.servers=2 launch.trainers=2 launch.gpus_per_node=2 --engine slurm)
 on 1 "${launch[@]}"
 # an edit, which is to be submitted: engines in processes of their own, as on GPUs

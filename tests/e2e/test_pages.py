@@ -25,9 +25,9 @@ COMMANDS = [(line, answer) for block, answer in BLOCKS for line in block.strip()
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder = tmp_path_factory.mktemp("readme")
-    version = folder / "runs" / "quickstart" / "weights" / "v000081"
+    version = folder / "runs" / "quickstart" / "weights" / "v000101"
     shutil.copytree(ROOT / "checkpoints" / "tiny-sort", version)
-    manifest.write(version, 81, manifest.specs(manifest.tensors(version)))
+    manifest.write(version, 101, manifest.specs(manifest.tensors(version)))
     free = free_port()
     command = ["serve", "config/quickstart.yaml", f"server.port={free}", f"run.dir={folder}/runs/mine"]
     with Command(command, folder / "log") as server:

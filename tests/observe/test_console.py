@@ -6,10 +6,12 @@ import pytest
 from hocket.observe.console import HEADING_EVERY, Console
 
 METRICS = {
-    "reward/mean": 0.5, "eval/accuracy": 0.25, "rollout/length_mean": 7.0, "rollout/truncated": 0.1,
+    "reward/mean": 0.5, "eval/sampled": 0.25, "rollout/length_mean": 7.0, "rollout/truncated": 0.1,
     "train/logprob_gap": 2e-6, "train/clip_low": 0.01, "train/clip_high": 0.015, "train/importance_capped": 0.005,
     "step/tokens_per_s": 12345.6, "train/mfu": 0.41, "time/generate": 1.5, "time/step": 2.0,
 }  # fmt: skip
+BEFORE = {"greedy": 0.2, "sampled": 0.1, "greedy_stderr": 0.03, "sampled_stderr": 0.03, "zero_or_one": 1.0}
+AFTER = {"greedy": 0.95, "sampled": 0.9, "greedy_stderr": 0.01, "sampled_stderr": 0.02, "zero_or_one": 1.0}
 
 
 def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,10 +19,10 @@ def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.Cap
         console.step(1, METRICS)
         console.step(2, {"reward/mean": 0.625})
     heading, legend, first, alarm, second = capsys.readouterr().out.splitlines()
-    assert legend.strip().startswith("cut: rollouts cut off; gap: ")
-    assert heading.split()[:4] == ["step", "reward", "held-out", "length"]
-    assert first.split()[:7] == ["1/10", "0.500", "0.250", "7.0", "10%", "2.0e-06", "3.00%"]
-    assert first.split()[11:13] == ["12,346", "41.0%"]
+    assert legend.strip().startswith("greedy, sampled: held-out; cut: rollouts cut off; gap: ")
+    assert heading.split()[:4] == ["step", "reward", "greedy", "sampled"]
+    assert first.split()[:8] == ["1/10", "0.500", "-", "0.250", "7.0", "10%", "2.0e-06", "3.00%"]
+    assert first.split()[12:14] == ["12,346", "41.0%"]
     assert first.endswith("left")
     assert "rollout/truncated = 0.1 (> 0.05)" in alarm
     assert second.split()[:4] == ["2/10", "0.625", "-", "-"]
@@ -32,15 +34,15 @@ def test_an_alarm_is_printed_when_it_begins_and_the_heading_comes_back(capsys: p
             console.step(step, {"rollout/truncated": 0.0 if step == 3 else 0.2})
     lines = list(enumerate(capsys.readouterr().out.splitlines()))
     assert [index for index, line in lines if line.startswith(" " * 10 + "!")] == [3, 7]  # after step 1, and step 4
-    assert [index for index, line in lines if "held-out" in line] == [0, HEADING_EVERY + 4]
+    assert [index for index, line in lines if "tokens/s" in line] == [0, HEADING_EVERY + 4]
 
 
 def test_the_first_line_may_be_of_step_0(capsys: pytest.CaptureFixture[str]) -> None:
     with Console(steps=10) as console:
-        console.step(0, {"eval/accuracy": 0.25})
+        console.step(0, {"eval/sampled": 0.25})
         console.step(1, {"time/step": 1.0})
     _, _, before, first = capsys.readouterr().out.splitlines()
-    assert before.split()[:4] == ["0/10", "-", "0.250", "-"]
+    assert before.split()[:5] == ["0/10", "-", "-", "0.250", "-"]
     assert first.endswith("left")
     assert not before.endswith("left")
 
@@ -59,24 +61,32 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "weights" / "v000009").mkdir(parents=True)
     timed = {"steps": 8, "updated": 8, "train_seconds": 61.0, "seed": 0, "final_version": 9}
-    (tmp_path / "summary.json").write_text(json.dumps({"before": 0.2, "after": 0.95, **timed}))
-    row = {"prompt": "sort ba", "completion": "ab", "answer": "ab", "reward": 1.0, "error": None}
+    (tmp_path / "summary.json").write_text(json.dumps({"before": BEFORE, "after": AFTER, **timed}))
+    row = {"id": "eval 8/0/0", "prompt": "sort ba", "completion": "ab", "answer": "ab", "reward": 1.0, "error": None}
+    sampled = row | {"id": "eval 8/0/1", "completion": "ba"}
     failed = row | {"reward": None, "error": "math: hung"}
-    lines = "".join(json.dumps(item) + "\n" for item in (row, failed, row, row))
+    lines = "".join(json.dumps(item) + "\n" for item in (row, sampled, failed, row, row))
     (tmp_path / "rollouts" / "eval_000008.jsonl").write_text(lines)
     (tmp_path / "rollouts" / "eval_000000.jsonl").write_text("")
     Console(steps=8).finish(tmp_path)
     out = capsys.readouterr().out
-    assert "held-out accuracy 0.200 → 0.950" in out
+    assert "held-out accuracy, greedy  0.200 → 0.950 ± 0.010\n" in out
+    assert "held-out accuracy, sampled 0.100 → 0.900 ± 0.020\n" in out
     assert out.count("'sort ba' → 'ab'") == 3
     assert "reward math: hung" in out
     assert f"{tmp_path}/weights/v000009" in out
     assert f"{tmp_path}/report.html" in out
     assert "updated" not in out
+    scaled = AFTER | {"zero_or_one": 0.9}
+    (tmp_path / "summary.json").write_text(json.dumps({"before": BEFORE, "after": scaled, **timed}))
+    Console(steps=8).finish(tmp_path)
+    assert "held-out reward, greedy  0.200 → 0.950 ± 0.010\n" in capsys.readouterr().out
     for updated, said in (
         (3, "3 of 8 steps updated the weights\n"),
         (0, "0 of 8 steps updated the weights: all rew"),
     ):
-        (tmp_path / "summary.json").write_text(json.dumps({"before": 0.2, "after": 0.2, **timed, "updated": updated}))
+        (tmp_path / "summary.json").write_text(
+            json.dumps({"before": BEFORE, "after": BEFORE, **timed, "updated": updated})
+        )
         Console(steps=8).finish(tmp_path)
         assert said in capsys.readouterr().out

@@ -18,13 +18,13 @@ from hocket.observe.run_folder import write_report
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS = [
-    {"step": 0, "eval/accuracy": 0.25},
+    {"step": 0, "eval/greedy": 0.25, "eval/sampled": 0.2},
     {"step": 1, "reward/mean": 0.3, "reward/std": 0.4, "train/loss": 0.1, "rollout/truncated": 0.5,
      "time/generate": 1.0, "time/train": 2.0, "time/step": 4.0},
-    {"step": 2, "reward/mean": 0.5, "reward/std": 0.4, "train/loss": None, "eval/accuracy": 0.75, "time/generate": 1.0,
-     "time/train": 2.0, "time/step": 4.0},
+    {"step": 2, "reward/mean": 0.5, "reward/std": 0.4, "train/loss": None, "eval/greedy": 0.75, "eval/sampled": 0.7,
+     "time/generate": 1.0, "time/train": 2.0, "time/step": 4.0},
 ]  # fmt: skip
-SUMMARY = {"before": 0.25, "after": 0.75, "steps": 2, "train_seconds": 142.4, "seed": 3, "final_version": 4}
+SUMMARY = {"steps": 2, "train_seconds": 142.4, "seed": 3, "final_version": 4}
 
 
 def group(*totals: float | None, text: str = "abc", note: str = "") -> Group:
@@ -114,7 +114,8 @@ def drawn(folder: Path) -> Page:
 def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_path: Path) -> None:
     page = drawn(write_run(tmp_path / "my-run", group(1.0), summary=SUMMARY))
     assert "my-run · hocket" in page.text
-    assert "0.250 → 0.750held-out accuracy, before and after" in page.text
+    assert "0.250 → 0.750held-out accuracy, greedy, before and after" in page.text
+    assert "0.200 → 0.700held-out accuracy, sampled, before and after" in page.text
     assert "steps 2training 2:22 minseed 3weight version 4" in page.text
     assert "rollout/truncated > 0.05 in 1 step, last in step 1: 0.5" in page.text
     # of 2 × 4 seconds: 2 generating, 4 training, the other 2 unnamed
@@ -124,7 +125,7 @@ def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_pa
     assert "only one reward 1 · abc 1, b 0 · 2 tokens · stop" in page.text
     assert "dir: <runs>" in page.text
     assert "not finished" not in page.text
-    assert page.tags.count("svg") == 5  # accuracy, reward, truncated, loss, seconds
+    assert page.tags.count("svg") == 5  # held-out, reward, truncated, loss, seconds
     assert page.tags.count("rect") == 2 * 8
 
 

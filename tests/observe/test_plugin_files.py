@@ -26,7 +26,7 @@ def test_a_run_has_a_copy_of_each_plugin_and_the_next_one_says_which_has_changed
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     with RunFolder(config) as folder:
         assert folder.changed_plugins == []
-        folder.finish(0, {"eval/accuracy": 0.5})
+        folder.finish(0, {"eval/greedy": 0.5})
         summary = folder.summary(seed=0, final_version=1)
     copy = f"plugins/mine-{digest[:8]}.py"
     row = {"path": str(file), "sha256": digest, "registers": ["reward kept_one"], "copy": copy}

@@ -49,16 +49,16 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     with RunFolder(config) as folder:
         assert folder.last_step == -1
         assert folder.skipped(12) == run / "skipped" / "step_000012.json"
-        folder.finish(0, {"eval/accuracy": 0.25})
-        assert (run / "metrics.jsonl").read_text() == '{"step": 0, "eval/accuracy": 0.25}\n'
-        folder.finish(1, {"eval/accuracy": 0.5, "train/grad_norm": math.nan, "time/step": 1.5})
+        folder.finish(0, {"eval/greedy": 0.25})
+        assert (run / "metrics.jsonl").read_text() == '{"step": 0, "eval/greedy": 0.25}\n'
+        folder.finish(1, {"eval/greedy": 0.5, "train/grad_norm": math.nan, "time/step": 1.5})
         folder.finish(2, {"time/step": 2.0, "time/train": 1.0})
         folder.finish(3, {"time/train": 1.0, "train/skipped": 1.0})
         folder.rollouts("step_000001", [GROUP])
         summary = folder.summary(seed=0, final_version=2)
     assert read_lines(run / "metrics.jsonl") == [
-        {"step": 0, "eval/accuracy": 0.25},
-        {"step": 1, "eval/accuracy": 0.5, "train/grad_norm": None, "time/step": 1.5},
+        {"step": 0, "eval/greedy": 0.25},
+        {"step": 1, "eval/greedy": 0.5, "train/grad_norm": None, "time/step": 1.5},
         {"step": 2, "time/step": 2.0, "time/train": 1.0},
         {"step": 3, "time/train": 1.0, "train/skipped": 1.0},
     ]
@@ -73,7 +73,7 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     }  # fmt: skip
     assert summary == json.loads((run / "summary.json").read_text())
     timed = {"steps": 3, "updated": 1, "train_seconds": 3.5, "seed": 0, "final_version": 2, "plugins": []}
-    assert summary == {"before": 0.25, "after": 0.5, **timed}
+    assert summary == {"before": {"greedy": 0.25}, "after": {"greedy": 0.5}, **timed}
     assert config_module.load(run / "config.yaml").run.dir == config.run.dir
     assert "12345678" not in (run / "config.yaml").read_text()
 

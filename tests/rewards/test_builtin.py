@@ -25,6 +25,14 @@ def test_exact_match_ignores_only_the_spaces_around_and_needs_an_answer() -> Non
         builtin.exact_match("abcd", None)
 
 
+def test_position_match_is_the_share_of_characters_in_their_places_of_the_longer_text() -> None:
+    for completion, value in (("dcba", 1.0), ("dcab", 0.5), ("abcd", 0.0), ("dcb", 0.75), ("dcbaz", 0.8), ("", 0.0)):
+        assert builtin.position_match(completion, "dcba") == value, completion
+    assert builtin.position_match("", "") == 0.0
+    with pytest.raises(ValueError, match=r"set data\.answer_column"):
+        builtin.position_match("abcd", None)
+
+
 def test_length_is_the_relative_distance_to_the_target() -> None:
     for num_sampled, value in ((10, 0.0), (7, -0.3), (12, -0.2), (35, -1.0)):
         assert builtin.LengthReward(10)("abcd", (1,) * num_sampled) == pytest.approx(value)

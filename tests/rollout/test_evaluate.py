@@ -21,7 +21,7 @@ def evaluation(
     prompts: list[Prompt] = PROMPTS,
     **changes: Any,
 ) -> Evaluation:
-    """Of a policy that says the prompt's number, and a letter for each of its samples."""
+    """Of a policy that says the prompt's number, and a letter for each of its answers: a is greedy."""
 
     async def play(prompt: Prompt, seat: Seat) -> Rollout:
         if seats is not None:
@@ -35,19 +35,20 @@ def evaluation(
         return Score(total=0.0, error="broke") if mark is None else Score(total=10 * mark, parts={"exact_match": mark})
 
     values: dict[str, Any] = {"reward": "exact_match", "samples": 1, "timeout_s": 9.0, "max_error_rate": 0.5}
-    values["sampling"] = SamplingParams(seed=1)
+    values |= {"threshold": 1.0, "sampling": SamplingParams(temperature=0.0, seed=1)}
     return Evaluation(prompts=prompts, play=play, scorer=scoring(score), **(values | changes))
 
 
-async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> None:
+async def test_greedy_alone_is_the_mean_of_the_one_reward_before_its_weight() -> None:
     metrics, groups = await evaluation().run("eval")
     # texts 0 and 1 of 0..3 are right; lengths 1, 2, 3, 4; one of four was cut
     assert metrics == {
-        "eval/accuracy": 0.5,
+        "eval/greedy": 0.5,
+        "eval/greedy_stderr": pytest.approx((1 / 12) ** 0.5),  # variance 1/3 of four prompts
+        "eval/zero_or_one": 1.0,
         "eval/reward_errors": 0.0,
         "eval/length_mean": 2.5,
         "eval/truncated": 0.25,
-        "eval/pass@1": 0.5,
     }
     assert [group.rollouts[0].text for group in groups] == ["0a", "1a", "2a", "3a"]
 
@@ -62,8 +63,9 @@ async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() 
     seats: list[Seat] = []
     for label in ("eval 1", "eval 2"):
         await evaluation(seats=seats, sampling=SamplingParams(temperature=0.3, seed=5)).run(label)
-    first, second = seats[:4], seats[4:]
+    first, second = seats[:8], seats[8:]
     assert [(seat.number, seat.sampling) for seat in first] == [(seat.number, seat.sampling) for seat in second]
+    assert [seat.sampling.temperature for seat in first] == [0.0, 0.3] * 4  # greedy first, then the sample
     assert {seat.deadline.seconds for seat in seats} == {9.0}
     assert first[0].deadline is not second[0].deadline
 
@@ -85,14 +87,21 @@ def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> No
                 assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
 
 
-async def test_with_several_samples_each_prompt_counts_the_same_and_pass_at_k_is_measured() -> None:
-    marks = {f"0{j}": 1.0 for j in "ab"} | {"0c": 0.0, "0d": 0.0} | {f"1{j}": 0.5 for j in "abcd"} | {"2a": 1.0}
-    metrics, _ = await evaluation(marks, prompts=PROMPTS[:3], samples=4).run("eval")
-    assert metrics["eval/accuracy"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
-    assert metrics["eval/pass@1"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)  # half a mark is no pass
-    assert metrics["eval/pass@2"] == pytest.approx((1 - 1 / 6 + 0.0) / 2)  # of the prompts with two scores
-    assert metrics["eval/pass@4"] == pytest.approx((1.0 + 0.0) / 2)
-    assert metrics["eval/reward_errors"] == pytest.approx(3 / 12)
+@pytest.mark.parametrize(("threshold", "second"), [(1.0, 0.0), (0.5, 1.0)])  # half a mark is no pass, or one
+async def test_greedy_and_samples_are_apart_and_each_prompt_counts_the_same(threshold: float, second: float) -> None:
+    marks = {f"0{j}": 1.0 for j in "bc"} | {"0d": 0.0, "0e": 0.0} | {f"1{j}": 0.5 for j in "bcde"} | {"2b": 1.0}
+    marks |= {"0a": 0.0, "1a": 1.0}
+    changes = {"samples": 4, "sampling": SamplingParams(seed=1), "threshold": threshold}
+    metrics, _ = await evaluation(marks, prompts=PROMPTS[:3], **changes).run("eval")
+    assert metrics["eval/greedy"] == 0.5  # of the two prompts with a score
+    assert metrics["eval/greedy_stderr"] == 0.5  # variance 1/2 of two
+    assert metrics["eval/sampled"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
+    assert metrics["eval/sampled_stderr"] == pytest.approx((1 / 12 / 3) ** 0.5)
+    assert metrics["eval/zero_or_one"] == pytest.approx(7 / 11)
+    assert metrics["eval/pass@1"] == pytest.approx((0.5 + second + 1.0) / 3)
+    assert metrics["eval/pass@2"] == pytest.approx((1 - 1 / 6 + second) / 2)  # of the prompts with two scores
+    assert metrics["eval/pass@4"] == pytest.approx((1.0 + second) / 2)
+    assert metrics["eval/reward_errors"] == pytest.approx(4 / 15)
 
 
 def test_what_would_measure_nothing_is_refused() -> None:

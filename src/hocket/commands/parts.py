@@ -162,6 +162,7 @@ class Parts:
                 temperature=settings.temperature,
                 max_tokens=settings.max_tokens,
             ),
+            threshold=settings.threshold,
             timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),  # batches ahead come first
             max_error_rate=config.rewards.max_error_rate,
         )

@@ -344,15 +344,17 @@ class EvalConfig(Section):
     num_prompts: int = Field(256, ge=0)
     """Prompts per evaluation. 0 disables evaluation."""
     samples: int = Field(1, ge=1)
-    """Rollouts per prompt, for pass@k with k = 1, 2, 4, ..."""
+    """Sampled rollouts per prompt, for pass@k with k = 1, 2, 4, ...; one more is greedy."""
+    threshold: float = 1.0
+    """Reward from which a sample passes, for pass@k."""
     every_steps: int = Field(0, ge=0)
     """Steps between evaluations, besides start and end. 0 disables them."""
     max_tokens: int | None = Field(None, ge=1)
     """As rollout.max_tokens, the default."""
     temperature: float | None = Field(None, ge=0, le=2)
-    """Temperature, 0 is greedy. Default: rollout.temperature."""
+    """Temperature of samples; 0: greedy ones alone. Default: rollout.temperature."""
     reward: str | None = None
-    """Reward whose mean is the accuracy. Default: the first."""
+    """Reward that is measured. Default: the first."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.samples > 1 and self.temperature == 0, "temperature=0 samples the same every time: set samples to 1"

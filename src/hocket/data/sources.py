@@ -118,6 +118,17 @@ def sort(split: str, seed: int) -> Iterator[dict[str, Any]]:
             yield {"prompt": f"Sort: {''.join(letters)}", "answer": "".join(answer), "response": "".join(response)}
 
 
+@TASKS.register("sort_down")
+def sort_down(split: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield "Sort: dbca" for "dcba", 4 to 6 of 16 letters."""
+    rng = generator("sort_down", split, seed)
+    while True:
+        letters = rng.sample(string.ascii_lowercase[:16], rng.randint(4, 6))
+        answer = "".join(sorted(letters, reverse=True))
+        if split_of(answer) == split:
+            yield {"prompt": f"Sort: {''.join(letters)}", "answer": answer, "response": answer}
+
+
 def generator(task: str, split: str, seed: int) -> random.Random:
     if split not in ("train", "test"):
         raise DataError(f"task:{task} has the splits train and test, not {split!r}; set data.split")

@@ -1,10 +1,11 @@
 """Print a run's progress: one line per step and, on a terminal, the current activity below it."""
 
+import itertools
 import json
 import math
 import reprlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from hocket.observe.metrics import alarms
 
 COLUMNS = (  # heading, metric, width, format
     ("reward", "reward/mean", 7, "{:.3f}"),
-    ("held-out", "eval/accuracy", 8, "{:.3f}"),
+    ("greedy", "eval/greedy", 6, "{:.3f}"),
+    ("sampled", "eval/sampled", 7, "{:.3f}"),
     ("length", "rollout/length_mean", 7, "{:.1f}"),
     ("cut", "rollout/truncated", 5, "{:.0%}"),
     ("gap", "train/logprob_gap", 8, "{:.1e}"),
@@ -28,7 +30,10 @@ COLUMNS = (  # heading, metric, width, format
     ("mfu", "train/mfu", 5, "{:.1%}"),
 )
 CLIPPED = ("train/clip_low", "train/clip_high", "train/importance_capped")  # summed in the column "clipped"
-LEGEND = "cut: rollouts cut off; gap: |trainer - engine log-prob|; clipped: tokens at a bound; mfu: share of peak FLOPs"
+LEGEND = (
+    "greedy, sampled: held-out; cut: rollouts cut off; gap: |trainer - engine log-prob|; clipped: tokens at a bound; "
+    "mfu: share of peak FLOPs"
+)
 HEADING_EVERY = 25
 REPEAT_S = 15.0
 NO_UPDATE = ": all rewards of each group were equal (too hard? too easy?), or no gradient was finite; see {}/rollouts"
@@ -93,14 +98,15 @@ class Console(AbstractContextManager["Console"]):
         self.alarmed = set(unhealthy)
 
     def finish(self, run_dir: Path) -> None:
-        """Print the result of the run in `run_dir`: accuracy, samples, paths, and how many steps lacked an update."""
+        """Print the result of the run in `run_dir`: evaluation, samples, paths, and how many steps lacked an update."""
         end = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         self.say(f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}")
         if evaluations := sorted((run_dir / "rollouts").glob("eval_*.jsonl")):
-            before, after = (_cell(end[name], "{:.3f}") for name in ("before", "after"))
-            self._rich.print(f"[bold]held-out accuracy {before} → {after}[/bold]")
-            for line in evaluations[-1].read_text(encoding="utf-8").splitlines()[:NUM_SAMPLES]:
-                row = json.loads(line)
+            for line in _held_out(end["before"], end["after"]):
+                self._rich.print(f"[bold]{line}[/bold]")
+            rows = map(json.loads, evaluations[-1].read_text(encoding="utf-8").splitlines())
+            greedy = (row for row in rows if row["id"].endswith("/0"))
+            for row in itertools.islice(greedy, NUM_SAMPLES):
                 reward = row["error"] or f"{row['reward']:g}"
                 self.say(f"  {row['prompt']!r} → {row['completion']!r}  answer {row['answer']!r}  reward {reward}")
         newest = max((run_dir / "weights").iterdir())
@@ -119,6 +125,17 @@ class Console(AbstractContextManager["Console"]):
 
 def _broken_pipe() -> None:
     raise  # as everywhere else; rich would exit with status 1
+
+
+def _held_out(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
+    """Yield "held-out accuracy, greedy  0.000 → 0.980 ± 0.009", the standard error; accuracy only of 0 and 1."""
+    shares = [end["zero_or_one"] for end in (before, after) if end]
+    kind = "accuracy" if min(shares, default=0) == 1 else "reward"
+    for way in ("greedy", "sampled"):
+        start = _cell(before.get(way), "{:.3f}")
+        error = _cell(after.get(f"{way}_stderr"), "{:.3f}")
+        if way in after:
+            yield f"held-out {kind}, {way:7} {start} → {after[way]:.3f} ± {error}"
 
 
 def _cell(value: float | None, shape: str) -> str:

@@ -88,11 +88,11 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         return self.path / "skipped" / f"step_{step:06d}.json"
 
     def summary(self, *, seed: int, final_version: int) -> dict[str, Any]:
-        """Write summary.json and report.html and return the summary: accuracies and seconds come from the history."""
-        evaluated = (record["eval/accuracy"] for record in reversed(self.history[1:]) if "eval/accuracy" in record)
+        """Write summary.json and report.html and return the summary: evaluations and seconds come from the history."""
+        first, *others = [_evaluation(record) for record in self.history]
         values = {
-            "before": self.history[0].get("eval/accuracy"),
-            "after": next(evaluated, None),
+            "before": first,
+            "after": next(filter(None, reversed(others)), {}),
             "steps": self.last_step,
             "updated": sum(map(_updated, self.history)),  # steps
             "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
@@ -257,6 +257,11 @@ def _sequence(row: Mapping[str, Any]) -> TokenSequence:
     count = len(copied.setdefault("token_ids", ()))
     copied.setdefault("logprobs", (0.0,) * count)
     return TokenSequence(**copied, mask=tuple(map(bool, row.get("mask", [True] * count))), text=completion)
+
+
+def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the eval/* metrics of a step, {"greedy": 0.5, ...}; empty where nothing was evaluated."""
+    return {name.removeprefix("eval/"): value for name, value in record.items() if name.startswith("eval/")}
 
 
 def _updated(step: Mapping[str, float]) -> bool:

@@ -21,6 +21,14 @@ def exact_match(completion: str, answer: str | None) -> float:
     return float(completion.strip() == _reference(answer).strip())
 
 
+@reward("position_match", inline=True)
+def position_match(completion: str, answer: str | None) -> float:
+    """Return the share of characters that stand where the answer has them, of the longer of the two texts."""
+    answer = _reference(answer)
+    right = sum(said == wanted for said, wanted in zip(completion, answer, strict=False))
+    return right / max(len(completion), len(answer), 1)
+
+
 @reward("length", inline=True)
 @dataclasses.dataclass(eq=False)
 class LengthReward:

@@ -1,4 +1,4 @@
-"""Held-out accuracy and pass@k, with the same random numbers every time."""
+"""Measure held-out prompts greedily and by samples, with the same random numbers every time."""
 
 import dataclasses
 import itertools
@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from hocket.client.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import RewardScorer, refuse_failing
-from hocket.rollout.collect import Plan, Play, collect
-from hocket.types import Group, Prompt
+from hocket.rollout.collect import Plan, Play, Seat, collect
+from hocket.types import Group, Prompt, Rollout
 
-PASSED = 1.0
-"""A sample passes with full marks."""
 EVAL_STEP = -1
 """Takes the place of the step in the sampling seed: no training step has it."""
 
@@ -24,37 +22,65 @@ class Evaluation:
     play: Play
     scorer: RewardScorer  # by `reward` alone
     reward: str
-    samples: int  # rollouts per prompt
+    samples: int  # per prompt, at a temperature above 0; its first rollout is greedy
     sampling: SamplingParams
+    threshold: float  # reward from which a sample passes
     timeout_s: float
     max_error_rate: float
 
     async def run(self, label: str) -> tuple[dict[str, float], list[Group]]:
         """Return the eval/* metrics and the groups, in the prompts' order. Raise RewardError as `refuse_failing`."""
         size = len(self.prompts)
+        greedy = self.sampling.model_copy(update={"temperature": 0.0})
+        group_size = 1 + self.samples if self.sampling.temperature else 1
         deadline = Deadline(self.timeout_s)
         plan = Plan(
-            label=label, sampling=self.sampling, group_size=self.samples, wanted=size, at_most=size, deadline=deadline
+            label=label, sampling=self.sampling, group_size=group_size, wanted=size, at_most=size, deadline=deadline
         )
+
+        async def play(prompt: Prompt, seat: Seat) -> Rollout:
+            if seat.number % group_size == 0:
+                seat = dataclasses.replace(seat, sampling=greedy)
+            return await self.play(prompt, seat)
+
         numbered = enumerate(self.prompts)
-        batch = await collect(plan, lambda count: dict(itertools.islice(numbered, count)), self.play, self.scorer)
-        refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * self.samples)))  # one score at least
-        return _measured(batch.groups, self.reward), batch.groups
+        batch = await collect(plan, lambda count: dict(itertools.islice(numbered, count)), play, self.scorer)
+        refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
+        return _measured(batch.groups, self.reward, self.threshold), batch.groups
 
 
-def _measured(groups: Sequence[Group], reward: str) -> dict[str, float]:
+def _measured(groups: Sequence[Group], reward: str, threshold: float) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    marks = [[score.parts[reward] for score in group.scores if score.error is None] for group in groups]
+    greedy = [_marks(group, reward, slice(1)) for group in groups]
+    sampled = [_marks(group, reward, slice(1, None)) for group in groups]
+    given = [*itertools.chain(*greedy, *sampled)]
     metrics = {
-        "eval/accuracy": statistics.fmean(statistics.fmean(mine) for mine in marks if mine),
-        "eval/reward_errors": 1 - sum(map(len, marks)) / len(rollouts),
+        **_mean("greedy", greedy),
+        **_mean("sampled", sampled),
+        "eval/zero_or_one": sum(mark in (0, 1) for mark in given) / len(given),
+        "eval/reward_errors": 1 - len(given) / len(rollouts),
         "eval/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
         "eval/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
     }
-    for k in (2**i for i in range(len(groups[0].rollouts).bit_length())):
-        chances = [pass_at_k(len(mine), sum(mark >= PASSED for mark in mine), k) for mine in marks if len(mine) >= k]
+    for k in (2**i for i in range((len(groups[0].rollouts) - 1).bit_length())):
+        chances = [
+            pass_at_k(len(mine), sum(mark >= threshold for mark in mine), k) for mine in sampled if len(mine) >= k
+        ]
         if chances:
             metrics[f"eval/pass@{k}"] = statistics.fmean(chances)
+    return metrics
+
+
+def _marks(group: Group, reward: str, part: slice) -> list[float]:
+    return [score.parts[reward] for score in group.scores[part] if score.error is None]
+
+
+def _mean(name: str, marks: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the mean over prompts of the mean of each, and its standard error."""
+    means = [statistics.fmean(mine) for mine in marks if mine]
+    metrics = {f"eval/{name}": statistics.fmean(means)} if means else {}
+    if len(means) > 1:
+        metrics[f"eval/{name}_stderr"] = statistics.stdev(means) / math.sqrt(len(means))
     return metrics
 
 
