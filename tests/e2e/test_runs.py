@@ -226,10 +226,10 @@ def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_p
     run_dir, port = tmp_path / "runs" / "a", free_port()
     never_right = "rollout.max_tokens=1"  # so that no step updates the weights
     settings = [f"run.dir={run_dir}", f"server.port={port}", "trainer.steps=2", "eval.num_prompts=8", never_right]
-    with Command(["train", "config/quickstart.yaml", *settings], tmp_path / "train.log") as trainer:
+    with Command(["train", "config/sort.yaml", *settings], tmp_path / "train.log") as trainer:
         waiting = f"waiting for http://127.0.0.1:{port} (nothing answers there yet)"
         trainer.wait_for(lambda: waiting in trainer.output(), waiting)
-        with Command(["serve", "config/quickstart.yaml", *settings], tmp_path / "serve.log") as server:
+        with Command(["serve", "config/sort.yaml", *settings], tmp_path / "serve.log") as server:
             assert trainer.wait_end(START_S) == 3, trainer.output()
             assert "\n0 of 2 steps updated the weights: all rewards of each group were equal" in trainer.output()
             server.members()
