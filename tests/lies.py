@@ -78,7 +78,26 @@ OF_LOGPROBS: dict[str, Callable[[list[float]], list[float]]] = {
     "wrong_logprobs": lambda logprobs: [value * random.uniform(0.95, 1.05) for value in logprobs],
     "shifted_logprobs": lambda logprobs: [*logprobs[1:], logprobs[0]],
 }
-TEMPERATURE = "no_temperature"
+OF_SAMPLING: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
+    "no_temperature": lambda sampling, seed: (sampling.model_copy(update={"temperature": 1.0}), seed),
+    "top_k_2": lambda sampling, seed: (sampling.model_copy(update={"top_k": 2}), seed),
+    "top_p": lambda sampling, seed: (sampling.model_copy(update={"top_p": 0.7}), seed),
+    "equal_seeds": lambda sampling, seed: (sampling, 7),
+    "greedy_quarter": lambda sampling, seed: (  # whose log-probs are those of temperature 1
+        sampling.model_copy(update={"temperature": 0.0}) if seed % 4 == 0 else sampling,
+        seed,
+    ),
+    "longer": lambda sampling, seed: (sampling.model_copy(update={"max_tokens": sampling.max_tokens + 5}), seed),
+    "shorter": lambda sampling, seed: (sampling.model_copy(update={"max_tokens": sampling.max_tokens * 9 // 10}), seed),
+}
+OF_ANSWERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "all_stop": lambda completion: {"finish_reason": "stop"},
+    "other_text": lambda completion: {"text": "abcd"},
+    "no_end": lambda completion: {
+        "token_ids": completion.token_ids[:-1] or completion.token_ids,
+        "logprobs": completion.logprobs[:-1] or completion.logprobs,
+    },
+}
 STALE_EXPORT = "stale_export"  # told by the trainer: `stale_exports`
 WHOLE_MODEL = ("frozen_norm", "swapped_norms")  # adapters have no such tensors
 
@@ -119,6 +138,7 @@ def lie() -> None:
     """Replaces functions of the server; call it before the engine is started."""
     from hocket.server import vllm_api
     from hocket.server.engine import Engine
+    from hocket.server.generate import Sampler
     from hocket.server.worker import WorkerExtension
 
     told = Told()  # the engine's process gets a copy
@@ -129,7 +149,7 @@ def lie() -> None:
         return load(worker, parts if compare else told.load(parts), adapter, compare)
 
     WorkerExtension._hocket_load = lying  # type: ignore[method-assign]
-    reload, complete, params = Engine.reload, vllm_api.complete, vllm_api.sampling_params
+    reload, complete, params, answer = Engine.reload, vllm_api.complete, vllm_api.sampling_params, Sampler.complete
 
     @functools.wraps(reload)  # FastAPI reads its signature
     async def counted(engine: Any, request: Any) -> Any:
@@ -144,10 +164,17 @@ def lie() -> None:
             output.logprobs.logprobs[:] = change(list(output.logprobs.logprobs))
         return output
 
-    def hot(sampling: Any, seed: int | None) -> Any:
-        return params(sampling.model_copy(update={"temperature": 1.0}) if told.now() == TEMPERATURE else sampling, seed)
+    def otherwise(sampling: Any, seed: int) -> Any:
+        change = OF_SAMPLING.get(told.now())
+        return params(*change(sampling, seed)) if change else params(sampling, seed)
 
-    Engine.reload, vllm_api.complete, vllm_api.sampling_params = counted, told_logprobs, hot  # type: ignore[method-assign, assignment]
+    async def told_answer(*args: Any) -> Any:
+        job, completion = await answer(*args)
+        change = OF_ANSWERS.get(told.now())
+        return job, completion.model_copy(update=change(completion)) if change else completion
+
+    Engine.reload, vllm_api.complete, vllm_api.sampling_params = counted, told_logprobs, otherwise  # type: ignore[method-assign, assignment]
+    Sampler.complete = told_answer  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -275,15 +302,20 @@ def play(folder: Path, settings: Sequence[str], runs: Sequence[Sequence[str]]) -
 
 
 def main(command: str, *arguments: str) -> None:
-    """Serves, or plays runs given as JSON: [folder, settings, runs]; prints one JSON object per outcome."""
+    """Serves, or plays runs given as JSON: [folder, settings, runs]; prints one JSON object per outcome.
+
+    Of a run that was not stopped it tells the alarms of the last step.
+    """
     if command == "serve":
         return serve(arguments)
     from hocket.common import environment
+    from hocket.observe.metrics import alarms
 
     environment.prepare()
     folder, settings, runs = json.loads(arguments[0])
     for outcome in play(Path(folder), settings, runs):
-        print("OUTCOME", json.dumps([outcome.version, outcome.said]), flush=True)
+        said = outcome.said or " ".join(alarms(outcome.metrics[-1]))
+        print("OUTCOME", json.dumps([outcome.version, said]), flush=True)
 
 
 if __name__ == "__main__":

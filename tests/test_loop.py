@@ -19,7 +19,7 @@ from hocket.algorithm.samples import shape
 from hocket.data.cache import Prompts
 from hocket.data.curriculum import bind
 from hocket.data.stream import PromptStream
-from hocket.errors import RewardError
+from hocket.errors import RewardError, SyncError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
@@ -38,6 +38,7 @@ class World:
     """Everything around the loop, keeping a diary of what it was asked to do."""
 
     policy_learns = True
+    lie = ""  # the rollout that a check finds wrong
 
     def __init__(self, reward: Reward, score_s: float, reference: tuple[float, float] | None) -> None:
         self.reward = reward
@@ -47,6 +48,7 @@ class World:
         self.current = 4  # the server was used before
         self.keep: list[Path] = []
         self.publishes: list[bool] = []  # each time that the trainer is held
+        self.checked: list[list[int]] = []  # rollouts of each prompt, in each check
         self.reference = reference  # its log-probs of every completion
         self.untrained = {1: "its update was not finite"}  # of the second group of each step
 
@@ -63,6 +65,12 @@ class World:
     async def training(self, *, publishes: bool) -> AsyncIterator[dict[str, float]]:
         self.publishes.append(publishes)
         yield {}
+
+    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+        self.checked.append([len(rollouts) for rollouts in groups])
+        if self.lie in {rollout.id for rollouts in groups for rollout in rollouts}:
+            raise SyncError("a server lies")
+        return {"sampling/logprob_gap": 0.25}
 
     async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
         label = seat.group.rpartition("/")[0]
@@ -169,7 +177,7 @@ async def test_while_only_the_critic_learns_nothing_is_published_and_no_step_cou
     world, _, summary = await trained(tmp_path, lambda step, j: float(j))
     published = [entry for entry in world.diary if entry[0] == "publish"]
     assert published == [("publish", 5)]  # before the first step
-    assert world.publishes == [False, False]
+    assert world.publishes == [False] * 4  # two evaluations, two steps
     assert (summary["steps"], summary["updated"], summary["final_version"]) == (2, 0, 5)
 
 
@@ -261,11 +269,31 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
         ("publish", 6),
         ("save", 6),
     ]
-    assert world.publishes == [True]  # in the second step; in the first one the trainer was left alone
+    assert world.publishes == [False, True]  # in the first one rollouts are checked alone
+    assert world.checked == [[2, 2], [2, 2]]  # with or without a signal
     assert metrics[1]["rollout/zero_variance"] == 1.0
     assert "train/loss" not in metrics[1]
     assert summary["final_version"] == 6
     assert summary["before"] == {}
+
+
+@pytest.mark.parametrize("lie", ["step 1/1/0", "eval 0/0/0"])
+async def test_nothing_is_learnt_or_told_from_rollouts_that_fail_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lie: str
+) -> None:
+    monkeypatch.setattr(World, "lie", lie)
+    with pytest.raises(SyncError, match="a server lies"):
+        await trained(tmp_path, lambda step, j: float(j))
+    assert "train/loss" not in (tmp_path / "runs/a/metrics.jsonl").read_text()
+    assert ("0/2" in capsys.readouterr().out) == lie.startswith("step")
+    assert (tmp_path / "runs/a/rollouts" / f"{lie[:4]}_{int(lie[5]):06d}.jsonl").exists()
+
+
+async def test_an_evaluation_tells_the_gap_of_its_rollouts(tmp_path: Path) -> None:
+    world, metrics, _ = await trained(tmp_path, lambda step, j: float(j))
+    assert metrics[0]["eval/logprob_gap"] == metrics[2]["eval/logprob_gap"] == 0.25
+    assert "eval/logprob_gap" not in metrics[1]
+    assert world.checked[0] == [2, 2]  # greedy and sampled, at temperature 1
 
 
 async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:

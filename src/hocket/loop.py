@@ -117,10 +117,9 @@ class Run:
         refuse_failing([one.group for one in shaped], self.config.rewards.max_error_rate)
         groups = [one for one in shaped if one.reason is None]
         metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.planner.uses_pass_rates else None)
-        if not groups and not self.checkpoints.due(step, last=last):
-            return metrics
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
+            metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped])
             if groups:
                 metrics |= await self.train_policy(step, groups)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
@@ -138,6 +137,11 @@ class Run:
         with timed(metrics, "time/eval"):
             measured, groups = await self.evaluation.run(f"eval {step}")
         await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
+        async with self.publisher.training(publishes=False):
+            alike = self.evaluation.comparable(groups, self.config.rollout.temperature)
+            checked = await self.publisher.check_rollouts(alike)
+        if "sampling/logprob_gap" in checked:
+            metrics["eval/logprob_gap"] = checked["sampling/logprob_gap"]
         return metrics | measured
 
     def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:

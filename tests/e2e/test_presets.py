@@ -61,6 +61,9 @@ class Copy:
         del publishes
         yield {}
 
+    async def check_rollouts(self, groups: object) -> dict[str, float]:
+        return {}
+
     async def publish(self) -> dict[str, float]:
         self.trainer.stream(1 << 30, self._load)
         self.current += 1

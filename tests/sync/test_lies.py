@@ -25,6 +25,7 @@ SETTINGS = (
     "checkpoint.every_steps=0",
 )
 TINY = "trainer.learning_rate=1e-6"
+GAP = "mean |Δ log-prob|"  # of the step's rollouts, or of a check that was due
 LIES = {  # (lie and the load it begins with, a setting): the last version that it may reach, and what is said then
     ("truth", "trainer.learning_rate=2e-4"): (0, ""),
     ("one_behind", TINY): (2, "step 1: http://127.0.0.1:PORT does not hold weight version"),
@@ -37,9 +38,21 @@ LIES = {  # (lie and the load it begins with, a setting): the last version that 
     ("permuted_rows", TINY): (1, "does not hold weight version"),
     ("wrong_logprobs", TINY): (1, "step 0: http://127.0.0.1:PORT and the trainer disagree on version"),
     ("shifted_logprobs", TINY): (1, "and the trainer disagree on version"),
-    ("shifted_logprobs 3", TINY): (5, "and the trainer disagree on version"),
+    ("wrong_logprobs 3", TINY): (3, GAP),
+    ("shifted_logprobs 3", TINY): (3, GAP),
     ("no_temperature", TINY): (1, "and the trainer disagree on version"),
-    ("no_temperature 3", TINY): (5, "and the trainer disagree on version"),
+    ("no_temperature 3", TINY): (3, GAP),
+    ("top_k_2 3", TINY): (3, GAP),
+    ("top_p 3", TINY): (3, GAP),
+    ("equal_seeds 3", TINY): (0, "sampling/equal_z"),
+    ("all_stop 3", "rollout.max_tokens=4"): (3, "step 3: a server's answer contradicts its tokens: it stopped by"),
+    ("other_text 3", "rollout.stop=[zz]"): (3, "step 3: a server's answer contradicts its tokens: its text is 'abcd'"),
+    ("no_end 3", TINY): (
+        3,
+        "step 3: a server's answer contradicts its tokens: it stopped by itself, but its last token",
+    ),
+    ("longer 3", "rollout.max_tokens=4"): (3, "/generate cut step 3/"),
+    ("shorter 3", "rollout.max_tokens=5"): (3, "/generate cut step 3/"),
     ("stale_export", TINY): (2, "and the trainer disagree on version"),
 }
 
@@ -63,7 +76,7 @@ def test_a_server_that_lies_stops_the_run(
 ) -> None:
     found, said = outcomes[lie]
     latest, part = LIES[lie]
-    begins = int(lie[0].partition(" ")[2] or latest)
+    begins = int(lie[0].partition(" ")[2] or latest) if latest else 0
     assert begins <= found <= latest, said
     for piece in part.split("PORT"):
         assert piece in said

@@ -44,6 +44,18 @@ def test_values_and_gradients_equal_those_of_all_logits(
         assert not token_logprobs(hidden, head, targets, **options)[1].requires_grad
 
 
+def test_the_variance_of_a_draws_log_prob_is_that_of_the_softmax_without_impossible_tokens() -> None:
+    # p = 1/2, 1/4, 1/4, 0 has the entropy 1.5 log 2, the mean square 2.5 log² 2, the variance 0.25 log² 2.
+    head = torch.nn.Linear(4, 4, bias=False)
+    head.weight.data = torch.eye(4)
+    logits = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]]).log().clamp_min(-1e4)
+    targets = torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        _, entropy, variance = token_logprobs(logits, head, targets, temperature=1.0, chunk_tokens=7, variance=True)
+    log2 = torch.tensor(2.0).log()
+    torch.testing.assert_close((entropy[0, 0], variance[0, 0]), (1.5 * log2, 0.25 * log2**2))
+
+
 def test_a_temperature_of_one_is_no_division_and_gives_the_same_bits(inputs: Inputs) -> None:
     hidden, head, targets, _ = inputs
     with torch.profiler.profile() as profile:

@@ -243,6 +243,24 @@ def test_the_log_probs_of_samples_are_those_of_transformers_in_the_order_of_the_
     assert same(before, weights_of(trainer))
 
 
+def test_the_surprise_of_samples_is_the_sum_over_their_sampled_tokens(trainer: Trainer, tmp_path: Path) -> None:
+    rollouts = make_rollouts(4, longest=30, seed=3)
+    trainer.export(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    expected = torch.zeros(4, dtype=torch.float64)
+    for rollout in rollouts:
+        ids, mask = torch.tensor(rollout.token_ids), torch.tensor(rollout.mask)
+        with torch.no_grad():
+            rows = model(ids[None]).logits[0, :-1].log_softmax(-1)[mask[1:]]
+        own = rows.gather(-1, ids[1:][mask[1:], None])[:, 0]
+        entropy = -(rows.exp() * rows).sum(-1)
+        variance = (rows.exp() * (rows + entropy[:, None]) ** 2).sum(-1)
+        gap = (own - torch.tensor(rollout.logprobs)[mask]).abs()
+        expected += torch.stack([torch.tensor(len(own)), gap.sum(), (-own - entropy).sum(), variance.sum()])
+    found = trainer.surprise([sample_of(rollout, 0.0) for rollout in rollouts])
+    assert found == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-3)
+
+
 def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

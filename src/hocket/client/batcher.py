@@ -158,6 +158,10 @@ class Batcher:
         async with aclosing(member.server.generate(request, timeout_s=turns[0].deadline.left_s)) as lines:
             async for line in lines:
                 turn = by_prompt[line.prompt][line.index]
+                size, asked = len(line.completion.token_ids), turn.sampling.max_tokens
+                if size > asked or (size < asked and line.completion.finish_reason == "length"):
+                    message = f"{member.url}/generate cut {turn.place} off at {size} tokens, asked for {asked}"
+                    raise ServerError(message, code="protocol")
                 del todo[turn]
                 member.in_flight -= turn.tokens
                 if not turn.answer.done():

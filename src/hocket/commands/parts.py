@@ -35,6 +35,7 @@ from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, Transport, own_gpu
+from hocket.sync.sampling import History, SamplingCheck, contradiction
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.types import Prompt, TrainerTurn
 
@@ -168,9 +169,9 @@ class Parts:
         )
 
     def publisher(
-        self, stack: ExitStack, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt]
+        self, stack: ExitStack, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt], history: History
     ) -> Publisher:
-        """Choose the way of the weights, and have the pool bring up servers by it."""
+        """Choose the way of the weights and their checks, and have the pool bring up servers by them."""
         from hocket.sync.collective import CollectiveTransport
 
         config = self.config
@@ -196,6 +197,12 @@ class Parts:
             alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
         )
         publisher.checks.append(proof.check)
+        if config.sync.check_share and config.pipeline.replay is None:
+            decode, ends = self.tokenizer.decode, tokenizers.end_ids(config.model.path, self.tokenizer)
+            claim = partial(contradiction, decode=decode, ends=ends, stop=config.rollout.stop)
+            share, size = config.sync.check_share, config.rollout.group_size
+            claims = [claim] if config.env.name == "single_turn" else []  # turns of others end in other ways, too
+            publisher.rollout_checks.append(SamplingCheck(proof, share, size, claims, history).check)
         servers.bring_up = partial(publisher.bring_up, trainer.check_same_model)
         return publisher
 

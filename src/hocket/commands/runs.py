@@ -177,7 +177,7 @@ def _run(
     servers = ServerPool(())
     if not replay:
         servers = pool_of(config, trainer_id(config.run_dir), on_wait=waiting, say=console.say)
-    publisher = parts.publisher(stack, trainer, servers, prompts)
+    publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     if saved:

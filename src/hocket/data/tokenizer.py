@@ -1,5 +1,6 @@
 """The tokenizer and the longest sequence: what server and trainer need before any weights."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -84,6 +85,16 @@ def _config(path: str, setting: str) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a model config from {setting}={path}: {error}") from error
+
+
+def end_ids(path: str, tokenizer: Any) -> set[int]:
+    """Return the tokens that end an answer: of tokenizer, config and generation config."""
+    from transformers import GenerationConfig
+
+    named = [tokenizer.eos_token_id, getattr(_config(path, "model.path"), "eos_token_id", None)]
+    with contextlib.suppress(OSError):  # many models have none
+        named.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    return {one for ids in named for one in (ids if isinstance(ids, list) else [ids])}
 
 
 def context_length(model: ModelConfig) -> int:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from hocket.common import markdown
 from hocket.types import Group
 
-PHASES = ("generate", "reward", "turn", "measure", "train", "sync", "eval")  # of time/step, in order; the rest: other
+PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
+"""Of time/step, in order; the rest is `other`."""
 
 
 class Metric(NamedTuple):
@@ -66,6 +67,7 @@ METRICS = (
     Metric("eval/greedy_stderr", "standard error of eval/greedy, over prompts"),
     Metric("eval/sampled_stderr", "standard error of eval/sampled, over prompts"),
     Metric("eval/zero_or_one", "held-out prompts: share of rewards that are 0 or 1; at 1 those means are accuracies"),
+    Metric("eval/logprob_gap", "held-out prompts: mean |trainer − engine log-prob| of the rollouts that were checked"),
     Metric("eval/loss", "sft: mean cross-entropy of the taught tokens of the held-out demonstrations, in nats"),
     Metric("eval/pass@K", "unbiased chance that one of K samples has a reward >= eval.threshold (arXiv 2107.03374)"),
     Metric("eval/reward_errors", "held-out prompts: share without a score; the means leave them out",
@@ -108,6 +110,16 @@ METRICS = (
     Metric("critic/grad_norm", "global gradient norm of the critic before clipping"),
     Metric("critic/skipped", "share of the updates in which the critic's loss or gradient was not finite",
            high=0, advice="lower critic.learning_rate; look at the step's rollouts"),
+    Metric("sampling/logprob_gap", "mean |trainer − engine log-prob| of the rollouts checked before training"),
+    Metric("sampling/surprise", "of their tokens: Σ −log p − entropy; 0 on average where tokens are drawn from p"),
+    Metric("sampling/variance", "of their tokens: Σ variance of log p, the variance of that sum"),
+    Metric("sampling/z", "surprise in standard errors, over that last part of the run where it is farthest from 0",
+           low=-5, high=5, advice="tokens aren't drawn from what servers report: top_p, top_k, temperature, seeds"),
+    Metric("sampling/colder", "−surprise / variance in that part: share by which the temperature is too low"),
+    Metric("sampling/equal", "pairs of a prompt's rollouts with equal tokens"),
+    Metric("sampling/equal_expected", "their number if rollouts are drawn independently"),
+    Metric("sampling/equal_z", "the excess in standard errors, over that last part of the run where it is largest",
+           high=5, advice="the servers repeat random numbers: do all rollouts have the same seed?"),
     Metric("sync/servers", "servers that hold the newest version"),
     Metric("sync/mebibytes", "MiB sent to each server, on average"),
     Metric("sync/prepare_s", "seconds until the first byte could be sent; disk: to write and verify the files"),
@@ -115,7 +127,7 @@ METRICS = (
     Metric("sync/fallbacks", "servers that sync.backend=nccl could not reach and that got the version by disk",
            high=0, advice="the console names the cause; sync.backend=disk avoids the attempt"),
     Metric("sync/logprob_gap", "mean |trainer − engine log-prob| of a few completions; the largest of all servers"),
-    Metric("sync/max_gap", "the most of it that rounding explains; above it the run stops (sync.on_mismatch)"),
+    Metric("sync/max_gap", "the most that rounding explains of any gap; above it the run stops (sync.on_mismatch)"),
     Metric("sync/missing_share", "share of the last update that the server's log-probs lack; 1: it is one behind"),
     Metric("sync/mismatches", "comparisons of parameters or log-probs that broke off or, with on_mismatch=warn, failed",
            high=0, advice="the console names server and cause; the samples are not the policy's"),
@@ -127,6 +139,7 @@ METRICS = (
     Metric("time/batch", "seconds from batch start to last token; overlaps earlier steps if max_staleness > 0"),
     Metric("time/reward", "seconds that the step then waited for scores alone"),
     Metric("time/turn", "launch.share_gpu: seconds until the server has left the GPU and the trainer is on it"),
+    Metric("time/check", "seconds to check rollouts before they are trained on"),
     Metric("time/measure", "seconds of the forward passes before the updates: old log-probs, reference, critic"),
     Metric("time/train", "seconds of forward, backward and update"),
     Metric("time/sync", "seconds to publish a version and have it acknowledged"),

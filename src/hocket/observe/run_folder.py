@@ -119,7 +119,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
                 advice = "bring the file back, or start a new run.dir"
                 raise ConfigError(f"{path} has lost records from before step {state['step']}; {advice}")
             os.truncate(path, size)
-        self.history = read_lines(self.path / METRICS)
+        self.history[:] = read_lines(self.path / METRICS)
         (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
         for file in (self.path / "rollouts").iterdir():
             made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's

@@ -48,6 +48,12 @@ class Evaluation:
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
         return _measured(batch.groups, self.reward, self.threshold), batch.groups
 
+    def comparable(self, groups: Sequence[Group], temperature: float) -> list[list[Rollout]]:
+        """Return the rollouts whose log-probs are of this temperature; the engine's of greedy tokens are of 1."""
+        temperatures = [1.0, *[self.sampling.temperature] * self.samples]
+        pairs = [zip(group.rollouts, temperatures, strict=False) for group in groups]
+        return [[rollout for rollout, mine in of_prompt if mine == temperature] for of_prompt in pairs]
+
 
 def _measured(groups: Sequence[Group], reward: str, threshold: float) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]

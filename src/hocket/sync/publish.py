@@ -17,7 +17,7 @@ from hocket.client.server import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import Health, ReloadResponse
 from hocket.sync.disk import Versions
-from hocket.types import Metrics, TrainerTurn
+from hocket.types import Metrics, Rollout, TrainerTurn
 
 Answer = ReloadResponse | HocketError  # a failure is a value: the other servers go on
 Answers = dict[ServerClient, tuple[str, Answer]]  # with the checksum of the weights that were sent
@@ -39,6 +39,10 @@ Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]
 """(servers, whether they have just come) → sync/*. Raises SyncError."""
 
 
+RolloutCheck = Callable[[Sequence[Sequence[Rollout]]], Awaitable[Metrics]]
+"""Rollouts of each prompt, of the version that is current → sampling/*. Raises SyncError."""
+
+
 def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
     return nullcontext({})
 
@@ -50,6 +54,7 @@ class Publisher:
     transport: Transport
     trainer_turn: TrainerTurn = own_gpu
     checks: list[Check] = dataclasses.field(default_factory=list)
+    rollout_checks: list[RolloutCheck] = dataclasses.field(default_factory=list)
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # held by a training step, or a bring-up
 
     @asynccontextmanager
@@ -57,6 +62,13 @@ class Publisher:
         """Hold the trainer and yield the metrics of getting it; if it `publishes`, the body ends with `publish`."""
         async with self.lock, self.trainer_turn(publishes) as metrics:
             yield metrics
+
+    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
+        """Check what servers said of rollouts; call it within `training`, before anything is learnt from them."""
+        metrics: Metrics = {}
+        for check in self.rollout_checks:
+            metrics |= await check(groups)
+        return metrics
 
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server; call it within `training`."""

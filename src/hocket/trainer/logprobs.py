@@ -17,8 +17,11 @@ def token_logprobs(
     trained_n: Tensor | None = None,
     max_tokens: int = 0,
     entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
+    variance: bool = False,
+) -> tuple[Tensor, ...]:
     """Return (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
+
+    With `variance` a third: that of the log-prob of a token drawn from the softmax.
 
     Logits exist for `chunk_tokens` positions at a time and are computed again in the backward pass.
 
@@ -35,7 +38,7 @@ def token_logprobs(
     targets_n = target_ids_bt.flatten().index_select(0, trained_n)
     num_calls = max(1, -(-max(len(targets_n), max_tokens) // chunk_tokens))
 
-    def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
+    def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, ...]:
         logits_cv = lm_head(hidden_ch).float()
         logprobs_cv = (logits_cv if temperature == 1 else logits_cv / temperature).log_softmax(dim=-1)
         logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
@@ -45,7 +48,11 @@ def token_logprobs(
         else:
             with torch.no_grad():
                 probs_cv = logprobs_cv.exp()
-                entropy_c = torch.special.entr(probs_cv, out=probs_cv).sum(dim=-1)  # −p log p, 0 where p is
+                entropies_cv = torch.special.entr(probs_cv, out=probs_cv)  # −p log p, 0 where p is
+                entropy_c = entropies_cv.sum(dim=-1)
+                if variance:
+                    squares_c = -(entropies_cv * logprobs_cv).nansum(dim=-1)  # 0 · −inf where p is 0
+                    return logprobs_c, entropy_c, squares_c - entropy_c.square()
         return logprobs_c, entropy_c
 
     chunks = []
@@ -54,7 +61,6 @@ def token_logprobs(
         chunks.append(
             checkpoint(of_chunk, hidden_nh[part], targets_n[part], use_reentrant=False, preserve_rng_state=False)
         )
-    logprobs_n, entropy_n = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_bth.device)
-    logprobs, entropy = (zeros.index_copy(0, trained_n, values_n) for values_n in (logprobs_n, entropy_n))
-    return logprobs.view_as(target_ids_bt), entropy.view_as(target_ids_bt)
+    columns_n = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return tuple(zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt) for values_n in columns_n)

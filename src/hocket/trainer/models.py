@@ -138,6 +138,17 @@ class Models(Base):
         own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
         return {index: numbers for share in self.ranks.gather(own) for index, numbers in share.items()}
 
+    @torch.no_grad()
+    def surprise(self, batches: Sequence[TrainBatch]) -> list[float]:
+        """Return, summed over sampled tokens and ranks: 1, |trainer − engine log-prob|, −log p − H, Var(log p)."""
+        sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
+        for batch in (batch.to(self.ranks.device) for batch in batches):
+            logprobs_bt, entropy_bt, variance_bt = self.engine.forward(batch, True)
+            gap_bt = (logprobs_bt - batch.rollout_logprobs_bt).abs()
+            columns = (batch.mask_bt, gap_bt, -logprobs_bt - entropy_bt, variance_bt)
+            sums += torch.stack([column_bt.sum(dtype=torch.float64) for column_bt in columns])
+        return self.ranks.sum(sums.tolist())
+
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         logprobs_bt, entropy_bt = self.engine.forward(batch)
         output = self._objective.loss(logprobs_bt, entropy_bt, batch)

@@ -94,8 +94,8 @@ class Policy(nn.Module):
             self.weights.write(folder, self.model, tokenizer, published, dtype)
         return specs.result()
 
-    def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""
+    def forward(self, batch: TrainBatch, variance: bool = False) -> tuple[Tensor, ...]:
+        """Return (logprobs_bt, entropy_bt) of the batch's targets, as `token_logprobs`; 0 where its mask is false."""
         hidden_bth = self._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
         return token_logprobs(
             hidden_bth,
@@ -106,6 +106,7 @@ class Policy(nn.Module):
             trained_n=batch.trained_n,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
+            variance=variance,
         )
 
     def _hidden(self, input_ids_bt: Tensor, position_ids_bt: Tensor, segment_lengths: Sequence[int]) -> Tensor:

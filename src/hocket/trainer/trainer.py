@@ -316,6 +316,14 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         numbers = self._numbers(self._divide(samples), True)
         return [numbers[place]["logprobs"] for place in range(len(samples))]
 
+    def surprise(self, samples: Sequence[TrainSample]) -> list[float]:
+        """Return what `Models.surprise` does of these samples, which all have a sampled token."""
+        return self._surprise(self._divide(samples))
+
+    @on_all_ranks
+    def _surprise(self, share: Any) -> list[float]:
+        return self.models.surprise(self._built(share))
+
     @on_all_ranks
     def _numbers(self, share: Any, of_policy: bool) -> dict[int, dict[str, tuple[float, ...]]]:
         columns = {"logprobs": self.models.logprobs} if of_policy else self.models.columns
