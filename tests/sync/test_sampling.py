@@ -101,12 +101,14 @@ def test_rows_without_checked_tokens_say_nothing() -> None:
     assert over_run([{"step": 0.0}, {"sampling/surprise": None}], 4)["sampling/z"] == 0
 
 
-async def test_a_share_of_each_prompts_rollouts_is_compared_and_stale_ones_are_left_out() -> None:
+async def test_a_share_of_the_rollouts_is_compared_and_stale_ones_are_left_out() -> None:
     world = World((4, 8e-6, -1, 2))
     groups = [[rollout(index, id_=f"step 1/{group}/{index}") for index in range(2, 6)] for group in range(2)]
+    await world.check().check(groups)
+    assert len(world.asked) == 4  # half of eight
     groups.append([rollout(9, version=2, id_="step 1/2/0")])
-    metrics = await world.check().check([*groups, []])
-    assert len(world.asked) == 4  # half of four, twice
+    metrics = await world.check(share=1.0).check([*groups, []])
+    assert len(world.asked) == 4 + 8
     assert {sample.sequence.version_min for sample in world.asked} == {3}
     assert metrics["sampling/logprob_gap"] == pytest.approx(2e-6)
     assert (metrics["sync/max_gap"], metrics["sampling/surprise"], metrics["sampling/variance"]) == (3e-5, -1, 2)

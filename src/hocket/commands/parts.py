@@ -35,7 +35,7 @@ from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, Transport, own_gpu
-from hocket.sync.sampling import History, SamplingCheck, contradiction
+from hocket.sync.sampling import SamplingCheck, contradiction
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.types import Prompt, TrainerTurn
 
@@ -169,7 +169,12 @@ class Parts:
         )
 
     def publisher(
-        self, stack: ExitStack, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt], history: History
+        self,
+        stack: ExitStack,
+        trainer: "Trainer",
+        servers: ServerPool,
+        prompts: Sequence[Prompt],
+        history: Sequence[Mapping[str, float | None]],
     ) -> Publisher:
         """Choose the way of the weights and their checks, and have the pool bring up servers by them."""
         from hocket.sync.collective import CollectiveTransport

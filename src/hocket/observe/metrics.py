@@ -88,7 +88,7 @@ METRICS = (
     Metric("train/tokens_per_s", "trained tokens per second of time/train, over all ranks"),
     Metric("train/positions_per_s", "tokens with their prompts, without padding, per second of time/train"),
     Metric("train/mfu", "model FLOPs / (time/train · peak FLOPs of all ranks' devices: data sheet, else measured)"),
-    Metric("train/logprob_gap", "mean |trainer − engine log-prob| of trained tokens; float32 < 1e-3, bfloat16 < .02",
+    Metric("train/logprob_gap", "mean |trainer − engine log-prob| of trained tokens; float32 < 1e-4, bfloat16 < .02",
            high=0.1, advice="the server does not hold the trainer's weights, samples otherwise, or with too old ones"),
     Metric("train/mismatch_kl", "k3 estimate of KL(engine ‖ trainer)", high=0.01, advice="see train/logprob_gap"),
     Metric("train/clip_low", "share of tokens clipped below; with clip ppo only those with a negative advantage"),

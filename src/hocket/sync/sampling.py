@@ -24,7 +24,7 @@ LONGEST = 1024  # steps
 
 @dataclasses.dataclass(frozen=True)
 class SamplingCheck:
-    """Compare a share of each prompt's rollouts with the trainer; those of stale weights are left out."""
+    """Compare a share of the rollouts with the trainer; those of stale weights are left out."""
 
     proof: Proof
     share: float
@@ -47,11 +47,11 @@ class SamplingCheck:
         return metrics
 
     def _witnesses(self, groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
-        """Return rollouts of each prompt, by lot: chosen by their rewards, they would be no fair draw."""
+        """Return the sequences of a share of the rollouts, by lot: chosen by rewards, they would be no fair draw."""
         version = self.proof.publisher.versions.current
-        chosen: list[Rollout] = []
-        for rollouts in filter(None, groups):
-            chosen += random.Random(rollouts[0].id).sample(rollouts, math.ceil(self.share * len(rollouts)))
+        rollouts = [rollout for group in groups for rollout in group]
+        lot = random.Random(rollouts[0].id if rollouts else "")
+        chosen = lot.sample(rollouts, math.ceil(self.share * len(rollouts)))
         sequences = [one for rollout in chosen for one in rollout.sequences]
         return [one for one in sequences if one.version_min == one.version_max == version and any(one.mask[1:])]
 
