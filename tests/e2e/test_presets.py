@@ -6,6 +6,8 @@ The copy takes what the trainer streams, as a server does, and samples with tran
 import asyncio
 import contextlib
 import functools
+import json
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from transformers import AutoModelForCausalLM
 
 import fakes
 from hocket import config as config_module
+from hocket.algorithm.choices import check
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import shape
 from hocket.client.batcher import Turn
 from hocket.commands.runs import Parts
+from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.config.algorithm import PRESETS, PresetName
 from hocket.loop import Run
@@ -174,3 +178,26 @@ async def test_the_reward_rises(preset: PresetName, ranks: Ranks, tmp_path: Path
     )
     summary = await trained(config, ranks)
     assert summary["after"]["sampled"] >= summary["before"]["sampled"] + RISE
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples" / "algorithms").glob("*.py")), ids=lambda file: file.stem)
+async def test_the_examples_train(file: Path, ranks: Ranks, tmp_path: Path) -> None:
+    settings = file.read_text(encoding="utf-8").partition("Settings: ")[2].partition("\n")[0]
+    config = config_module.load(
+        ROOT / "config" / "sort.yaml",
+        [
+            *re.split(r" (?=algorithm)", settings),
+            f"plugins=[{file}]",
+            f"model.path={ROOT / 'checkpoints' / 'tiny-sort'}",
+            f"run.dir={tmp_path}/runs/a",
+            "trainer.steps=2",
+            "eval.num_prompts=0",
+            "checkpoint.every_steps=0",
+        ],
+    )
+    load_plugins(config.plugins)
+    check(config.algorithm, config.rollout.group_size)
+    summary = await trained(config, ranks)
+    assert summary["updated"] == 2
+    rows = list(map(json.loads, (tmp_path / "runs/a/metrics.jsonl").open()))
+    assert all(row["train/grad_norm"] > 0 for row in rows[1:])

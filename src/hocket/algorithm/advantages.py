@@ -3,7 +3,7 @@
 Advantages per token are in samples.py. Suffixes: n rollouts, g group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,18 +15,26 @@ EPS = 1e-6
 ZERO_VARIANCE = 1e-6  # a group whose rewards lie within this range has no signal
 
 
-def group_advantages(rewards: Sequence[float], group_ids: Sequence[int], *, baseline: Chosen, scale: Scale) -> Tensor:
+def group_advantages(
+    rewards: Sequence[float],
+    group_ids: Sequence[int],
+    *,
+    baseline: Chosen,
+    scale: Scale,
+    parts: Sequence[Mapping[str, float]] = (),
+) -> Tensor:
     """Return A = (R − baseline) / (deviation + 1e-6) per rollout, float32 [n].
 
     Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2510.13786), "none" (2503.20783); with
-    "tokens" samples.py divides.
+    "tokens" samples.py divides. `parts`: the values of each reward function, per rollout.
     """
     choice = choose("baseline", baseline)
     rewards_n = torch.tensor(rewards, dtype=torch.float64)  # float32 loses small differences of large rewards
     ids_n = torch.tensor(group_ids)
     advantages_n = torch.zeros_like(rewards_n)
     if choice.per == "batch":
-        advantages_n[:] = choice(rewards_n=rewards_n, group_n=ids_n)
+        parts_n = {name: rewards_n.new_tensor([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+        advantages_n[:] = choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n)
     for group in torch.unique(ids_n):
         is_in_n = ids_n == group
         rewards_g = rewards_n[is_in_n]

@@ -88,6 +88,8 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
         raise ConfigError(
             f"{algorithm.kl} in the loss has no expected gradient: set algorithm.kl_in=reward, or algorithm.kl=k2"
         )
+    if "kl" in chosen and algorithm.kl_in == "reward" and "ratio_bt" in chosen["kl"].given:
+        raise ConfigError(f"algorithm.kl={algorithm.kl} needs the policy's ratio: set algorithm.kl_in=loss")
 
 
 def _register(kind: str, offered: Sequence[str], name: str, declared: Mapping[str, Any]) -> Callable[[F], F]:
@@ -102,20 +104,23 @@ def _register(kind: str, offered: Sequence[str], name: str, declared: Mapping[st
 def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Decorate an advantage: rewards → advantages, float64.
 
-    `per` group: rewards_g → [g]. batch: rewards_n and group_n, the number of each rollout's group → [n]. token:
-    rewards_t of one sequence → [t], or ([t], [t]) with the returns that a critic learns. `needs`: columns of the
-    tokens, given as NAME_t: "values" of a critic. `algorithm.scale` divides behind it.
+    `per` group: rewards_g → [g]. batch: rewards_n, group_n, the number of each rollout's group, and parts_n, the values
+    of each reward function by its name → [n]. token: rewards_t of one sequence → [t], or ([t], [t]) with the returns
+    that a critic learns. `needs`: columns of the tokens, given as NAME_t: "values" of a critic. `algorithm.scale`
+    divides behind it.
     """
-    offered = ("rewards_g", "rewards_n", "group_n", "rewards_t", *(f"{column}_t" for column in needs))
+    offered = ("rewards_g", "rewards_n", "group_n", "parts_n", "rewards_t", *(f"{column}_t" for column in needs))
     return _register("baseline", offered, name, {"per": per, "needs": needs})
 
 
 def objective(name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "none") -> Callable[[F], F]:
     """Decorate an objective: each token's term, [bt], which is maximised.
 
-    It may take ratio_bt, advantages_bt, logprobs_bt, mask_bt, sample_bt, and low and high, the bounds of the ratio.
+    It may take ratio_bt, advantages_bt, logprobs_bt, rollout_logprobs_bt of the engine, entropy_bt, mask_bt, sample_bt,
+    and low and high, the bounds of the ratio. Gradients pass through ratio_bt, logprobs_bt and entropy_bt.
     """
-    offered = ("ratio_bt", "advantages_bt", "logprobs_bt", "mask_bt", "sample_bt", "low", "high")
+    policy = ("ratio_bt", "logprobs_bt", "entropy_bt")
+    offered = (*policy, "advantages_bt", "rollout_logprobs_bt", "mask_bt", "sample_bt", "low", "high")
     return _register("clip", offered, name, {"clips": clips})
 
 
@@ -130,8 +135,11 @@ def aggregate(name: str) -> Callable[[F], F]:
 
 
 def kl(name: str, *, in_loss: bool = True) -> Callable[[F], F]:
-    """Decorate a KL estimate per token, of log_ratio = log policy − log reference, of any shape."""
-    return _register("kl", ("log_ratio",), name, {"in_loss": in_loss})
+    """Decorate a KL estimate per token, of log_ratio = log policy − log reference, of any shape.
+
+    In the loss it may take ratio_bt, too.
+    """
+    return _register("kl", ("log_ratio", "ratio_bt"), name, {"in_loss": in_loss})
 
 
 def correction(name: str) -> Callable[[F], F]:

@@ -31,7 +31,7 @@ def policy_loss(
     config: LossConfig,
     num_tokens: int,  # N, trained tokens of the whole step; 0 gives a loss of 0
     num_sequences: int,  # S, sequences of the whole step with a trained token
-    entropy_bt: Tensor,  # with gradient for entropy_coef
+    entropy_bt: Tensor,  # with gradient for entropy_coef, or an objective that takes it
     sample_bt: Tensor,  # number of the sequence of each position, below b · t; -1: none
     old_logprobs_bt: Tensor | None = None,  # the trainer's, before the step
     ref_logprobs_bt: Tensor | None = None,  # the reference policy's, for a KL in the loss and its metric
@@ -61,6 +61,8 @@ def policy_loss(
         ratio_bt=ratio_bt,
         advantages_bt=advantages_bt,
         logprobs_bt=logprobs_bt.where(mask_bt, 0.0),
+        rollout_logprobs_bt=rollout_logprobs_bt.where(mask_bt, 0.0),
+        entropy_bt=entropy_bt.where(mask_bt, 0.0),
         mask_bt=mask_bt,
         sample_bt=sample_bt,
         low=1 - config.clip_low,
@@ -70,7 +72,7 @@ def policy_loss(
     log_reference_bt = None if ref_logprobs_bt is None else masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
     if config.kl != "off" and config.kl_in == "loss":
         assert log_reference_bt is not None, "a KL in the loss needs ref_logprobs_bt"
-        terms_bt = terms_bt + config.kl_coef * choose("kl", config.kl)(log_ratio=log_reference_bt)
+        terms_bt = terms_bt + config.kl_coef * choose("kl", config.kl)(log_ratio=log_reference_bt, ratio_bt=ratio_bt)
     if config.entropy_coef:
         terms_bt = terms_bt - config.entropy_coef * entropy_bt
     shares_bt = choose("aggregate", config.aggregate)(

@@ -31,6 +31,7 @@ class Shaped(NamedTuple):
     group: Group
     rollouts: tuple[Rollout, ...]  # without those that have no score
     rewards: tuple[float, ...]  # per rollout: its score minus its penalty
+    parts: tuple[Mapping[str, float], ...]  # per rollout: the values of each reward function
     penalties: tuple[float, ...]  # per rollout, for its length
     has_equal_rewards: bool  # or fewer than two
     reason: str | None  # why the group has no signal; None if it is trained
@@ -43,6 +44,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     """
     rollouts: list[Rollout] = []
     rewards: list[float] = []
+    parts: list[Mapping[str, float]] = []
     penalties: list[float] = []
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
         if score.error is None and not math.isnan(score.total):
@@ -50,6 +52,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
             rollouts.append(rollout)
             penalties.append(penalty)
             rewards.append(score.total - penalty)
+            parts.append(score.parts)
     equal = are_equal(rewards)
     by_group = _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
     reason = None
@@ -59,7 +62,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
         reason = "no rollout to train: cut off, or nothing sampled"
     elif equal and by_group:
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
-    return Shaped(group, tuple(rollouts), tuple(rewards), tuple(penalties), equal, reason)
+    return Shaped(group, tuple(rollouts), tuple(rewards), tuple(parts), tuple(penalties), equal, reason)
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
@@ -141,7 +144,10 @@ def train_samples(
                 trained.append(_Trained(owner, name, sequence, known, kl_n))
     added: Mapping[str, Sequence[Tensor]] = {}
     if _compares(algorithm):
-        of_rollout = group_advantages(penalised, group_ids, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
+        parts = [part for group in groups for part in group.parts]
+        of_rollout = group_advantages(
+            penalised, group_ids, baseline=algorithm.baseline, scale=algorithm.scale, parts=parts
+        ).tolist()
         advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
     else:
         advantages, added = _by_token(trained, rewards, algorithm, kl_coef)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.algorithm.choices import choose
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.common.registry import load_plugins
 from hocket.common.tasks import seed_of
@@ -108,13 +109,14 @@ class Models(Base):
             raise ConfigError("a file under plugins is not the same for all ranks: copy that of rank 0 to every host")
 
     def load(self, model: ModelConfig, kind: type[Policy]) -> Any:
+        algorithm = self._config.algorithm
         return kind(
             model,
             dtype=parameter_dtype(self.settings, self.dtype, self.ranks),
             temperature=self._objective.temperature,
             gradient_checkpointing=self.settings.gradient_checkpointing,
             kernels=self.settings.kernels,
-            entropy_gradient=self._config.algorithm.entropy_coef > 0,
+            entropy_gradient=algorithm.entropy_coef > 0 or "entropy_bt" in choose("clip", algorithm.clip).given,
             seed=self.settings.seed,
             loads=self.ranks.is_main or engine.zero_stage(self.settings, self.dtype, self.ranks) < 3,
         )

@@ -1,0 +1,21 @@
+"""Group reward-decoupled normalisation (GDPO, arXiv 2601.05242): normalise each reward of a group, then sum.
+
+Settings: algorithm.baseline=gdpo algorithm.scale=none
+"""
+
+from hocket.algorithm.choices import advantage
+
+EPS = 1e-4
+
+
+@advantage("gdpo", per="batch")
+def gdpo(rewards_n, group_n, parts_n, weights: dict[str, float] = {}):  # noqa: B006 - options are never changed
+    """Return Σ weight · (reward − mean) / deviation, by reward function and group, divided by its own deviation."""
+    sums_n = rewards_n * 0
+    for name, values_n in parts_n.items():
+        for group in group_n.unique():
+            of_group_n = group_n == group
+            values_g = values_n[of_group_n]
+            deviation = values_g.std() if len(values_g) > 1 else 0.0
+            sums_n[of_group_n] += weights.get(name, 1.0) * (values_g - values_g.mean()) / (deviation + EPS)
+    return (sums_n - sums_n.mean()) / (sums_n.std() + EPS)

@@ -1,0 +1,12 @@
+"""Length-unbiased sequence policy optimisation (arXiv 2602.05261): GSPO, each sequence weighted by its length.
+
+Settings: algorithm.ratio=sequence algorithm.aggregate=luspo algorithm.clip_low=3e-4 algorithm.clip_high=4e-4 algorithm.minibatches=2
+"""
+
+from hocket.algorithm.choices import aggregate
+
+
+@aggregate("luspo")
+def luspo(mask_bt, num_sequences: int):
+    """Return 1 / S of each token, so that a sequence of t tokens with one ratio counts t / S."""
+    return mask_bt / num_sequences
