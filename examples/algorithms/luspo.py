@@ -1,6 +1,6 @@
 """Length-unbiased sequence policy optimisation (arXiv 2602.05261): GSPO, each sequence weighted by its length.
 
-Settings: algorithm.ratio=sequence algorithm.aggregate=luspo algorithm.clip_low=3e-4 algorithm.clip_high=4e-4 algorithm.minibatches=2
+Settings: algorithm.preset=gspo algorithm.aggregate=luspo
 """
 
 from hocket.algorithm.choices import aggregate

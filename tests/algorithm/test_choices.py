@@ -137,7 +137,7 @@ def test_own_objective_aggregate_kl_and_correction_make_the_loss() -> None:
     [
         (
             "baseline=rnk",
-            r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: critic, .*; add your own",
+            r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: .*critic, .*; add your own",
         ),
         ("clip=pp0", "there is no objective 'pp0'"),
         ("baseline={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),

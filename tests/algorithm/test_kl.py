@@ -1,19 +1,15 @@
 import pytest
 
-from hocket.algorithm import kl
 from hocket.algorithm.kl import KlController
 from hocket.config import AlgorithmConfig
 
 
-def test_a_fixed_coefficient_stays_and_an_adaptive_one_follows_the_distance_within_bounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fixed_coefficient_stays_and_an_adaptive_one_follows_the_distance_within_bounds() -> None:
     controller = KlController(AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.3))
     controller.update(100.0, 1000)
     controller.restore({"coef": 0.9})  # a run that goes on with another coefficient
     assert controller.coef == 0.3
-    monkeypatch.setattr(kl, "HORIZON", 1000)
-    config = AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.5, kl_target=0.1)
+    config = AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.5, kl_target=0.1, kl_horizon=1000)
     controller = KlController(config)
     controller.update(0.11, 100)  # 10 % too far: 0.5 · (1 + 0.1 · 100 / 1000)
     assert controller.coef == pytest.approx(0.505)

@@ -165,6 +165,14 @@ def test_the_kl_of_all_tokens_is_taken_from_a_reward_and_tells_equal_scores_apar
     assert shaping == {"rollout/kl": pytest.approx(7 / 3), "rollout/kl_coef": 0.1}
 
 
+@pytest.mark.parametrize(("rewards", "trained"), [([0.0, 0.2], False), ([0.0, 0.3], True), ([0.8, 1.0], False)])
+def test_groups_are_trained_whose_mean_reward_lies_within_the_range(rewards: list[float], trained: bool) -> None:
+    found = shaped([group("a", list(rewards))], settings("reward_range=[0.1,0.9]"))[0]
+    assert found.reason == (
+        None if trained else f"the mean reward, {sum(rewards) / 2:g}, is outside algorithm.reward_range"
+    )
+
+
 def test_a_rollout_without_a_score_is_left_out_of_samples_and_mean() -> None:
     # scored rewards 0 and 1: mean 0.5, deviation sqrt(0.5) = 0.707107
     groups = [group("a", [0.0, None, math.nan, 1.0])]

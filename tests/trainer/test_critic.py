@@ -55,17 +55,17 @@ def test_the_value_loss_takes_the_worse_of_free_and_clipped_and_has_no_slope_whe
     values = torch.tensor([[1.0, -1.0, 0.2, math.inf]], requires_grad=True)
     old, returns = torch.tensor([[0.0, 0.0, 0.0, math.nan]]), torch.tensor([[2.0, 2.0, 1.0, 0.0]])
     mask = torch.tensor([[True, True, True, False]])
-    loss = value_loss(values, old, returns, mask, num_tokens=4)
+    loss = value_loss(values, old, returns, mask, num_tokens=4, clip=0.5)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(loss, torch.tensor(0.5 * (2.25 + 9 + 0.64) / 4))
     torch.testing.assert_close(values.grad, torch.tensor([[0.0, -3.0, -0.8, 0.0]]) / 4)
+    free = value_loss(values, old, returns, mask, num_tokens=4, clip=None)
+    torch.testing.assert_close(free, torch.tensor(0.5 * (1 + 9 + 0.64) / 4))
 
 
-def test_a_critic_is_trained_and_explains_as_plain_torch_would(
-    ranks: Ranks, untied_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hocket.trainer.critic.VALUE_CLIP", 0.02)
-    with make_trainer(ranks, untied_model, "trainer.max_grad_norm=1e9", "trainer.micro_batch_tokens=20") as trainer:
+def test_a_critic_is_trained_and_explains_as_plain_torch_would(ranks: Ranks, untied_model: str) -> None:
+    settings = ("trainer.max_grad_norm=1e9", "trainer.micro_batch_tokens=20", "critic.value_clip=0.02")
+    with make_trainer(ranks, untied_model, *settings) as trainer:
         stats, values = [], []
         for _ in range(4):
             samples = make_samples(trainer)

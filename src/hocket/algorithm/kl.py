@@ -5,24 +5,24 @@ from collections.abc import Mapping
 from hocket.config.algorithm import AlgorithmConfig
 
 MAX_ERROR = 0.2
-HORIZON = 10_000  # rollouts
 
 
 class KlController:
     """Coefficient `coef` of a KL in the rewards: fixed, or adapted to kl_target (arXiv 1909.08593).
 
-    coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / 10,000)
+    coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / kl_horizon)
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.coef = config.kl_coef
         self._target = config.kl_target
+        self._horizon = config.kl_horizon
 
     def update(self, kl: float | None, num_rollouts: int) -> None:
         """Adapt to the mean penalty per token; None if nothing was measured."""
         if self._target is not None and kl is not None:
             error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
-            self.coef *= 1 + error * num_rollouts / HORIZON
+            self.coef *= 1 + error * num_rollouts / self._horizon
 
     def state(self) -> dict[str, float]:
         return {"coef": self.coef}

@@ -62,6 +62,11 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
         reason = "no rollout to train: cut off, or nothing sampled"
     elif equal and by_group:
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
+    elif algorithm.reward_range is not None:
+        low, high = algorithm.reward_range
+        mean = statistics.fmean(rewards)
+        if not low < mean < high:
+            reason = f"the mean reward, {mean:g}, is outside algorithm.reward_range"
     return Shaped(group, tuple(rollouts), tuple(rewards), tuple(parts), tuple(penalties), equal, reason)
 
 

@@ -99,6 +99,10 @@ class AdvantageConfig(Section):
     """Exclude truncated rollouts from the loss, not from the baseline."""
     kl_target: float | None = Field(None, gt=0)
     """Target KL per token; kl_coef adapts. Needs kl_in=reward."""
+    kl_horizon: int = Field(10_000, ge=1)
+    """Rollouts over which kl_coef may grow, or shrink, by 20 %."""
+    reward_range: tuple[float, float] | None = None
+    """Groups are trained whose mean reward lies between, bounds left out."""
     reference: UserPath | None = None
     """Reference of the KL. Default: model.path, no adapter."""
 
@@ -192,6 +196,8 @@ class CriticConfig(Section):
     """Constant learning rate of the critic's AdamW."""
     warmup_steps: int = Field(0, ge=0)
     """First steps, in which only the critic learns."""
+    value_clip: float | None = Field(0.5, gt=0)
+    """Most that a value moves in a step to lower its loss. null: no limit."""
 
 
 def preset_table() -> str:

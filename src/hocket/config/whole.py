@@ -2,13 +2,17 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+
+import pydantic
 
 from hocket.common.machine import is_here
 from hocket.config import sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
+from hocket.config.deepspeed import adopt
 from hocket.config.sections import Section
 from hocket.errors import ConfigError
 
@@ -36,6 +40,11 @@ class Config(Section):
     launch: sections.LaunchConfig = sections.LaunchConfig()
     plugins: tuple[str, ...] = ()
     """Python files with your rewards, environments, tools, curricula."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _adopt(cls, values: Any) -> Any:
+        return adopt(values) if isinstance(values, Mapping) else values
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         model = self.model

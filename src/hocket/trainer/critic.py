@@ -21,8 +21,6 @@ from hocket.trainer.extras import Base, Column, Extra, Loaded
 from hocket.trainer.policy import Policy, compute_in_float32
 from hocket.trainer.step import Learner, Update
 
-VALUE_CLIP = 0.5
-
 
 class ValueModel(Policy):
     """A language model with one number in place of logits: the value before the token is chosen."""
@@ -49,12 +47,12 @@ def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig)
     own = model.beside(critic.path)
     if critic.path is not None:
         tokenizers.check_same_ids(critic.path, "critic.path", model)
-    load = functools.partial(_load, critic.learning_rate, own)
+    load = functools.partial(_load, critic, own)
     return Extra(name="critic", model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
 
 
-def _load(learning_rate: float, model: ModelConfig, base: Base) -> Loaded:
-    changes = {"learning_rate": learning_rate, "warmup_steps": 0, "schedule": "constant"}
+def _load(critic: CriticConfig, model: ModelConfig, base: Base) -> Loaded:
+    changes = {"learning_rate": critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
     settings = base.settings.model_copy(update=changes)
     module = base.load(model, ValueModel)
     engine = DeepSpeedEngine(module, settings, dtype=base.dtype, ranks=base.ranks)
@@ -62,7 +60,7 @@ def _load(learning_rate: float, model: ModelConfig, base: Base) -> Loaded:
     learner = Learner(
         name="critic",
         engine=engine,
-        loss=functools.partial(critic_loss, engine.forward),
+        loss=functools.partial(critic_loss, engine.forward, critic.value_clip),
         reads=("values", "returns"),
         rate="critic.learning_rate",
         metrics=critic_metrics,
@@ -70,11 +68,11 @@ def _load(learning_rate: float, model: ModelConfig, base: Base) -> Loaded:
     return Loaded(measure=engine.forward, learner=learner)
 
 
-def critic_loss(forward: Column, batch: TrainBatch) -> LossOutput:
+def critic_loss(forward: Column, clip: float | None, batch: TrainBatch) -> LossOutput:
     values_bt = forward(batch)
     returns_bt = batch.columns["returns"]
-    num_tokens = batch.num_tokens_global
-    loss = value_loss(values_bt, batch.columns["values"], returns_bt, batch.mask_bt, num_tokens=num_tokens)
+    known = (batch.columns["values"], returns_bt, batch.mask_bt)
+    loss = value_loss(values_bt, *known, num_tokens=batch.num_tokens_global, clip=clip)
     return LossOutput(loss=loss, metrics=moments(values_bt, returns_bt, batch))
 
 
@@ -91,13 +89,20 @@ def critic_metrics(done: Update) -> dict[str, float]:
 
 
 def value_loss(
-    values_bt: Tensor, old_values_bt: Tensor, returns_bt: Tensor, mask_bt: Tensor, *, num_tokens: int
+    values_bt: Tensor,
+    old_values_bt: Tensor,
+    returns_bt: Tensor,
+    mask_bt: Tensor,
+    *,
+    num_tokens: int,
+    clip: float | None,
 ) -> Tensor:
-    """Return ½ Σ mask · max((V − ret)², (V_old + clip(V − V_old, ±0.5) − ret)²) / num_tokens (arXiv 1707.06347)."""
+    """Return ½ Σ mask · max((V − ret)², (V_old + clip(V − V_old) − ret)²) / num_tokens (arXiv 1707.06347)."""
     values_bt = values_bt.where(mask_bt, 0.0)
     old_values_bt = old_values_bt.where(mask_bt, 0.0)
     returns_bt = returns_bt.where(mask_bt, 0.0)
-    clipped_bt = old_values_bt + (values_bt - old_values_bt).clamp(-VALUE_CLIP, VALUE_CLIP)
+    moves_bt = values_bt - old_values_bt
+    clipped_bt = values_bt if clip is None else old_values_bt + moves_bt.clamp(-clip, clip)
     worst_bt = torch.maximum((values_bt - returns_bt).square(), (clipped_bt - returns_bt).square())
     return 0.5 * worst_bt.sum() / max(num_tokens, 1)
 
