@@ -5,9 +5,10 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +31,14 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import Group, Metrics, OnStep
 
 
+class Keeper(Protocol):
+    """Keeps what the best evaluation measured (trainer/best.py)."""
+
+    def keep(self, step: int, metrics: Metrics) -> Metrics: ...
+
+    def summary(self) -> dict[str, Any]: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One training run: the parts that the loop connects, each usable without the others."""
@@ -50,6 +59,7 @@ class Run:
     folder: RunFolder  # metrics, rollouts and ledger; its history says which step comes next
     checkpoints: Checkpoints
     console: Console
+    best: Keeper | None = None  # keeps the weights of the best evaluation
     on_step: OnStep = None  # the user's; True, or numpy's, ends the run
 
     async def train(self) -> dict[str, Any]:
@@ -78,6 +88,7 @@ class Run:
                 metrics |= step_metrics(metrics)
                 told = self.on_step(step, metrics) if self.on_step is not None else None
                 stops = isinstance(told, bool | np.bool_) and bool(told)
+                stops |= metrics.get("eval/since_best", 0) >= (config.trainer.patience or math.inf)
                 if stops and "time/eval" not in metrics:
                     metrics |= await self.evaluate(step)
                 self.record(step, shaped, metrics)
@@ -86,7 +97,8 @@ class Run:
                 if stops or not batch.groups:
                     break
         self.publisher.versions.save()
-        return self.folder.summary(seed=config.trainer.seed, final_version=self.publisher.versions.current)
+        known = {"seed": config.trainer.seed, "final_version": self.publisher.versions.current}
+        return self.folder.summary(**known, best=self.best.summary() if self.best else None)
 
     async def new_batch(self, plan: Plan) -> Batch:
         """Gather one batch; the pipeline calls this up to max_staleness steps ahead of training."""
@@ -140,6 +152,8 @@ class Run:
         async with self.publisher.training(publishes=False):
             alike = self.evaluation.comparable(groups, self.config.rollout.temperature)
             checked = await self.publisher.check_rollouts(alike)
+            if self.best is not None:
+                measured |= await run_in_thread(self.best.keep, step, measured)
         if "sampling/logprob_gap" in checked:
             metrics["eval/logprob_gap"] = checked["sampling/logprob_gap"]
         return metrics | measured

@@ -126,7 +126,7 @@ def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_pa
     assert "dir: <runs>" in page.text
     assert "not finished" not in page.text
     assert page.tags.count("svg") == 5  # held-out, reward, truncated, loss, seconds
-    assert page.tags.count("rect") == 2 * 8
+    assert page.tags.count("rect") == 2 * 9
 
 
 def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_hostile_text_as_text(

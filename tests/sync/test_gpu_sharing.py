@@ -92,14 +92,14 @@ class Parts:
 
     def __init__(self, tmp_path: Path, *settings: str, share: bool = True) -> None:
         sharing = f"launch.share_gpu={str(share).lower()}"
-        self.config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", sharing, *settings])
+        self.config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", sharing, "sync.check_share=0", *settings])
         self.pool = ServerPool([World.url])
         self.world: Any = World(tmp_path / "runs")
         self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
         run: Any = SimpleNamespace(config=self.config, console=console)
-        self.publisher = hocket.commands.parts.Parts.publisher(run, ExitStack(), self.world, self.pool, prompts)
+        self.publisher = hocket.commands.parts.Parts.publisher(run, ExitStack(), self.world, self.pool, prompts, [])
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:

@@ -221,3 +221,24 @@ def test_where_there_is_no_checkpoint_the_run_begins_again_and_nothing_is_lost(t
         assert json.loads((aside / "metrics.jsonl").read_text()) == {"step": attempt}
         assert (aside / "weights" / "v000001").is_dir()
         assert str(aside) in said[-1]
+
+
+def test_the_best_one_stays_and_each_complete_one_is_passed_on_before_it_may_go(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=2", "checkpoint.keep=1", "trainer.steps=8")
+    passed: list[tuple[str, bool]] = []
+
+    def slow(folder: Path) -> None:
+        threading.Event().wait(0.05)
+        passed.append((folder.name, (folder / "COMPLETE").exists()))
+
+    trainer = FakeTrainer()
+    with Checkpoints(config, trainer.state, {}, after=[slow]) as kept:
+        for step in range(1, 9):
+            kept.copy(step)
+            if step == 3:
+                kept.copy(step, last=True)  # best evaluations have one at any step
+                kept.copy(step, last=True)  # and one alone
+                kept.kept = 3
+            kept.complete(step, {})
+    assert passed == [(f"step_00000{step}", True) for step in (2, 3, 4, 6, 8)]
+    assert names(config) == ["step_000003", "step_000008"]

@@ -33,7 +33,9 @@ from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
 from hocket.rollout.pipeline import Replay
 from hocket.trainer import checkpoints
+from hocket.trainer.best import Best
 from hocket.trainer.checkpoints import Checkpoints, Saved
+from hocket.trainer.second_tier import copy_to
 from hocket.types import OnStep, Rollout, Score
 
 if TYPE_CHECKING:
@@ -185,6 +187,15 @@ def _run(
     elif not replay:
         folder.ledger(0, [{"num_prompts": len(prompts)}])
     play = parts.play(servers)
+    last = saved.step if saved else 0
+    after: list[Callable[[Path], None]] = []
+    if config.checkpoint.copy_to is not None:
+        target = Path(config.checkpoint.copy_to) / config.run_dir.name
+        after.append(partial(copy_to, target, config.checkpoint.keep, console.say))
+    keeper = stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
+    best = None
+    if config.checkpoint.best is not None and not replay:
+        best = Best(config.checkpoint, folder.path, folder.history, trainer, keeper)
     return Run(
         config=config,
         trainer=trainer,
@@ -200,7 +211,8 @@ def _run(
         folder=folder,
         console=console,
         on_step=on_step,
-        checkpoints=stack.enter_context(Checkpoints(config, trainer.state, kept, last=saved.step if saved else 0)),
+        checkpoints=keeper,
+        best=best,
     )
 
 

@@ -212,6 +212,8 @@ class RewardsConfig(Section):
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     """Steps, each with one batch of rollouts and one version."""
+    patience: int | None = Field(None, ge=1)
+    """Evaluations without a better one (checkpoint.best) that end the run."""
     seed: int = Field(0, ge=0)
     """Seed of data order, sampling and initial weights."""
     learning_rate: float = Field(1e-6, gt=0)
@@ -367,6 +369,12 @@ class CheckpointConfig(Section):
     """Steps between checkpoints (12 B/trained parameter), and one at the end. 0 disables them."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    best: str | None = None
+    """Metric of the evaluation whose best weights and checkpoint are kept, such as eval/greedy."""
+    best_is: Literal["max", "min"] = "max"
+    """Whether the best is the largest or the smallest; of equals the first."""
+    copy_to: UserPath | None = None
+    """Another folder or mount for each complete checkpoint, in the background."""
     in_background: bool = Field(False, alias="async")
     """Written while training goes on."""
     resume: bool = False

@@ -57,6 +57,14 @@ class Config(Section):
             bool(thinks and share),
             f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0",
         )
+        yield (
+            trainer.patience is not None and self.checkpoint.best is None,
+            "trainer.patience needs a metric to improve: set checkpoint.best, such as eval/greedy",
+        )
+        yield (
+            self.checkpoint.best is not None and self.held_out_data is None,
+            "checkpoint.best needs held-out rows: set eval.data",
+        )
         run_dir = self.run_dir.resolve()
         root = self.sync_root.resolve()
         inside = run_dir.is_relative_to(root) and run_dir != root

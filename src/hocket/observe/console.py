@@ -112,6 +112,8 @@ class Console(AbstractContextManager["Console"]):
         newest = max((run_dir / "weights").iterdir())
         kind = "adapter" if (newest / "adapter_config.json").is_file() else "model"
         self.say(f"report {run_dir / 'report.html'}\n{kind:6} {newest}")
+        if best := end.get("best"):
+            self.say(f"best   {run_dir / best['folder']}: {best['metric']} {best['value']:.3f} in step {best['step']}")
         if end["updated"] < end["steps"]:
             why = "" if end["updated"] else NO_UPDATE.format(run_dir)
             self.say(f"{end['updated']} of {end['steps']} steps updated the weights{why}")

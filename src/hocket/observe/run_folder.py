@@ -87,7 +87,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.json"
 
-    def summary(self, *, seed: int, final_version: int) -> dict[str, Any]:
+    def summary(self, *, seed: int, final_version: int, best: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write summary.json and report.html and return the summary: evaluations and seconds come from the history."""
         first, *others = [_evaluation(record) for record in self.history]
         values = {
@@ -98,6 +98,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
             "seed": seed,
             "final_version": final_version,
+            "best": best,
             "plugins": plugin_files.kept(self.path),
         }
         write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")

@@ -74,7 +74,7 @@ class Publisher:
         """Make the trainer's weights the next version on every server; call it within `training`."""
         self.versions.advance()
         metrics = await self._deliver_and_check(self.pool.up, came=False)
-        return metrics | {"sync/servers": float(len(self.pool.up))}
+        return metrics | {"sync/servers": float(len(self.pool.up)), "sync/version": float(self.versions.current)}
 
     async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
         metrics = await self.deliver(members)

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -23,9 +23,9 @@ FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run keeps
 _FILES = (*GROWING, "summary.json", "report.html", "tensorboard", "skipped", "plugins", "plugins.json")
-_OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", FOLDER)
+_OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
 _ROLLOUTS = ("rollouts/step_[0-9]*.jsonl", "rollouts/eval_[0-9]*.jsonl")
-_OF_A_START = (*_FILES, *_ROLLOUTS, "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
+_OF_A_START = (*_FILES, *_ROLLOUTS, "best", "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
 
 TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
 
@@ -115,24 +115,37 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; leaving it waits for one that is being written.
 
     With checkpoint.async a thread writes them while training goes on, one at a time; its errors are raised at the next
-    step. `last`: the step of the newest one, 0 before any.
+    step. `last`: the step of the newest one, 0 before any. `kept`: a step whose checkpoint stays. Another thread calls
+    `after` with each one that is complete.
     """
 
-    def __init__(self, config: Config, state: TrainerState, parts: Mapping[str, Part], *, last: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state: TrainerState,
+        parts: Mapping[str, Part],
+        *,
+        last: int = 0,
+        after: Sequence[Callable[[Path], None]] = (),
+    ) -> None:
         self._config = config
         self._settings = config.checkpoint
         self._root = config.run_dir / FOLDER
         self._state = state
         self._parts = parts
         self.last = last
+        self.kept = 0
+        self._after = after
         self._copied: Mapping[str, Any] | None = None  # the trainer's state, until it is in a checkpoint
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._later = ThreadPoolExecutor(1, "checkpoint-copy")
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._thread.shutdown()
+        self._later.shutdown()
         if kind is None:
             self._writing.result()
 
@@ -142,7 +155,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint, in seconds."""
-        if not self.due(step, last=last):
+        if not self.due(step, last=last) or step == self.last:
             return {}
         from hocket.trainer.state import write_bucket
 
@@ -184,8 +197,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             (partial / COMPLETE_FILE).touch()
             complete_folder(self._folder)
-        for old in complete(self._config.run_dir)[: -self._settings.keep]:
-            remove_folder(old)
+        for one in self._after:
+            self._later.submit(one, self._folder)
+        self._later.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
+
+    def _tidy(self, newest: Path, kept: str) -> None:
+        """Remove old checkpoints; newer ones than `newest` may be there already, but are not passed on yet."""
+        known = [folder for folder in complete(self._config.run_dir) if folder <= newest]
+        for old in known[: -self._settings.keep]:
+            if old.name != kept:
+                remove_folder(old)
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:

@@ -1,0 +1,61 @@
+"""Keep the weights and the checkpoint of the best evaluation, and end a run that no longer improves."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.common.files import atomic_folder
+from hocket.config import CheckpointConfig
+from hocket.errors import ConfigError
+from hocket.trainer.checkpoints import Checkpoints
+from hocket.types import Metrics
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
+
+FOLDER = "best"  # in the run folder: a model, or an adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The history says which evaluation is the best: a resumed run goes on with it."""
+
+    settings: CheckpointConfig
+    folder: Path  # of the run
+    history: Sequence[Mapping[str, Any]]  # metrics of the steps so far
+    trainer: "Trainer"
+    checkpoints: Checkpoints
+
+    def keep(self, step: int, metrics: Metrics) -> Metrics:
+        """Keep the trainer's weights if this evaluation is the best; return eval/since_best.
+
+        Raise ConfigError where the evaluation has no such metric.
+        """
+        if self.settings.best not in metrics:
+            known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
+            raise ConfigError(f"checkpoint.best={self.settings.best} is no metric of the evaluation; known: {known}")
+        rows = [*self._evaluations(), {"step": step, **metrics}]
+        best = self._best(rows)
+        if best == len(rows) - 1:
+            with atomic_folder(self.folder / FOLDER) as partial:
+                self.trainer.export(partial)
+            if step:
+                self.checkpoints.copy(step, last=True)
+        self.checkpoints.kept = rows[best]["step"]
+        return {"eval/since_best": len(rows) - 1.0 - best}
+
+    def summary(self) -> dict[str, Any]:
+        """Return step, metric, value and folder of the best evaluation."""
+        rows = self._evaluations()
+        row = rows[self._best(rows)]
+        metric = str(self.settings.best)
+        return {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}
+
+    def _evaluations(self) -> list[Mapping[str, Any]]:
+        return [row for row in self.history if row.get(str(self.settings.best)) is not None]
+
+    def _best(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Return the place of the best row, of equals the first."""
+        sign = 1 if self.settings.best_is == "max" else -1
+        return max(range(len(rows)), key=lambda place: (sign * rows[place][str(self.settings.best)], -place))

@@ -1,0 +1,28 @@
+"""Copy complete checkpoints to another folder or mount, and check what arrived."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from hocket.common.files import atomic_folder, remove_folder
+from hocket.protocol.manifest import COMPLETE_FILE
+
+
+def copy_to(target: Path, keep: int, say: Callable[[str], None], folder: Path) -> None:
+    """Copy a checkpoint into `target`, of which the newest `keep` stay. A failure is said: the run goes on."""
+    try:
+        with atomic_folder(target / folder.name) as partial:
+            for file in folder.iterdir():
+                shutil.copyfile(file, partial / file.name)
+                if _sha256(file) != _sha256(partial / file.name):
+                    raise OSError(f"{file.name} did not arrive as it was")
+        for old in sorted(path.parent for path in target.glob(f"step_*/{COMPLETE_FILE}"))[:-keep]:
+            remove_folder(old)
+    except OSError as error:
+        say(f"WARNING: {folder} was not copied to {target}, which is tried again with the next one: {error}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

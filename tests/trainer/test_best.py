@@ -1,0 +1,66 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.config import CheckpointConfig
+from hocket.errors import ConfigError
+from hocket.trainer.best import Best
+
+
+class World:
+    """A trainer that exports its number of steps, and checkpoints that note whose step they are asked for."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.history: list[dict[str, Any]] = []
+        self.copied: list[int] = []
+        self.kept = 0
+        self.step = 0
+        checkpoint = CheckpointConfig(**({"best": "eval/greedy"} | settings))
+        self.best = Best(checkpoint, folder, self.history, self, self)  # type: ignore[arg-type]
+
+    def export(self, folder: Path) -> None:
+        (folder / "weights").write_text(str(self.step))
+
+    def copy(self, step: int, *, last: bool) -> None:
+        assert last
+        self.copied.append(step)
+
+    def evaluate(self, step: int, value: float, name: str = "eval/greedy") -> float:
+        self.step = step
+        since = self.best.keep(step, {name: value})["eval/since_best"]
+        self.history.append({"step": step, name: value})
+        return since
+
+
+def test_the_best_evaluation_keeps_its_weights_and_checkpoint_and_of_equals_the_first_does(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert [world.evaluate(10 * step, value) for step, value in enumerate([0.2, 0.5, 0.4, 0.5, 0.6, 0.6])] == [
+        *(0, 0, 1, 2),
+        *(0, 1),
+    ]
+    assert (tmp_path / "best" / "weights").read_text() == "40"
+    assert world.copied == [10, 40]  # none of step 0, which is the model itself
+    assert world.kept == 40
+    assert world.best.summary() == {"step": 40, "metric": "eval/greedy", "value": 0.6, "folder": "best"}
+
+
+def test_the_smallest_may_be_the_best(tmp_path: Path) -> None:
+    world = World(tmp_path, best="eval/loss", best_is="min")
+    for step, value in enumerate([3.0, 2.0, 2.0, 2.5]):
+        world.evaluate(step, value, "eval/loss")
+    assert world.best.summary()["step"] == 1
+    assert (tmp_path / "best" / "weights").read_text() == "1"
+
+
+def test_a_resumed_run_goes_on_with_the_best_of_its_history(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.history += [{"step": 0, "eval/greedy": 0.1}, {"step": 1}, {"step": 2, "eval/greedy": 0.9}]
+    assert world.evaluate(3, 0.5) == 1
+    assert world.kept == 2
+    assert not (tmp_path / "best").exists()  # what is there stays
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.best=eval/accuracy is no metric .*; known: eval/greedy$"):
+        World(tmp_path, best="eval/accuracy").evaluate(0, 0.5)
