@@ -123,6 +123,7 @@ async def trained(
     score_s: float = 0.0,
     reference: tuple[float, float] | None = None,
     on_step: OnStep = None,
+    best: Any = None,
 ) -> tuple[World, list[Any], Any]:
     fixed = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "pipeline.max_staleness=0", *fixed, *settings])
@@ -165,6 +166,7 @@ async def trained(
             console=console,
             checkpoints=kept,
             on_step=on_step,
+            best=best,
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     return world, [json.loads(line) for line in lines], summary
@@ -294,6 +296,29 @@ async def test_an_evaluation_tells_the_gap_of_its_rollouts(tmp_path: Path) -> No
     assert metrics[0]["eval/logprob_gap"] == metrics[2]["eval/logprob_gap"] == 0.25
     assert "eval/logprob_gap" not in metrics[1]
     assert world.checked[0] == [2, 2]  # greedy and sampled, at temperature 1
+
+
+async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[int] = []
+
+    class Best:
+        def keep(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+            kept.append(step)
+            assert metrics["eval/greedy"] == 0.0
+            return {"eval/since_best": float(step)}
+
+        def summary(self) -> dict[str, Any]:
+            return {"step": 0}
+
+    settings = ("trainer.steps=9", "eval.every_steps=1", "checkpoint.best=eval/greedy", "trainer.patience=2")
+    held_out = ("eval.data.source=task:sort",)
+    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, *held_out, best=Best())
+    assert kept == [0, 1, 2]
+    assert [row.get("eval/since_best") for row in metrics] == [0.0, 1.0, 2.0]
+    assert (summary["steps"], summary["best"]) == (2, {"step": 0})
+    assert "no better eval/greedy in trainer.patience=2" in " ".join(capsys.readouterr().out.split())
 
 
 async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:

@@ -88,7 +88,11 @@ class Run:
                 metrics |= step_metrics(metrics)
                 told = self.on_step(step, metrics) if self.on_step is not None else None
                 stops = isinstance(told, bool | np.bool_) and bool(told)
-                stops |= metrics.get("eval/since_best", 0) >= (config.trainer.patience or math.inf)
+                if metrics.get("eval/since_best", 0) >= (config.trainer.patience or math.inf):
+                    self.console.say(
+                        f"no better {config.checkpoint.best} in trainer.patience={config.trainer.patience}"
+                    )
+                    stops = True
                 if stops and "time/eval" not in metrics:
                     metrics |= await self.evaluate(step)
                 self.record(step, shaped, metrics)

@@ -254,6 +254,8 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
             "trainer.deepspeed=nowhere.json",
             "trainer.deepspeed: no JSON file of its settings can be read there: [Errno 2]",
         ),
+        ("trainer.patience=2", "trainer.patience needs a metric to improve: set checkpoint.best, such as eval/greedy"),
+        ("checkpoint.best=eval/greedy data.source=a.jsonl", "checkpoint.best needs held-out rows: set eval.data"),
         ("trainer.deepspeed=[1]", "trainer.deepspeed: must be a mapping of key: value"),
         ("algorithm.preset=ppo critic.warmup_steps=10 trainer.steps=10", "leaves no step of trainer.steps=10"),
         ("trainer.offload_optimizer=true trainer.zero_stage=0", "offload_optimizer needs zero_stage"),
