@@ -88,7 +88,7 @@ def read_run(folder: Path, ranks: int | None = None) -> list[Step]:
         group_size=rollout["group_size"],
         max_tokens=rollout["max_tokens"],
         max_staleness=config["pipeline"]["max_staleness"],
-        max_concurrent=config["server"]["max_concurrent"] or Setup.max_concurrent,
+        max_concurrent=config["server"]["engine"].get("max_num_seqs", Setup.max_concurrent),
         micro_batch_tokens=8192 if most == "auto" else most,
         steps=max(row["step"] for row in warm),
     )

@@ -32,7 +32,7 @@ class Setup:
     group_size: int = given(16, "rollout.group_size")
     max_tokens: int = given(16_384, "rollout.max_tokens")
     max_staleness: int = given(1, "pipeline.max_staleness")
-    max_concurrent: int = given(256, "server.max_concurrent", "default of hocket")
+    max_concurrent: int = given(256, "server.engine.max_num_seqs", "default of hocket")
     micro_batch_tokens: int = given(32_768, "trainer.micro_batch_tokens")
     steps: int = given(12, "steps that count, rounded up to a multiple of max_staleness + 1")
 

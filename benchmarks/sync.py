@@ -230,7 +230,7 @@ def main(folder: Path, options: argparse.Namespace) -> None:
     weight_group.BUCKET_BYTES = 32 << 20
     full = [*common, f"server.port={free_port()}"]
     with serving(full, folder / "full.log", **DEVELOPMENT), ExitStack() as stack:
-        transports = {"disk": (), "collective": ("sync.backend=nccl",), "delta": ("sync.delta=true",)}
+        transports = {"disk": (), "collective": ("sync.backend=nccl",), "delta": ("sync.backend=delta",)}
         bench = Bench(full, transports, options.rounds)
         sizes = [weight_group.num_bytes(bucket) for bucket in bench.trainer.layout(weight_group.BUCKET_BYTES)]
         floors = Floors(configs.load(None, full).own_url, folder, model, sizes, stack)

@@ -33,7 +33,8 @@ def test_the_reference_pages_are_up_to_date() -> None:
         written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         assert written.endswith(content + "\n"), f"refresh docs/{page}.md: python3 run.py config {option}"
     unsaid = {key for key, field in loading._fields() if "." in key and not field.description}
-    assert unsaid == {"curriculum.retire_after"}  # an option of every curriculum
+    options = {"curriculum.retire_after", "env.max_turns", "env.timeout_s"}  # of every curriculum and environment
+    assert unsaid == options | {"checkpoint.best.name", "checkpoint.best.patience"}  # checkpoint.best tells them
     assert f" is not told above {proof.MAX_ERROR:g}:" in metrics.reference()
     assert f"`sync/missing_error` is above {proof.MAX_ERROR:g} " in (ROOT / "docs" / "hand_over.md").read_text("utf-8")
 

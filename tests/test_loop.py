@@ -312,13 +312,15 @@ async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(
         def summary(self) -> dict[str, Any]:
             return {"step": 0}
 
-    settings = ("trainer.steps=9", "eval.every_steps=1", "checkpoint.best=eval/greedy", "trainer.patience=2")
+    settings = ("trainer.steps=9", "eval.every_steps=1", "checkpoint.best={name: eval/greedy, patience: 2}")
     held_out = ("eval.data.source=task:sort",)
     _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, *held_out, best=Best())
     assert kept == [0, 1, 2]
     assert [row.get("eval/since_best") for row in metrics] == [0.0, 1.0, 2.0]
     assert (summary["steps"], summary["best"]) == (2, {"step": 0})
-    assert "no better eval/greedy in trainer.patience=2" in " ".join(capsys.readouterr().out.split())
+    assert "checkpoint.best ends the run: 2 evaluations without a better one" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:
@@ -343,7 +345,7 @@ async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_
         return dataclasses.replace(rollout, sequences=rollout.sequences * sequences)
 
     monkeypatch.setattr(World, "play", of_several)
-    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1"]
+    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_in={name: reward, target: 0.1}"]
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), *settings, held_out=0, reference=(-0.4, -0.5))
     assert world.diary[2:6] == [
         ("play", "step 1", 5),

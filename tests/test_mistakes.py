@@ -65,6 +65,7 @@ config colon.yaml | colon.yaml: rewards.functions: must be a mapping of key: val
 config sft=3 | sft: must be a mapping of key: value
 check rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
 config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
+check 'algorithm.correction={name: mask, bounds: [3, 1]}' | algorithm.correction.bounds: must be [lowest, highest]
 check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
 check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are relative to HERE
 check data.source=nowhere.jsonl | data.source=nowhere.jsonl is not a file; paths are relative to HERE

@@ -5,7 +5,6 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
@@ -88,10 +87,9 @@ class Run:
                 metrics |= step_metrics(metrics)
                 told = self.on_step(step, metrics) if self.on_step is not None else None
                 stops = isinstance(told, bool | np.bool_) and bool(told)
-                if metrics.get("eval/since_best", 0) >= (config.trainer.patience or math.inf):
-                    self.console.say(
-                        f"no better {config.checkpoint.best} in trainer.patience={config.trainer.patience}"
-                    )
+                patience = config.checkpoint.patience
+                if metrics.get("eval/since_best", 0) >= patience:
+                    self.console.say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
                     stops = True
                 if stops and "time/eval" not in metrics:
                     metrics |= await self.evaluate(step)

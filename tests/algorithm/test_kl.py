@@ -1,7 +1,7 @@
 import pytest
 
 from hocket.algorithm.kl import KlController
-from hocket.config import AlgorithmConfig
+from hocket.config import AdaptiveKl, AlgorithmConfig
 
 
 def test_a_fixed_coefficient_stays_and_an_adaptive_one_follows_the_distance_within_bounds() -> None:
@@ -9,7 +9,8 @@ def test_a_fixed_coefficient_stays_and_an_adaptive_one_follows_the_distance_with
     controller.update(100.0, 1000)
     controller.restore({"coef": 0.9})  # a run that goes on with another coefficient
     assert controller.coef == 0.3
-    config = AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.5, kl_target=0.1, kl_horizon=1000)
+    kl_in = AdaptiveKl(name="reward", target=0.1, horizon=1000)
+    config = AlgorithmConfig(kl="k1", kl_in=kl_in, scale="none", kl_coef=0.5)
     controller = KlController(config)
     controller.update(0.11, 100)  # 10 % too far: 0.5 · (1 + 0.1 · 100 / 1000)
     assert controller.coef == pytest.approx(0.505)

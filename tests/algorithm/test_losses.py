@@ -69,7 +69,7 @@ OTHERS = {
     ),
     **{  # with a correction, ratio and slope are the weight, and every r is 1
         name: (
-            LossConfig(correction=name, correction_low=low, correction_high=high),
+            LossConfig(correction={"name": name, "bounds": (low, high)}),
             torch.tensor([[4.0, 0.25, 1.0], [1.25, 1.25, 1.25]]),
             torch.ones(2, 3),
             -sum(map(sum, weights)) / 6,
@@ -160,13 +160,14 @@ def plain_loss(
             a = token.advantage
             r = math.exp(mean_log_ratio if config.ratio == "sequence" else token.logprob - before[id(token)])
             w = math.exp(trainer[id(token)] - token.rollout)
-            low, high = config.correction_low, config.correction_high
+            correction = config.correction if isinstance(config.correction, dict) else {"name": config.correction}
+            low, high = correction.get("bounds", (0.0, 2.0))
             weight = {
                 "none": 1.0,
                 "truncate": min(max(w, low), high),
                 "mask": w if low <= w <= high else 0.0,
                 "sequence_mask": min(w, 2.0) if low <= geometric <= high else 0.0,
-            }[config.correction]
+            }[correction["name"]]
             clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
             if config.clip == "none":
                 value, slope = r * a, r * a
@@ -254,9 +255,9 @@ def packed_loss(
 VARIANTS = [
     *(preset_loss(name, constant_length=7) for name in PRESETS),
     LossConfig(),
-    LossConfig(correction_low=0.8, correction_high=1.2, aggregate="seq_mean_token_sum"),
-    LossConfig(correction="mask", correction_low=0.7, correction_high=1.4, aggregate="seq_mean_token_mean"),
-    LossConfig(correction="sequence_mask", correction_low=0.85, correction_high=1.15),
+    LossConfig(correction={"name": "truncate", "bounds": (0.8, 1.2)}, aggregate="seq_mean_token_sum"),
+    LossConfig(correction={"name": "mask", "bounds": (0.7, 1.4)}, aggregate="seq_mean_token_mean"),
+    LossConfig(correction={"name": "sequence_mask", "bounds": (0.85, 1.15)}),
     LossConfig(correction="none", clip="none", ratio="sequence", aggregate="seq_mean_token_sum"),
     LossConfig(correction="none", clip={"name": "ppo", "dual_clip": 1.1}, clip_low=0.1, clip_high=0.1),
     LossConfig(correction="none", kl="k3", kl_coef=0.3, clip="cispo", aggregate="constant", constant_length=5),

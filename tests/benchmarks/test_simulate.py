@@ -140,7 +140,7 @@ def fake_run(folder: Path, *, prompts: int, seconds_per_token: float = 0.01, sta
     config = {
         "rollout": {"prompts_per_step": prompts, "group_size": 2, "max_tokens": 12},
         "trainer": {"micro_batch_tokens": 8192},
-        "server": {"tensor_parallel_size": 1, "max_concurrent": 256},
+        "server": {"tensor_parallel_size": 1, "engine": {}},
         "pipeline": {"max_staleness": staleness},
         "launch": {"trainers": 1},
     }

@@ -34,12 +34,14 @@ SHARED = Path("/shared/hocket")  # the checkout, as nodes of a cluster see it
 PYTHON = "/shared/hocket/.venv/bin/python"
 EXAMPLE = "config/multi_node/math7b.yaml"
 COMMANDS = re.findall(rf"launch {EXAMPLE} --engine (\w+)(.*)", (ROOT / EXAMPLE).read_text("utf-8").replace("\\\n#", ""))
-CASES = {engine: (engine, [EXAMPLE, *more.split()]) for engine, more in COMMANDS}  # as its header says
+CASES = {  # as its header says
+    engine: (engine, [EXAMPLE, *more.replace("--gpus-per-node 4", "").split()]) for engine, more in COMMANDS
+}
 CASES["slurm_one_node"] = "slurm", [EXAMPLE, "run.dir=runs/one-node", "launch.servers=2", "launch.trainers=6"]
 
 
-def render(engine: str, settings: list[str]) -> dict[str, str]:
-    _, files = engines.render(engine, settings, output=None, root=SHARED, python=PYTHON)
+def render(engine: str, settings: list[str], gpus_per_node: int = 8) -> dict[str, str]:
+    _, files = engines.render(engine, settings, gpus_per_node, output=None, root=SHARED, python=PYTHON)
     return {path.name: text for path, text in files.items()}
 
 
@@ -119,9 +121,9 @@ echo "${#HOCKET_TOKEN} $*" >> "$CALLS"
 
 def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trainer_does(tmp_path: Path) -> None:
     # nodes of 4 GPUs: servers of 2 GPUs, so 2 + 1 on 2 nodes; 8 ranks on 2 nodes
-    sizes = ["launch.servers=3", "server.tensor_parallel_size=2", "launch.trainers=8", "launch.gpus_per_node=4"]
+    sizes = ["launch.servers=3", "server.tensor_parallel_size=2", "launch.trainers=8"]
     settings = [EXAMPLE, f"run.dir={tmp_path}/run", *sizes]
-    _, files = engines.render("slurm", settings, output=tmp_path, root=tmp_path, python="python3")
+    _, files = engines.render("slurm", settings, 4, output=tmp_path, root=tmp_path, python="python3")
     for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'n%s\\n' 1 2 3 4\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -145,7 +147,7 @@ def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trai
 @pytest.mark.parametrize(("own", "length"), [({}, 32), ({"HOCKET_TOKEN": "of-my-own"}, 9)])
 def test_a_batch_script_for_one_node_has_a_token_too(own: dict[str, str], length: int, tmp_path: Path) -> None:
     settings = [*CASES["slurm_one_node"][1], "server.token=never-in-a-file"]
-    _, files = engines.render("slurm", settings, output=tmp_path, root=tmp_path, python=f"{tmp_path}/python")
+    _, files = engines.render("slurm", settings, 8, output=tmp_path, root=tmp_path, python=f"{tmp_path}/python")
     for path, text in files.items():
         path.write_text(text)
         assert "never-in-a-file" not in text
@@ -247,7 +249,7 @@ def fake_ray(ends: Sequence[tuple[int, object]] = ()) -> MagicMock:
 def job_of(ray: MagicMock, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the names of a Ray job that runs in this checkout, and writes into a folder."""
     settings = [*CASES["ray"][1], f"run.dir={folder}/run"]
-    _, files = engines.render("ray", settings, output=folder, root=ROOT, python=sys.executable)
+    _, files = engines.render("ray", settings, 4, output=folder, root=ROOT, python=sys.executable)
     for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, name, ray)
     job: dict[str, Any] = {"__name__": "job"}

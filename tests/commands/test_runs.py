@@ -231,7 +231,7 @@ def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_mem
         ("0", [f"server.urls=[http://{socket.gethostname()}:8000]"], 0, False),
         ("0", ["server.discover=gpus.example:8000"], 1, True),
         ("", ["server.urls=[http://10.0.0.5:8000]"], 0, False),  # CPUs: results stay those of one machine
-        ("0", ["server.urls=[http://10.0.0.5:8000]", "sync.delta=true", "pipeline.max_staleness=0"], 0, False),
+        ("0", ["server.urls=[http://10.0.0.5:8000]", "sync.backend=disk", "pipeline.max_staleness=0"], 0, False),
         ("", ["sync.backend=nccl", "pipeline.max_staleness=2"], 2, True),
         ("0", ["launch.share_gpu=true", "server.urls=[http://10.0.0.5:8000]"], 0, False),
     ],

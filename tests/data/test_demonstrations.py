@@ -92,7 +92,7 @@ def test_each_turn_is_taught_behind_what_the_model_reads_before_it(
     chat = [user("x"), says(TURNS[0]), user("y"), says(TURNS[1])]
 
     def load(row: Any) -> list[TokenSequence]:
-        return load_demonstrations(DataConfig(source=write_jsonl(row), chat_template_kwargs=options), tokenizer, 500)
+        return load_demonstrations(DataConfig(source=write_jsonl(row), chat_template=options), tokenizer, 500)
 
     samples = load({"messages": chat})
     one_by_one = [load({"prompt": chat[:n], "response": chat[n]["content"]})[0] for n in (1, 3)]

@@ -89,7 +89,7 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
     tokenizer, asked = make_tokenizer(TEMPLATES[name]), [{"role": "user", "content": "What is 6*7?"}]
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "What is 6*7?", "answer": "42", "response": WHOLE}), encoding="utf-8")
-    data = DataConfig(source=str(rows), chat_template_kwargs=options)
+    data = DataConfig(source=str(rows), chat_template=options)
     ((prompt,), *_) = load_prompts(data, tokenizer, max_prompt_tokens=200)
     expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, **options)
     assert list(prompt.token_ids) == expected
@@ -107,7 +107,7 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_between_two_turns_stands_what_the_template_writes_there(name: str, options: dict[str, Any]) -> None:
     tokenizer, more = make_tokenizer(TEMPLATES[name]), [{"role": "user", "content": "And 6*8?"}]
-    renderer = Renderer(DataConfig(chat_template_kwargs=options), tokenizer)
+    renderer = Renderer(DataConfig(chat_template=options), tokenizer)
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "42"}]
     whole = tokenizer.apply_chat_template([*said, *more], add_generation_prompt=True, tokenize=False, **options)
     assert tokenizer.decode(renderer.following(more, ended=None)) == whole.partition("42")[2]
@@ -115,7 +115,7 @@ def test_between_two_turns_stands_what_the_template_writes_there(name: str, opti
 
 def test_a_reward_may_ask_for_the_opening_and_options_that_are_hockets_are_refused() -> None:
     with pytest.raises(ValueError, match="tokenize can't be set, as hocket sets it"):
-        DataConfig(chat_template_kwargs={"tokenize": True})
+        DataConfig(chat_template={"tokenize": True})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_demonstration_goes_on_from_the_thought_that_the_template_opens_and_cl
 ) -> None:
     rows, tokenizer = tmp_path / "rows.jsonl", make_tokenizer(TEMPLATES[template])
     rows.write_text(json.dumps({"prompt": "What is 6*7?", "response": response}), encoding="utf-8")
-    data = DataConfig(source=str(rows), chat_template_kwargs=options)
+    data = DataConfig(source=str(rows), chat_template=options)
     if trained is None:
         with pytest.raises(DataError, match=r"rows\.jsonl:1: .* column 'response' never closes it: begin it with"):
             load_demonstrations(data, tokenizer, 200)

@@ -36,8 +36,8 @@ for _ in $(seq 120); do on 1 ray job list > /dev/null 2>&1 && break; sleep 1; do
 for node in 2 3 4; do start "$node" --address=10.78.0.1:6379; done
 
 settings=(config/sort.yaml "run.dir=$work/run" "trainer.steps=$steps" checkpoint.every_steps=10)
-settings+=(launch.servers=2 launch.trainers=2 launch.gpus_per_node=1)
-on 1 "$python" run.py launch "${settings[@]}" --engine ray --submit | tee "$work/submit.log"
+settings+=(launch.servers=2 launch.trainers=2)
+on 1 "$python" run.py launch "${settings[@]}" --engine ray --gpus-per-node=1 --submit | tee "$work/submit.log"
 job=$(grep -o 'raysubmit_[A-Za-z0-9]*' "$work/submit.log" | head -n 1)
 on 1 ray job logs -f "$job" > "$work/job.log" 2>&1 & # ends with the job
 follow=$!

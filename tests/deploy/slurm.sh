@@ -70,7 +70,7 @@ for _ in $(seq 60); do [ "$(on 1 sinfo -h -o %t 2> /dev/null)" = idle ] && break
 on 1 sinfo
 
 settings=(config/sort.yaml "run.dir=$WORK/run" "trainer.steps=$steps" checkpoint.every_steps=20)
-launch=("$python" run.py launch "${settings[@]}" launch.servers=2 launch.trainers=2 launch.gpus_per_node=2 --engine slurm)
+launch=("$python" run.py launch "${settings[@]}" launch.servers=2 launch.trainers=2 --gpus-per-node=2 --engine slurm)
 on 1 "${launch[@]}"
 # an edit, which is to be submitted: engines in processes of their own, as on GPUs
 sed -i 's/^set -euo pipefail$/&\nexport VLLM_ENABLE_V1_MULTIPROCESSING=1/' "$WORK/run/launch/slurm/job.sh"

@@ -196,7 +196,7 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     for command in (Server, Run):  # the first of each starts as a user starts it; those that are forked must not differ
         monkeypatch.setattr(command, "forked", False)
     # One sequence at a time: what an engine computes for one depends in its last bits on those beside it.
-    server = Server(tmp_path, free_port(), "server.max_concurrent=1")
+    server = Server(tmp_path, free_port(), "server.engine.max_num_seqs=1")
     processes.append(server)
     server.wait_ready()
     updates = ("algorithm.epochs=2", "algorithm.minibatches=2")

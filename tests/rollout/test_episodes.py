@@ -496,7 +496,7 @@ async def test_later_turns_are_rendered_with_the_options_of_their_own_prompt() -
         turns.append(turn)
         return fakes.completion(9, END, logprobs=(-0.5, -0.5))
 
-    training = Renderer(DataConfig(chat_template_kwargs={"mark": "+"}), tokenizer)
+    training = Renderer(DataConfig(chat_template={"mark": "+"}), tokenizer)
     await one_episode(Asks, ask, training, options={"mark": "-"})  # as a prompt of eval.data
     assert tokenizer.decode(turns[1].token_ids).endswith("more-")
 

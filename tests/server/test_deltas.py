@@ -76,7 +76,7 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
     names: list[set[str]] = []
     try:
         trainer = FakeTrainer(server.model)
-        config = config_module.load(None, [f"run.dir={tmp_path}/trainer/a", "sync.delta=true", "sync.upload=true"])
+        config = config_module.load(None, [f"run.dir={tmp_path}/trainer/a", "sync.backend=delta", "sync.upload=true"])
         versions = Versions(config.run_dir, trainer, config.sync)  # type: ignore[arg-type]
         disk = DiskTransport(versions, config.sync_root, config.sync, trainer.said.append)
         async with client(server, kit.TOKEN) as http:

@@ -245,7 +245,7 @@ def test_the_kv_cache_has_no_more_blocks_than_all_requests_can_fill(model: str) 
     from vllm.v1.engine import core
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    settings = [f"model.path={model}", "model.max_length=100", "server.max_concurrent=8", "server.kv_cache_mib=64"]
+    settings = [f"model.path={model}", "model.max_length=100", "server.engine.max_num_seqs=8", "server.kv_cache_mib=64"]
     args = vllm_arguments.engine_arguments(load(None, settings))
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     config.cache_config.kv_cache_layout = "NHD"  # as the engine chooses it

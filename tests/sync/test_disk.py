@@ -155,7 +155,7 @@ async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp
 async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_leaves_nothing_behind(
     tmp_path: Path, servers: Any
 ) -> None:
-    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for version in (1, 2):
         disk.trainer.step(version)
         disk.trainer.fails = 2
@@ -187,7 +187,7 @@ async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken
 
 
 async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     _, metrics = await disk.deliver(1, server)
     assert ("sync/changed" in metrics, disk.names()) == (False, ["weights/v000001"])
     disk.trainer.step(3, 700)
@@ -215,7 +215,7 @@ async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_
 ) -> None:
     monkeypatch.setattr("hocket.sync.deltas.FULL_EVERY", full_every)
     monkeypatch.setattr("hocket.sync.folders.KEEP", keep)
-    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for version in range(1, 8):
         disk.trainer.step(version, 100 * version)
         await disk.deliver(version, server)
@@ -225,7 +225,7 @@ async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_
 
 
 async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp_path: Path, servers: Any) -> None:
-    disk, server, late = Disk(tmp_path, "sync.delta=true"), servers(), servers()
+    disk, server, late = Disk(tmp_path, "sync.backend=delta"), servers(), servers()
     await disk.deliver(1, server)
     disk.trainer.step(5)
     _, metrics = await disk.deliver(2, server, late)
@@ -242,7 +242,7 @@ async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp
 async def test_a_comparison_sends_the_same_files_again_and_its_finding_is_no_reason_to_send_more(
     tmp_path: Path, servers: Any
 ) -> None:
-    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for version in (1, 2):
         await disk.deliver(version, server)
         await disk.deliver(version, server, compare=True)
@@ -268,12 +268,12 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("is_delta", ["false", "true"])
+@pytest.mark.parametrize("backend", ["disk", "delta"])
 @pytest.mark.parametrize("harm", [flip, cut, remove])
 async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the_run_ends(
-    harm: Callable[[Path], None], is_delta: str, tmp_path: Path, servers: Any
+    harm: Callable[[Path], None], backend: str, tmp_path: Path, servers: Any
 ) -> None:
-    disk, well, server = Disk(tmp_path, f"sync.delta={is_delta}"), servers(), servers()
+    disk, well, server = Disk(tmp_path, f"sync.backend={backend}"), servers(), servers()
     server.harms = [harm]
     await disk.deliver(1, server)  # which asserts that it holds the weights
     assert disk.trainer.exports == 2
@@ -301,7 +301,7 @@ async def test_a_server_that_can_t_load_good_files_is_not_sent_them_again(tmp_pa
 
 
 async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for _ in range(2):
         disk.versions.advance()
         disk.trainer.step(disk.versions.current)
@@ -332,7 +332,7 @@ async def test_a_resumed_run_that_publishes_nothing_more_has_its_last_version_an
 async def test_a_step_that_changed_nothing_is_a_version_too_and_a_lost_server_is_not_sent_more(
     tmp_path: Path, servers: Any
 ) -> None:
-    disk, server, lost = Disk(tmp_path, "sync.delta=true"), servers(), servers()
+    disk, server, lost = Disk(tmp_path, "sync.backend=delta"), servers(), servers()
     await disk.deliver(1, server, lost)
     lost.error = GONE
     answers, metrics = await disk.deliver(2, server, lost)

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from hocket.config import CheckpointConfig
+from hocket.config import BestConfig
 from hocket.errors import ConfigError
 from hocket.trainer.best import Best
 
@@ -11,13 +11,12 @@ from hocket.trainer.best import Best
 class World:
     """A trainer that exports its number of steps, and checkpoints that note whose step they are asked for."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, metric: str = "eval/greedy") -> None:
         self.history: list[dict[str, Any]] = []
         self.copied: list[int] = []
         self.kept = 0
         self.step = 0
-        checkpoint = CheckpointConfig(**({"best": "eval/greedy"} | settings))
-        self.best = Best(checkpoint, folder, self.history, self, self)  # type: ignore[arg-type]
+        self.best = Best(BestConfig(name=metric), folder, self.history, self, self)  # type: ignore[arg-type]
 
     def export(self, folder: Path) -> None:
         (folder / "weights").write_text(str(self.step))
@@ -45,10 +44,10 @@ def test_the_best_evaluation_keeps_its_weights_and_checkpoint_and_of_equals_the_
     assert world.best.summary() == {"step": 40, "metric": "eval/greedy", "value": 0.6, "folder": "best"}
 
 
-def test_the_smallest_may_be_the_best(tmp_path: Path) -> None:
-    world = World(tmp_path, best="eval/loss", best_is="min")
-    for step, value in enumerate([3.0, 2.0, 2.0, 2.5]):
-        world.evaluate(step, value, "eval/loss")
+def test_of_errors_the_smallest_share_is_the_best(tmp_path: Path) -> None:
+    world = World(tmp_path, "eval/reward_errors")
+    for step, value in enumerate([0.3, 0.2, 0.2, 0.25]):
+        world.evaluate(step, value, "eval/reward_errors")
     assert world.best.summary()["step"] == 1
     assert (tmp_path / "best" / "weights").read_text() == "1"
 
@@ -63,4 +62,4 @@ def test_a_resumed_run_goes_on_with_the_best_of_its_history(tmp_path: Path) -> N
 
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.best=eval/accuracy is no metric .*; known: eval/greedy$"):
-        World(tmp_path, best="eval/accuracy").evaluate(0, 0.5)
+        World(tmp_path, "eval/accuracy").evaluate(0, 0.5)

@@ -52,9 +52,7 @@ def loss_and_gradient(
     [
         LossConfig(),
         preset_loss("gspo"),
-        LossConfig(
-            correction="sequence_mask", correction_low=0.0, correction_high=0.05, aggregate="seq_mean_token_sum"
-        ),
+        LossConfig(correction={"name": "sequence_mask", "bounds": (0.0, 0.05)}, aggregate="seq_mean_token_sum"),
         LossConfig(entropy_coef=0.3, aggregate="seq_mean_token_mean"),
     ],
     ids=["default", "gspo", "sequence_mask", "entropy"],

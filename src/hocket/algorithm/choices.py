@@ -12,10 +12,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hocket.common.registry import Registry, options_of
 from hocket.config import AlgorithmConfig
+from hocket.config.sections import ascending
 from hocket.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Per = Literal["group", "batch", "token"]
 Discount = Annotated[float, Field(gt=0, le=1)]
+Bounds = Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]], AfterValidator(ascending)]
 
 MAX_SURVIVOR_WEIGHT = 2.0  # cap of a token's importance weight in a sequence that sequence_mask keeps
 
@@ -88,7 +90,7 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
         raise ConfigError(
             f"{algorithm.kl} in the loss has no expected gradient: set algorithm.kl_in=reward, or algorithm.kl=k2"
         )
-    if "kl" in chosen and algorithm.kl_in == "reward" and "ratio_bt" in chosen["kl"].given:
+    if "kl" in chosen and algorithm.kl_in != "loss" and "ratio_bt" in chosen["kl"].given:
         raise ConfigError(f"algorithm.kl={algorithm.kl} needs the policy's ratio: set algorithm.kl_in=loss")
 
 
@@ -145,9 +147,9 @@ def kl(name: str, *, in_loss: bool = True) -> Callable[[F], F]:
 def correction(name: str) -> Callable[[F], F]:
     """Decorate a correction: the weight of each token by log_importance_bt, the log of trainer over engine, [bt].
 
-    It may take log_importance_bt, mask_bt, sample_bt, and low and high, the bounds of the setting.
+    It may take log_importance_bt, mask_bt and sample_bt.
     """
-    return _register("correction", ("log_importance_bt", "mask_bt", "sample_bt", "low", "high"), name, {})
+    return _register("correction", ("log_importance_bt", "mask_bt", "sample_bt"), name, {})
 
 
 @advantage("mean", per="group")
@@ -265,21 +267,23 @@ def uncorrected(log_importance_bt: "Tensor") -> "Tensor":
 
 
 @correction("truncate")
-def truncate(log_importance_bt: "Tensor", low: float, high: float) -> "Tensor":
-    return log_importance_bt.exp().clamp(low, high)
+def truncate(log_importance_bt: "Tensor", bounds: Bounds = (0.0, 2.0)) -> "Tensor":
+    return log_importance_bt.exp().clamp(*bounds)
 
 
 @correction("mask")
-def mask(log_importance_bt: "Tensor", low: float, high: float) -> "Tensor":
+def mask(log_importance_bt: "Tensor", bounds: Bounds = (0.5, 5.0)) -> "Tensor":
+    low, high = bounds
     importance_bt = log_importance_bt.exp()
     return importance_bt.where((importance_bt >= low) & (importance_bt <= high), 0.0)
 
 
 @correction("sequence_mask")
 def sequence_mask(
-    log_importance_bt: "Tensor", mask_bt: "Tensor", sample_bt: "Tensor", low: float, high: float
+    log_importance_bt: "Tensor", mask_bt: "Tensor", sample_bt: "Tensor", bounds: Bounds = (0.99, 1.01)
 ) -> "Tensor":
     """Return the weights, at most 2, of the sequences whose geometric mean lies within the bounds; 0 elsewhere."""
+    low, high = bounds
     mean_bt = sequence_means(log_importance_bt, mask_bt, sample_bt).exp()
     capped_bt = log_importance_bt.exp().clamp(max=MAX_SURVIVOR_WEIGHT)
     return capped_bt.where((mean_bt >= low) & (mean_bt <= high), 0.0)

@@ -50,11 +50,7 @@ def policy_loss(
     ratio_bt = log_ratio_bt.exp()
     log_importance_bt = masked_log_ratio(trainer_bt, rollout_logprobs_bt, mask_bt)
     weight_bt = choose("correction", config.correction)(
-        log_importance_bt=log_importance_bt,
-        mask_bt=mask_bt,
-        sample_bt=sample_bt,
-        low=config.correction_low,
-        high=config.correction_high,
+        log_importance_bt=log_importance_bt, mask_bt=mask_bt, sample_bt=sample_bt
     )
     advantages_bt = advantages_bt.where(mask_bt, 0.0)
     objective_bt = choose("clip", config.clip)(

@@ -86,7 +86,7 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
     """Return whether a sequence is trained, or counts in a baseline with a KL in the reward."""
-    in_baseline = algorithm.kl_in == "reward" and _compares(algorithm)
+    in_baseline = algorithm.kl_in != "loss" and _compares(algorithm)
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
 
@@ -171,7 +171,7 @@ def train_samples(
     metrics = {}
     if algorithm.overlong_share:
         metrics["rollout/overlong_penalty"] = statistics.fmean(p for group in groups for p in group.penalties)
-    if algorithm.kl_in == "reward":
+    if algorithm.kl_in != "loss":
         metrics["rollout/kl"] = float(torch.cat([row.kl_n for row in trained]).mean())
         metrics["rollout/kl_coef"] = kl_coef
     return samples, metrics

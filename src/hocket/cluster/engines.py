@@ -57,14 +57,14 @@ def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) 
     rank_nodes = -(-ranks // gpus_per_node)
     if per_node == 0:
         raise ConfigError(
-            f"server.tensor_parallel_size={gpus_per_server} exceeds launch.gpus_per_node={gpus_per_node}, and a server "
+            f"server.tensor_parallel_size={gpus_per_server} exceeds --gpus-per-node={gpus_per_node}, and a server "
             f"can't span nodes: set it to {gpus_per_node} or less"
         )
     if ranks % rank_nodes:
         even = ranks + -ranks % rank_nodes
         raise ConfigError(
             f"launch.trainers={ranks} can't be divided equally between the {rank_nodes} nodes that they need with "
-            f"launch.gpus_per_node={gpus_per_node}: set launch.trainers={even}"
+            f"--gpus-per-node={gpus_per_node}: set launch.trainers={even}"
         )
     nodes = -(-servers // per_node)
     sizes = (min(servers, per_node), nodes, ranks // rank_nodes, rank_nodes, nodes + rank_nodes)
@@ -72,7 +72,7 @@ def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) 
 
 
 def render(
-    engine: str, settings: Sequence[str], *, output: Path | None, root: Path, python: str
+    engine: str, settings: Sequence[str], gpus_per_node: int, *, output: Path | None, root: Path, python: str
 ) -> tuple[Layout, dict[Path, str]]:
     """Return the layout and the files, which run in `root`, hocket's checkout, with the interpreter `python`.
 
@@ -82,12 +82,12 @@ def render(
     size = given.launch
     if size.servers is None or size.trainers is None:
         raise ConfigError(
-            "this machine's GPUs don't say how large the cluster is: set launch.servers and launch.trainers, and "
-            f"launch.gpus_per_node if its nodes don't have {size.gpus_per_node}"
+            "this machine's GPUs don't say how large the cluster is: set launch.servers and launch.trainers, and give "
+            f"--gpus-per-node if its nodes don't have {gpus_per_node}"
         )
     if size.share_gpu:
         raise ConfigError("launch.share_gpu is for one machine: leave it out, or leave --engine out")
-    layout = lay_out(size.servers, given.server.tensor_parallel_size, size.trainers, size.gpus_per_node)
+    layout = lay_out(size.servers, given.server.tensor_parallel_size, size.trainers, gpus_per_node)
     in_pods = engine == "kubernetes"
     folder = root / (output or given.run_dir / "launch" / engine)
     name = "hocket-" + re.sub("[^a-z0-9]+", "-", given.run_dir.name.lower()).strip("-")[:40].rstrip("-")
@@ -108,18 +108,26 @@ def render(
     )
     templates.filters |= {"sh": lambda value: shlex.quote(str(value)), "text": lambda value: json.dumps(str(value))}
     known = {"layout": layout, "config": config, "folder": folder, "name": name, "python": python, "root": root}
-    known["curable"] = CURABLE
+    known |= {"curable": CURABLE, "gpus_per_node": gpus_per_node}
     files = {folder / "config.yaml": HEAD + to_yaml(values)}
     for template in templates.list_templates(filter_func=lambda template: template.startswith(f"{engine}/")):
         files[folder / Path(template).stem] = templates.get_template(template).render(known, run_dir=run_dir)
     return layout, files
 
 
-def launch(engine: str, settings: Sequence[str], output: Path | None, *, submit: bool, dry_run: bool) -> None:
+def launch(
+    engine: str,
+    settings: Sequence[str],
+    gpus_per_node: int,
+    output: Path | None,
+    *,
+    submit: bool,
+    dry_run: bool,
+) -> None:
     """Write the files of a run and say how to submit them, or do so. Keep those that the user has edited."""
     if not Path("run.py").exists():
         raise ConfigError("type this in hocket's checkout, which all nodes see: the job runs run.py there")
-    layout, files = render(engine, settings, output=output, root=Path.cwd(), python=sys.executable)
+    layout, files = render(engine, settings, gpus_per_node, output=output, root=Path.cwd(), python=sys.executable)
     folder = next(iter(files)).parent
     print(f"{layout}\nfiles: {folder}: {' '.join(sorted(path.name for path in files))}")
     if dry_run:

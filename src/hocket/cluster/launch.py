@@ -21,7 +21,6 @@ from hocket.common.files import kind_of, unused
 from hocket.common.machine import holder
 from hocket.common.processes import die_with_parent
 from hocket.config import Config, LaunchConfig
-from hocket.config.sections import listed
 from hocket.errors import ConfigError, ServerError, door
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
@@ -175,7 +174,8 @@ def visible_gpus() -> list[str]:
     if os.environ.get("HOCKET_DEVICE", "").lower() == "cpu":
         return []
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), listed(chosen))]  # as CUDA reads it
+        gpus = (gpu.strip() for gpu in chosen.split(",") if gpu.strip())
+        return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), gpus)]  # as CUDA reads it
     if "cuda" not in environment.builds():
         return []
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]

@@ -159,7 +159,7 @@ def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
         "offloaded": OFFLOADED[needs.stage] * needs.trained if config.trainer.offload_optimizer else 0,
         "while the trainer trains": PINNED * needs.weights if config.launch.share_gpu and config.model.lora else 0,
         "while the server generates": state if config.launch.share_gpu else 0,
-        "version": 0 if needs.broadcasts else needs.published * (1 + config.sync.delta),
+        "version": 0 if needs.broadcasts else needs.published * (1 + (config.sync.backend == "delta")),
         "checkpoint": checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES),
     }
     return {name: size for name, size in found.items() if size}
@@ -173,7 +173,7 @@ def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) 
     count = rollout.prompts_per_step * rollout.group_size
     size = config.server.tensor_parallel_size
     mine = count / len(needs.where.servers)
-    limit = config.server.max_concurrent or MAX_SEQUENCES
+    limit = config.server.engine.get("max_num_seqs", MAX_SEQUENCES)
     running = max(1.0, min(mine, limit, needs.kv_tokens / (prompt + length)))
     read = needs.weights + running * (prompt + length / 2) * kv_token / size
     product = 2 * needs.parameters * running / size / (DECODE_FLOPS * peak)

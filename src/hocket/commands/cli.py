@@ -136,6 +136,7 @@ def _quickstart(args: argparse.Namespace) -> int:
     SETTINGS,
     _option("--dry-run", action="store_true", help="only say what would run where"),
     _option("--engine", choices=("slurm", "ray", "kubernetes"), help="write the files that a cluster runs"),
+    _option("--gpus-per-node", type=int, default=8, metavar="N", help="of the cluster (default 8); 0: CPUs only"),
     _option("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE"),
     _option("--submit", action="store_true", help="submit them, too"),
 )
@@ -143,7 +144,9 @@ def _launch(args: argparse.Namespace) -> int:
     if args.engine:
         from hocket.cluster import engines
 
-        engines.launch(args.engine, args.arguments, args.output, submit=args.submit, dry_run=args.dry_run)
+        engines.launch(
+            args.engine, args.arguments, args.gpus_per_node, args.output, submit=args.submit, dry_run=args.dry_run
+        )
         return 0
     if args.output or args.submit:
         raise ConfigError("--output and --submit need an --engine: slurm, ray or kubernetes")

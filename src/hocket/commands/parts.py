@@ -270,7 +270,7 @@ def chosen(config: Config) -> Config:
         pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
     sync = config.sync
     if sync.backend == "auto":
-        sync = sync.model_copy(update={"backend": "nccl" if apart and not sync.delta else "disk"})
+        sync = sync.model_copy(update={"backend": "nccl" if apart else "disk"})
     return config.model_copy(update={"trainer": trainer, "pipeline": pipeline, "sync": sync})
 
 

@@ -195,7 +195,7 @@ def _run(
     keeper = stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
     best = None
     if config.checkpoint.best is not None and not replay:
-        best = Best(config.checkpoint, folder.path, folder.history, trainer, keeper)
+        best = Best(config.checkpoint.best, folder.path, folder.history, trainer, keeper)
     return Run(
         config=config,
         trainer=trainer,

@@ -5,6 +5,7 @@ Without an engine and torch a mistake is reported within a second.
 """
 
 from hocket.config.algorithm import *  # noqa: F403
+from hocket.config.deployment import *  # noqa: F403
 from hocket.config.elsewhere import *  # noqa: F403
 from hocket.config.loading import *  # noqa: F403
 from hocket.config.sections import *  # noqa: F403

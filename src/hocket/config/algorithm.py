@@ -8,7 +8,7 @@ import pydantic
 from pydantic import Field
 
 from hocket.common import markdown
-from hocket.config.sections import Section, UserPath
+from hocket.config.sections import Range, Section, UserPath
 
 
 def _named(chosen: Any) -> str | dict[str, Any]:
@@ -18,15 +18,22 @@ def _named(chosen: Any) -> str | dict[str, Any]:
     return options if len(options) > 1 else str(options["name"])
 
 
+class AdaptiveKl(Section):
+    """A KL in the rewards whose coefficient is adapted (algorithm/kl.py)."""
+
+    name: Literal["reward"]
+    target: float = Field(gt=0)  # KL per token
+    horizon: int = Field(10_000, ge=1)  # rollouts over which the coefficient may grow, or shrink, by 20 %
+
+
 Scale = Literal["group", "batch", "tokens", "none"]
 Ratio = Literal["token", "sequence"]
 Chosen = Annotated[str | dict[str, Any], pydantic.PlainValidator(_named)]
 """A function of algorithm/choices.py or of a plugin: its name, or {name: NAME, its options}."""
-KlIn = Literal["loss", "reward"]
+KlIn = Literal["loss", "reward"] | AdaptiveKl
 PresetName = Literal[
     "grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
 ]
-CORRECTION_RANGES = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}  # where they are not (0, 2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,11 +104,7 @@ class AdvantageConfig(Section):
     """KL(policy before the step ‖ policy) that ends its updates."""
     mask_truncated: bool = False
     """Exclude truncated rollouts from the loss, not from the baseline."""
-    kl_target: float | None = Field(None, gt=0)
-    """Target KL per token; kl_coef adapts. Needs kl_in=reward."""
-    kl_horizon: int = Field(10_000, ge=1)
-    """Rollouts over which kl_coef may grow, or shrink, by 20 %."""
-    reward_range: tuple[float, float] | None = None
+    reward_range: Range | None = None
     """Groups are trained whose mean reward lies between, bounds left out."""
     reference: UserPath | None = None
     """Reference of the KL. Default: model.path, no adapter."""
@@ -123,33 +126,27 @@ class LossKnobs(Section):
     """Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of their token mean or
     token sum; `constant`: that sum divided by rollout.max_tokens."""
     correction: Chosen = "truncate"
-    """Importance weight between engine and trainer: `truncate` clips it to [correction_low, correction_high]; `mask`
-    sets it to 0 outside; `sequence_mask` does so by its geometric mean, and caps it at 2 per token; `none`."""
-    correction_low: float = Field(0.0, ge=0)
-    """Lower bound. Default: 0; mask 0.5, sequence_mask 0.99."""
-    correction_high: float = Field(2.0, gt=0)
-    """Upper bound. Default: 2; mask 5, sequence_mask 1.01."""
+    """Importance weight between engine and trainer, option bounds: `truncate` clips it to [0, 2]; `mask` sets it to 0
+    outside [0.5, 5]; `sequence_mask` does so by its geometric mean, [0.99, 1.01], at most 2 per token; `none`."""
     kl: Chosen = "off"
     """KL penalty, x = log(policy/reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x."""
     kl_in: KlIn = "loss"
-    """Place of the penalty: `loss` or `reward`."""
+    """Place of the penalty: `loss` or `reward`; {name: reward, target: KL per token} adapts kl_coef."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the penalty, or its start with kl_target."""
+    """Weight of the penalty, or its start."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Set the preset's row and the correction's range where the user set nothing."""
+        """Set the preset's row where the user set nothing."""
         if not isinstance(values, Mapping):
             return values
         row = PRESETS.get(str(values.get("preset")), NO_PRESET).knobs
         if values.get("kl") == "off":
             row = {key: value for key, value in row.items() if not key.startswith("kl_")}
-        values = {**row, **values}
-        low, high = CORRECTION_RANGES.get(str(values.get("correction")), (0.0, 2.0))
-        return {"correction_low": low, "correction_high": high, **values}
+        return {**row, **values}
 
 
 class LossConfig(LossKnobs):
@@ -169,9 +166,9 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         one_ratio = self.correction != "none" and self.updates == 1
-        in_reward = self.kl_in == "reward"
+        in_reward = self.kl_in != "loss"
         off = self.kl == "off"
-        for_kl = in_reward or self.kl_coef or self.kl_target or self.reference
+        for_kl = in_reward or self.kl_coef or self.reference
         several = "set correction=none, or several updates (epochs, minibatches)"
         yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
         yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
@@ -179,14 +176,9 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
             self.stop_kl is not None and self.correction == "none",
             "stop_kl needs a correction: without one the ratio is to the engine's log-probs",
         )
-        yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
-        yield (
-            off and bool(for_kl),
-            "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out",
-        )
+        yield off and bool(for_kl), "kl=off: kl_in, kl_coef, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
         yield in_reward and self.scale == "group", "with kl_in=reward set another scale: group cancels it"
-        yield self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"
 
 
 class CriticConfig(Section):

@@ -1,5 +1,6 @@
-"""The sections of a config, but `algorithm` and `critic` (algorithm.py). A field's description is its documentation."""
+"""The sections of a config, but those of algorithm.py and deployment.py. A field's description is its documentation."""
 
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -11,7 +12,6 @@ from pydantic import Field
 from hocket.common.files import newest_version
 from hocket.common.registry import refuse_owned
 from hocket.config.deepspeed import read_deepspeed
-from hocket.types import InFlight
 
 
 def _path(text: str) -> str:
@@ -20,17 +20,24 @@ def _path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def _not_own(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _not_own(template: bool | dict[str, Any]) -> bool | dict[str, Any]:
     own = ("messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template")
-    refuse_owned("", kwargs, dict.fromkeys(own, ""), kwargs, "")
-    return kwargs
+    options = template if isinstance(template, dict) else {}
+    refuse_owned("", options, dict.fromkeys(own, ""), options, "")
+    return template if template != {} else True
+
+
+def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] >= bounds[1]:
+        raise ValueError("must be [lowest, highest]")
+    return bounds
 
 
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
-_or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-Names = Annotated[tuple[str, ...], _or_one]
-Url = Annotated[str, Field(pattern="^https?://"), pydantic.AfterValidator(lambda url: url.rstrip("/"))]
-Urls = Annotated[tuple[Url, ...], _or_one, pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))]
+_or_name = pydantic.BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Names = Annotated[tuple[str, ...], or_one]
+Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
 MAX_LORA_RANK = 512
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -120,10 +127,8 @@ class DataConfig(Section):
     """Column of the demonstration, for sft."""
     system_prompt: str | None = None
     """System message before every text prompt."""
-    chat_template: bool = True
-    """Text prompts become a user message in the chat template."""
-    chat_template_kwargs: Annotated[dict[str, Any], pydantic.AfterValidator(_not_own)] = Field({})
-    """Options of the chat template: {enable_thinking: false}."""
+    chat_template: Annotated[bool | dict[str, Any], pydantic.AfterValidator(_not_own)] = True
+    """Text prompts become a user message in the chat template, of options such as {enable_thinking: false}."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longer prompts are dropped. Default: what fits."""
     limit: int | None = Field(None, ge=1)
@@ -134,6 +139,10 @@ class DataConfig(Section):
         yield self.answer_pattern is not None and self.answer_column is None, "answer_pattern needs answer_column"
         groups = 1 if self.answer_pattern is None else self.answer_pattern.groups
         yield groups < 1, "answer_pattern needs a group (...) around the answer"
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return self.chat_template if isinstance(self.chat_template, dict) else {}
 
 
 class CurriculumConfig(Section, extra="allow"):
@@ -166,11 +175,9 @@ class RolloutConfig(Section):
 
 class EnvConfig(Section, extra="allow"):
     name: str = "single_turn"
-    """`single_turn`, `tools`, `agent`, or a plugin with options."""
-    max_turns: int = Field(16, ge=1)
-    """Maximum turns, or model calls of an agent."""
-    timeout_s: float = Field(60.0, gt=0, le=86_400)
-    """Seconds of the environment or agent per episode."""
+    """`single_turn`, `tools`, `agent` or a plugin's; its options."""
+    max_turns: int = Field(16, ge=1)  # or model calls of an agent: an option of each (environments.md)
+    timeout_s: float = Field(60.0, gt=0, le=86_400)  # of the environment or agent in an episode: likewise
 
 
 class RewardSpec(Section, extra="allow"):
@@ -178,7 +185,7 @@ class RewardSpec(Section, extra="allow"):
 
     gate: bool = False  # where its value is not above 0, the other rewards can only cost
     weight: float = Field(default_factory=lambda known: 0.0 if known.get("gate") else 1.0)
-    clip: tuple[float, float] | None = None  # lowest and highest value
+    clip: Range | None = None  # lowest and highest value
     normalize: bool = False  # by mean and deviation of the value within the group
     max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward at the same time
     retries: int = Field(5, ge=0)  # of a call of an async reward that raises RetryError
@@ -187,9 +194,6 @@ class RewardSpec(Section, extra="allow"):
     @classmethod
     def _read(cls, value: Any) -> Any:
         return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        yield self.clip is not None and self.clip[0] > self.clip[1], "clip is [lowest, highest]"
 
 
 class RewardsConfig(Section):
@@ -212,8 +216,6 @@ class RewardsConfig(Section):
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     """Steps, each with one batch of rollouts and one version."""
-    patience: int | None = Field(None, ge=1)
-    """Evaluations without a better one (checkpoint.best) that end the run."""
     seed: int = Field(0, ge=0)
     """Seed of data order, sampling and initial weights."""
     learning_rate: float = Field(1e-6, gt=0)
@@ -256,86 +258,6 @@ class SftConfig(Section):
     """Passes over the demonstrations. Default: trainer.steps steps."""
 
 
-class PipelineConfig(Section):
-    max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = "auto"
-    """Batches ahead; 0 is on-policy. `auto`: 1 with GPUs apart, else 0."""
-    replay: UserPath | None = None
-    """Run folder whose rollouts are trained on, without a server."""
-
-
-class SyncConfig(Section):
-    backend: Literal["auto", "disk", "nccl"] = "auto"
-    """How new weights go to the servers. `auto`: nccl with GPUs apart, else disk."""
-    root: UserPath | None = None
-    """Folder above run.dir, equal on both sides. Default: its parent."""
-    timeout_s: float = Field(300.0, gt=0)
-    """Seconds for one server to load one version; ranks wait for 6x."""
-    in_flight: InFlight = "keep"
-    """Requests meanwhile: `keep` continues, `drain` waits, `abort`."""
-    take_over: bool = False
-    """Take the servers of another trainer, which then stops."""
-    delta: bool = False
-    """Changed weights alone, by disk; copies in RAM and $TMPDIR."""
-    upload: bool = False
-    """Files go over HTTP, without a shared disk."""
-    check_every: int = Field(20, ge=0)
-    """Versions between proofs, besides the first two. 0 disables them."""
-    max_logprob_gap: float | None = Field(None, gt=0)
-    """Highest mean |Δ log-prob| in them. Default: dtype's."""
-    check_share: float = Field(0.0625, ge=0, le=1)
-    """Share of rollouts that are checked before they are trained on."""
-    on_mismatch: Literal["stop", "warn"] = "stop"
-    """What a check that fails does to the run."""
-
-    @property
-    def bucket_timeout_s(self) -> float:
-        """Seconds for a server to join a group, or to take a bucket."""
-        return self.timeout_s / 4
-
-    @property
-    def collective_timeout_s(self) -> float:
-        """Seconds that a rank waits: longer than a hand-over, its repetition, a comparison and log-probs."""
-        return self.timeout_s * 6
-
-
-class ServerConfig(Section):
-    host: str = "127.0.0.1"
-    """Address of the server; any but loopback needs a token."""
-    port: int = Field(8000, ge=1, le=65535)
-    """Port of the server."""
-    urls: Urls = ()
-    """URLs of the servers. Default: http://host:port."""
-    discover: UserPath | None = None
-    """Servers that come and go: NAME:PORT, by DNS, or a file of URLs, PATH/FILE."""
-    token: str | None = None
-    """Bearer token of every route but /health. Default: $HOCKET_TOKEN."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds to wait for a server."""
-    silence_s: float = Field(60.0, gt=0)
-    """Seconds of silence until a server is lost."""
-    tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs that share one copy of the model."""
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """Share of GPU memory; with launch.share_gpu leave 2 GiB."""
-    kv_cache_mib: int | None = Field(None, ge=16)
-    """KV cache in MiB. Default: what a GPU's share allows, 256 on a CPU."""
-    max_concurrent: int | None = Field(None, ge=1)
-    """Sequences decoded at once. Default: vLLM's on a GPU, 256 on a CPU."""
-    engine: dict[str, Any] = Field({})
-    """Other arguments of vLLM: {enforce_eager: true}."""
-
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        if self.discover is None:
-            return
-        yield bool(self.urls), "discover and urls both name the servers: leave one out"
-        name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", self.discover)
-        is_file = "/" in self.discover and "://" not in self.discover
-        yield (
-            not is_file and (name is None or int(name[1]) >= 1 << 16),
-            f"discover={self.discover} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls",
-        )
-
-
 class HeldOutConfig(DataConfig):
     section: ClassVar[str] = "eval.data"
     split: str = "test"
@@ -364,15 +286,19 @@ class EvalConfig(Section):
         yield self.samples > 1 and self.temperature == 0, "temperature=0 samples the same every time: set samples to 1"
 
 
+class BestConfig(Section):
+    name: str
+    patience: int | None = Field(None, ge=1)  # evaluations without a better one that end the run
+
+
 class CheckpointConfig(Section):
     every_steps: int = Field(50, ge=0)
     """Steps between checkpoints (12 B/trained parameter), and one at the end. 0 disables them."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
-    best: str | None = None
-    """Metric of the evaluation whose best weights and checkpoint are kept, such as eval/greedy."""
-    best_is: Literal["max", "min"] = "max"
-    """Whether the best is the largest or the smallest; of equals the first."""
+    best: Annotated[BestConfig | None, _or_name] = None
+    """Metric of the evaluation whose best weights and checkpoint are kept: eval/greedy; {name: eval/greedy, patience:
+    3} ends the run after three evaluations without a better one."""
     copy_to: UserPath | None = None
     """Another folder or mount for each complete checkpoint, in the background."""
     in_background: bool = Field(False, alias="async")
@@ -380,24 +306,11 @@ class CheckpointConfig(Section):
     resume: bool = False
     """Continue from the newest checkpoint, if there is one."""
 
+    @property
+    def patience(self) -> float:
+        return math.inf if self.best is None else self.best.patience or math.inf
+
 
 class ObserveConfig(Section):
     tensorboard: bool = False
     """TensorBoard files; needs `pip install tensorboard`."""
-
-
-def listed(gpus: str | None) -> list[str]:
-    return [gpu.strip() for gpu in (gpus or "").split(",") if gpu.strip()]
-
-
-class LaunchConfig(Section):
-    servers: int | None = Field(None, ge=1)
-    """Servers. Default: half of the GPUs, or what `trainers` leaves."""
-    trainers: int | None = Field(None, ge=1)
-    """Trainer ranks. Default: one per GPU left; 1 on a CPU."""
-    gpus_apart: bool | None = None
-    """Servers have GPUs of their own. Default: as `launch` says, or if no server is here."""
-    gpus_per_node: int = Field(8, ge=0)
-    """GPUs of a node, for launch --engine. 0: CPUs only."""
-    share_gpu: bool = False
-    """One GPU, on which both sides take turns."""

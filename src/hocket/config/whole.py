@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pydantic
 
 from hocket.common.machine import is_here
-from hocket.config import sections
+from hocket.config import deployment, sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.deepspeed import adopt
 from hocket.config.sections import Section
@@ -31,13 +31,13 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()
     sft: sections.SftConfig = sections.SftConfig()
-    pipeline: sections.PipelineConfig = sections.PipelineConfig()
-    sync: sections.SyncConfig = sections.SyncConfig()
-    server: sections.ServerConfig = sections.ServerConfig()
+    pipeline: deployment.PipelineConfig = deployment.PipelineConfig()
+    sync: deployment.SyncConfig = deployment.SyncConfig()
+    server: deployment.ServerConfig = deployment.ServerConfig()
     eval: sections.EvalConfig = sections.EvalConfig()
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     observe: sections.ObserveConfig = sections.ObserveConfig()
-    launch: sections.LaunchConfig = sections.LaunchConfig()
+    launch: deployment.LaunchConfig = deployment.LaunchConfig()
     plugins: tuple[str, ...] = ()
     """Python files with your rewards, environments, tools, curricula."""
 
@@ -58,10 +58,6 @@ class Config(Section):
             f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0",
         )
         yield (
-            trainer.patience is not None and self.checkpoint.best is None,
-            "trainer.patience needs a metric to improve: set checkpoint.best, such as eval/greedy",
-        )
-        yield (
             self.checkpoint.best is not None and self.held_out_data is None,
             "checkpoint.best needs held-out rows: set eval.data",
         )
@@ -72,8 +68,10 @@ class Config(Section):
             not inside or "/." in str(run_dir)[len(str(root)) :],
             f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder",
         )
-        yield sync.delta and sync.backend == "nccl", "sync.delta=true needs sync.backend=disk: nccl sends all weights"
-        yield sync.delta and model.lora is not None, "sync.delta has no effect with model.lora: adapters are small"
+        yield (
+            sync.backend == "delta" and model.lora is not None,
+            "sync.backend=delta has no effect with model.lora, whose adapters are small: set sync.backend=disk",
+        )
         spreads = trainer.zero_stage == 3 or (trainer.zero_stage is None and trainer.offload_optimizer)
         yield (
             spreads and model.quantizes,
@@ -102,7 +100,7 @@ class Config(Section):
         for wrong, message in (
             (ahead, "needs pipeline.max_staleness=0: both take turns"),
             (sync.backend == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
-            (sync.delta, "needs sync.delta=false: whole versions are written"),
+            (sync.backend == "delta", "needs sync.backend=disk: whole versions are written"),
             (self.server.discover is not None, "is for one server that server.urls names: leave server.discover out"),
             (len(self.server_urls) > 1, "is for one server; give several GPUs of their own"),
             (launch.gpus_apart is True, "contradicts launch.gpus_apart=true"),

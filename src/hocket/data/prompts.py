@@ -153,7 +153,7 @@ class Renderer:
             "messages": messages,
             "text": text if messages is None else (asked or [messages[-1]["content"]])[-1],
             "opening": opening_of(text),
-            "options": data.chat_template_kwargs,
+            "options": data.template_options,
             "answer": self._answer(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
         }
@@ -184,7 +184,7 @@ class Renderer:
         if not self._data.chat_template:
             raise ValueError("messages need data.chat_template: true")
         given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
-        given |= self._data.chat_template_kwargs if options is None else options
+        given |= self._data.template_options if options is None else options
         try:
             text: str = self._tokenizer.apply_chat_template(list(messages), **given | more)
         # A template is a program: besides its own refusals it fails in these ways.

@@ -135,7 +135,7 @@ METRICS = (
            high=0, advice="the console names server and cause; the samples are not the policy's"),
     Metric("sync/missing_error", "standard error of that share; it is not told above 0.2: rounding hides the update"),
     Metric("sync/proof_s", "seconds to compare parameters and log-probs, in versions that are checked"),
-    Metric("sync/changed", "sync.delta: share of the weights whose bits changed; missing for a full version"),
+    Metric("sync/changed", "sync.backend=delta: share of the weights whose bits changed; missing for a full version"),
     Metric("step/tokens_per_s", "throughput: trained tokens per second of time/step − time/eval"),
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
     Metric("time/batch", "seconds from batch start to last token; overlaps earlier steps if max_staleness > 0"),

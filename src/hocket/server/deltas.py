@@ -1,4 +1,4 @@
-"""Load versions of which only what changed was published (sync.delta)."""
+"""Load versions of which only what changed was published (sync.backend=delta)."""
 
 import shutil
 import tempfile

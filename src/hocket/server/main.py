@@ -37,8 +37,8 @@ GRACE_S = 3
 LAST_WORDS_S = 15.0
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
 OTHER_SETTINGS = (
-    "another model.path; or, where memory is short, a lower model.max_length or server.max_concurrent, and for the KV "
-    "cache another server.kv_cache_mib or server.gpu_memory_utilization"
+    "another model.path; or, where memory is short, a lower model.max_length or server.engine.max_num_seqs, and for "
+    "the KV cache another server.kv_cache_mib or server.gpu_memory_utilization"
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -83,7 +83,7 @@ def serve(config: Config) -> None:
                     root=config.sync_root,
                     timeout_s=config.sync.timeout_s,
                     share_gpu=config.launch.share_gpu,
-                    template=config.data.chat_template_kwargs,
+                    template=config.data.template_options,
                 )
                 uvloop.run(_serve(engine, args, sock, config.token, config.own_url, start))
             finally:

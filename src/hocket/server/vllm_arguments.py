@@ -15,7 +15,6 @@ OWN_NAMES = {
     "model": "model.path",
     "dtype": "model.dtype",
     "max_model_len": "model.max_length",
-    "max_num_seqs": "server.max_concurrent",
     "tensor_parallel_size": "server.tensor_parallel_size",
     "data_parallel_size": "launch.servers",
     "gpu_memory_utilization": "server.gpu_memory_utilization",
@@ -23,7 +22,7 @@ OWN_NAMES = {
     "enable_lora": "model.lora",
     "max_lora_rank": "model.lora.rank",
     "enable_sleep_mode": "launch.share_gpu",
-    "default_chat_template_kwargs": "data.chat_template_kwargs",
+    "default_chat_template_kwargs": "data.chat_template",
     "seed": "trainer.seed",
 }
 """vLLM's names of what has a setting of its own."""
@@ -50,6 +49,7 @@ def engine_arguments(config: Config) -> Namespace:
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     cpu = is_cpu_build()
     server = config.server
+    engine = dict(server.engine)
     lora_rank = config.model.lora.rank if config.model.lora is not None else 0
     settings: dict[str, Any] = {
         "model": config.model.path,
@@ -60,14 +60,14 @@ def engine_arguments(config: Config) -> Namespace:
         "trust_remote_code": False,
         "generation_config": "vllm",  # or generation_config.json would change top_p and the like behind the caller
         "logprobs_mode": "processed_logprobs",
-        "max_num_seqs": server.max_concurrent or (CPU_SEQUENCES if cpu else None),
+        "max_num_seqs": engine.pop("max_num_seqs", CPU_SEQUENCES if cpu else None),
         "tensor_parallel_size": server.tensor_parallel_size,
         "gpu_memory_utilization": server.gpu_memory_utilization,
         "enable_lora": lora_rank > 0,
         "enable_sleep_mode": config.launch.share_gpu and not cpu,  # whose worker has nothing to take off a GPU
         "worker_extension_cls": "hocket.server.worker.WorkerExtension",
         "use_tqdm_on_load": False,
-        "default_chat_template_kwargs": config.data.chat_template_kwargs or None,  # for an agent's calls
+        "default_chat_template_kwargs": config.data.template_options or None,  # for an agent's calls
         "host": server.host,
         "port": server.port,
     }
@@ -75,7 +75,6 @@ def engine_arguments(config: Config) -> Namespace:
         settings["hf_overrides"] = {"head_dtype": "float32"}
     if lora_rank > 0:
         settings["max_lora_rank"] = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= lora_rank)
-    engine = dict(server.engine)
     name = engine.pop("served_model_name", None)
     if name is not None:
         settings["served_model_name"].insert(0, name)

@@ -1,4 +1,4 @@
-"""Write versions as what has changed since the one before (sync.delta)."""
+"""Write versions as what has changed since the one before (sync.backend=delta)."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

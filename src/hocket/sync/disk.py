@@ -17,7 +17,7 @@ class Versions(Folders):
         super().__init__(run_dir, trainer)
         self.current = 0  # also of before the run was resumed
         self.first = self.full  # writes what servers are sent first
-        if sync.delta:
+        if sync.backend == "delta":
             self.first = DeltaWriter(self).write
         self._begun = False  # whether it is one of this process
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.common.files import atomic_folder
-from hocket.config import CheckpointConfig
+from hocket.config import BestConfig
 from hocket.errors import ConfigError
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Metrics
@@ -14,6 +14,7 @@ from hocket.types import Metrics
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
+_LESS_IS_BETTER = ("eval/reward_errors", "eval/truncated", "eval/length_mean")
 FOLDER = "best"  # in the run folder: a model, or an adapter
 
 
@@ -21,7 +22,7 @@ FOLDER = "best"  # in the run folder: a model, or an adapter
 class Best:
     """The history says which evaluation is the best: a resumed run goes on with it."""
 
-    settings: CheckpointConfig
+    settings: BestConfig
     folder: Path  # of the run
     history: Sequence[Mapping[str, Any]]  # metrics of the steps so far
     trainer: "Trainer"
@@ -32,9 +33,9 @@ class Best:
 
         Raise ConfigError where the evaluation has no such metric.
         """
-        if self.settings.best not in metrics:
+        if self.settings.name not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
-            raise ConfigError(f"checkpoint.best={self.settings.best} is no metric of the evaluation; known: {known}")
+            raise ConfigError(f"checkpoint.best={self.settings.name} is no metric of the evaluation; known: {known}")
         rows = [*self._evaluations(), {"step": step, **metrics}]
         best = self._best(rows)
         if best == len(rows) - 1:
@@ -49,13 +50,14 @@ class Best:
         """Return step, metric, value and folder of the best evaluation."""
         rows = self._evaluations()
         row = rows[self._best(rows)]
-        metric = str(self.settings.best)
+        metric = self.settings.name
         return {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}
 
     def _evaluations(self) -> list[Mapping[str, Any]]:
-        return [row for row in self.history if row.get(str(self.settings.best)) is not None]
+        return [row for row in self.history if row.get(self.settings.name) is not None]
 
     def _best(self, rows: Sequence[Mapping[str, Any]]) -> int:
         """Return the place of the best row, of equals the first."""
-        sign = 1 if self.settings.best_is == "max" else -1
-        return max(range(len(rows)), key=lambda place: (sign * rows[place][str(self.settings.best)], -place))
+        values = [row[self.settings.name] for row in rows]
+        best = min(values) if self.settings.name in _LESS_IS_BETTER else max(values)
+        return values.index(best)

@@ -1,0 +1,102 @@
+"""The sections of where both processes run, and how they work together. A field's description is its documentation."""
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from hocket.config.sections import Section, UserPath, or_one
+from hocket.types import InFlight
+
+Url = Annotated[str, Field(pattern="^https?://"), pydantic.AfterValidator(lambda url: url.rstrip("/"))]
+Urls = Annotated[tuple[Url, ...], or_one, pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))]
+
+
+class PipelineConfig(Section):
+    max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = "auto"
+    """Batches ahead; 0 is on-policy. `auto`: 1 with GPUs apart, else 0."""
+    replay: UserPath | None = None
+    """Run folder whose rollouts are trained on, without a server."""
+
+
+class SyncConfig(Section):
+    backend: Literal["auto", "disk", "delta", "nccl"] = "auto"
+    """How new weights go to the servers. `auto`: nccl with GPUs apart, else disk; `delta`: by disk what has changed,
+    with copies in RAM and $TMPDIR."""
+    root: UserPath | None = None
+    """Folder above run.dir, equal on both sides. Default: its parent."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Seconds for one server to load one version; ranks wait for 6x."""
+    in_flight: InFlight = "keep"
+    """Requests meanwhile: `keep` continues, `drain` waits, `abort`."""
+    take_over: bool = False
+    """Take the servers of another trainer, which then stops."""
+    upload: bool = False
+    """Files go over HTTP, without a shared disk."""
+    check_every: int = Field(20, ge=0)
+    """Versions between proofs, besides the first two. 0 disables them."""
+    max_logprob_gap: float | None = Field(None, gt=0)
+    """Highest mean |Δ log-prob| in them. Default: dtype's."""
+    check_share: float = Field(0.0625, ge=0, le=1)
+    """Share of rollouts that are checked before they are trained on."""
+    on_mismatch: Literal["stop", "warn"] = "stop"
+    """What a check that fails does to the run."""
+
+    @property
+    def bucket_timeout_s(self) -> float:
+        """Seconds for a server to join a group, or to take a bucket."""
+        return self.timeout_s / 4
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Seconds that a rank waits: longer than a hand-over, its repetition, a comparison and log-probs."""
+        return self.timeout_s * 6
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    """Address of the server; any but loopback needs a token."""
+    port: int = Field(8000, ge=1, le=65535)
+    """Port of the server."""
+    urls: Urls = ()
+    """URLs of the servers. Default: http://host:port."""
+    discover: UserPath | None = None
+    """Servers that come and go: NAME:PORT, by DNS, or a file of URLs, PATH/FILE."""
+    token: str | None = None
+    """Bearer token of every route but /health. Default: $HOCKET_TOKEN."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds to wait for a server."""
+    silence_s: float = Field(60.0, gt=0)
+    """Seconds of silence until a server is lost."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that share one copy of the model."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of GPU memory; with launch.share_gpu leave 2 GiB."""
+    kv_cache_mib: int | None = Field(None, ge=16)
+    """KV cache in MiB. Default: what a GPU's share allows, 256 on a CPU."""
+    engine: dict[str, Any] = Field({})
+    """Other arguments of vLLM: {enforce_eager: true, max_num_seqs: 256}."""
+
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        if self.discover is None:
+            return
+        yield bool(self.urls), "discover and urls both name the servers: leave one out"
+        name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", self.discover)
+        is_file = "/" in self.discover and "://" not in self.discover
+        yield (
+            not is_file and (name is None or int(name[1]) >= 1 << 16),
+            f"discover={self.discover} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls",
+        )
+
+
+class LaunchConfig(Section):
+    servers: int | None = Field(None, ge=1)
+    """Servers. Default: half of the GPUs, or what `trainers` leaves."""
+    trainers: int | None = Field(None, ge=1)
+    """Trainer ranks. Default: one per GPU left; 1 on a CPU."""
+    gpus_apart: bool | None = None
+    """Servers have GPUs of their own. Default: as `launch` says, or if no server is here."""
+    share_gpu: bool = False
+    """One GPU, on which both sides take turns."""
