@@ -31,7 +31,7 @@ if __name__ == "__main__":  # --help does not wait for what follows
         repeats=(3, "measurements of each, of which the smallest counts"),
     ).parse_args()
 
-from torch import Tensor
+import torch
 
 from hocket.algorithm.samples import shape, train_samples
 from hocket.client.batcher import Turn
@@ -119,9 +119,9 @@ async def play(port: int, prompts: Sequence[Prompt], stage: Stages) -> list[Grou
     return groups
 
 
-def measured(batches: Sequence[TrainBatch]) -> dict[str, list[Tensor]]:
+def measured(batches: Sequence[TrainBatch]) -> list[dict[int, dict[str, tuple[float, ...]]]]:
     """Returns a column as a model measures it."""
-    return {"old_logprobs": [batch.rollout_logprobs_bt for batch in batches]}
+    return [unpack(batch, {"old_logprobs": batch.rollout_logprobs_bt}) for batch in batches]
 
 
 def step(port: int, sampled: Sequence[Sampled], num_ranks: int, folder: Path) -> dict[str, float]:
@@ -146,11 +146,11 @@ def step(port: int, sampled: Sequence[Sampled], num_ranks: int, folder: Path) ->
         for share in shares[1:]:
             pickle.dumps(share)
     with stage("build"):
-        own = [make() for make in shares[0]]
+        own = [make(torch.device("cpu")) for make in shares[0]]
     with stage("measured columns"):
-        unpack(own, measured(own))
-    for batches in ([make() for make in share] for share in shares[1:]):
-        sent = pickle.dumps(unpack(batches, measured(batches)))
+        measured(own)
+    for batches in ([make(torch.device("cpu")) for make in share] for share in shares[1:]):
+        sent = pickle.dumps(measured(batches))
         with stage("measured columns"):
             pickle.loads(sent)
     tokens = sum(len(token_ids) for token_ids, _, _ in sampled)

@@ -28,6 +28,8 @@ if __name__ == "__main__":  # --help does not wait for what follows
         tokens=([64, 4096], "sampled tokens of a rollout: a short one's and a long one's"),
     ).parse_args()
 
+import torch
+
 from batches import scoring
 from hocket.client.batcher import Batcher
 from hocket.client.pool import Deadline, ServerPool
@@ -114,7 +116,7 @@ def prepare(batch: Batch, tokens: int) -> dict[str, float]:
         "rows": seconds(lambda: lines_of(batch.groups).encode()),
         "divide": seconds(lambda: divide(samples, micro_batch_tokens=most, num_ranks=8)),
         "send": seconds(lambda: [pickle.dumps(share) for share in others]),
-        "build": seconds(lambda: [make() for make in own]),
+        "build": seconds(lambda: [make(torch.device("cpu")) for make in own]),
     }
 
 

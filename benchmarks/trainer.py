@@ -65,7 +65,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hocket import config as configs
 from hocket.algorithm.losses import LossOutput
-from hocket.trainer.batching import TrainBatch, num_positions, pack
+from hocket.trainer.batching import TrainBatch, divide, num_positions
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.models import configured_loss
@@ -172,8 +172,8 @@ def bare(config: configs.Config) -> Step:
         return loop.loss(logprobs, entropy, batch)
 
     def step(samples: Sequence[TrainSample]) -> None:
-        [batches] = pack(samples, micro_batch_tokens=config.trainer.micro_batch_tokens, num_ranks=1)
-        loop.apply([functools.partial(share, batch.to(DEVICE)) for batch in batches])
+        [makes] = divide(samples, micro_batch_tokens=int(config.trainer.micro_batch_tokens), num_ranks=1)
+        loop.apply([functools.partial(share, make(DEVICE)) for make in makes])
 
     return step
 
@@ -198,9 +198,9 @@ def padded(config: configs.Config, *, trim: bool = False) -> Step:
         logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits.float()
         logprobs = logits.log_softmax(dim=-1).gather(-1, targets[..., None]).squeeze(-1)
         mask = tensor(lambda s: s.sequence.mask[1:], False)
-        [[batch]] = pack(rows, micro_batch_tokens=10**9, num_ranks=1)
+        [[make]] = divide(rows, micro_batch_tokens=10**9, num_ranks=1)
         batch = dataclasses.replace(
-            batch,
+            make(DEVICE),
             mask_bt=mask,
             rollout_logprobs_bt=tensor(lambda s: s.sequence.logprobs[1:], 0.0),
             advantages_bt=tensor(lambda s: s.advantages[1:], 0.0),

@@ -14,8 +14,7 @@ import pytest
 
 from batches import played
 from hocket import config as config_module
-from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import shape
+from hocket.algorithm.samples import KlController, shape
 from hocket.data.cache import Prompts
 from hocket.data.curriculum import bind
 from hocket.data.stream import PromptStream

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import Shaped, fate, signal_metrics, train_samples
+from hocket.algorithm.samples import KlController, Shaped, fate, signal_metrics, train_samples
 from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import Config
@@ -116,12 +115,12 @@ class Run:
         """Update the policy on groups with a signal; no other line changes the trainer's weights."""
         metrics: Metrics = {}
         self.console.progress(step, "training")
-        sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
+        sequences = [sequence for group in groups for one in group.scored for sequence in one.rollout.sequences]
         with timed(metrics, "time/measure"):  # log-probs of reference and old policy, values of the critic
             measured = await run_in_thread(self.trainer.measure, sequences)
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
-        self.kl.update(shaping.get("rollout/kl"), sum(len(group.rollouts) for group in groups))
+        self.kl.update(shaping.get("rollout/kl"), sum(len(group.scored) for group in groups))
         # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times  algorithm/losses.py, trainer/step.py
         trained = await run_in_thread(self.trainer.step, samples, number=step, keep=self.folder.skipped(step))
         return metrics | shaping | trained
@@ -130,7 +129,7 @@ class Run:
         """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
         refuse_failing([one.group for one in shaped], self.config.rewards.max_error_rate)
         groups = [one for one in shaped if one.reason is None]
-        metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.planner.uses_pass_rates else None)
+        metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.planner.uses_pass_rates else "")
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
             metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped])

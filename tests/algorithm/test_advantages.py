@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.algorithm.advantages import are_equal, group_advantages
-from hocket.algorithm.samples import whiten
+from hocket.algorithm.advantages import group_advantages
+from hocket.algorithm.samples import are_equal, whiten
 
 
 @pytest.mark.parametrize(

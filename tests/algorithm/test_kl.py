@@ -1,6 +1,6 @@
 import pytest
 
-from hocket.algorithm.kl import KlController
+from hocket.algorithm.samples import KlController
 from hocket.config import AdaptiveKl, AlgorithmConfig
 
 

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 import fakes
 from hocket import config as config_module
 from hocket.algorithm.choices import check
-from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import shape
+from hocket.algorithm.samples import KlController, shape
 from hocket.client.batcher import Turn
 from hocket.commands.runs import Parts
 from hocket.common.registry import load_plugins

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
+from hocket.trainer.batching import TrainBatch, divide
 from hocket.trainer.models import BatchLoss, Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
@@ -44,6 +45,12 @@ def sequence(token_ids: Sequence[int], mask: Sequence[bool] | int = 2, *, logpro
 def sample_of(rollout: TokenSequence, advantage: float = 1.0, **more: Any) -> TrainSample:
     """Returns a sample with the same advantage for all sampled tokens."""
     return TrainSample(sequence=rollout, advantages=tuple(advantage if m else 0.0 for m in rollout.mask), **more)
+
+
+def pack(samples: Sequence[TrainSample], device: torch.device = CPU, **how: Any) -> list[list[TrainBatch]]:
+    """Returns the micro-batches of each rank; in one row of one rank if nothing is said."""
+    shares = divide(samples, **{"micro_batch_tokens": 10_000, "num_ranks": 1, **how})
+    return [[make(device) for make in share] for share in shares]
 
 
 def make_samples(count: int = 5) -> list[TrainSample]:

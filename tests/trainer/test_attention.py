@@ -59,7 +59,7 @@ def test_each_segment_attends_to_itself_alone_up_to_the_position(inputs: Inputs,
     expected = by_hand(*inputs, LENGTHS, window or 1000)
     weights = torch.randn(expected.shape)
     gradients = torch.autograd.grad((expected * weights).sum(), inputs)
-    segments = Segments.of(LENGTHS, CPU)
+    segments = Segments(LENGTHS, CPU)
     result, _ = attend(nn.Module(), *inputs, None, scaling=0.3, segments=segments, sliding_window=window)
     torch.testing.assert_close(result.double(), expected, atol=1e-6, rtol=1e-5)
     found = torch.autograd.grad((result * weights).sum(), inputs)
@@ -83,7 +83,7 @@ def test_the_kernel_for_gpus_is_asked_for_the_same(
 
     monkeypatch.setattr(attention, "has_kernel", lambda query, key, value: True)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    segments = Segments.of(LENGTHS, CPU)
+    segments = Segments(LENGTHS, CPU)
     result, _ = attend(nn.Module(), *inputs, None, scaling=0.3, segments=segments, sliding_window=window)
     torch.testing.assert_close(result.double(), by_hand(*inputs, LENGTHS, window or 1000), atol=1e-6, rtol=1e-5)
     assert "groups" not in vars(segments)  # they would be copied to the GPU for nothing
@@ -172,7 +172,7 @@ def test_attention_on_a_gpu_is_that_of_float64_without_memory_for_all_pairs(
     expected = by_hand(exact[0], exact[1], exact[2], lengths, window or 10_000)
     weights = torch.randn(expected.shape, device=device)
     expected_gradients = torch.autograd.grad((expected * weights).sum(), exact)
-    segments = Segments.of(lengths, device)
+    segments = Segments(tuple(lengths), device)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     result, _ = attend(
@@ -199,7 +199,7 @@ def test_a_model_with_a_sliding_window_is_trained_with_it(tmp_path: Path) -> Non
     wide = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", sliding_window=100).eval()
     ids = torch.randint(64, (1, 30))
     with torch.no_grad():
-        packed = policy._hidden(ids, torch.cat([torch.arange(18), torch.arange(12)])[None], [18, 12])
+        packed = policy._hidden(ids, Segments((18, 12), CPU))
         for part in (slice(0, 18), slice(18, 30)):
             expected = own.base_model(ids[:, part]).last_hidden_state
             torch.testing.assert_close(packed[:, part], expected, atol=1e-4, rtol=1e-4)
@@ -217,7 +217,7 @@ def test_attention_sinks_take_their_part_with_a_window_and_without(tmp_path: Pat
     policy.check_architecture(CPU)
     own = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     ids = torch.randint(64, (1, 50))
-    packed = policy._hidden(ids, torch.cat([torch.arange(38), torch.arange(12)])[None], [38, 12])
+    packed = policy._hidden(ids, Segments((38, 12), CPU))
     expected = torch.cat([own.base_model(ids[:, part]).last_hidden_state for part in (slice(0, 38), slice(38, 50))], 1)
     torch.testing.assert_close(packed, expected, atol=1e-4, rtol=1e-4)
     packed.square().sum().backward()

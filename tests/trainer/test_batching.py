@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.builders import sample_of, sequence
+from tests.trainer.builders import pack, sample_of, sequence
 
 from hocket.errors import TrainerError
-from hocket.trainer.batching import TrainBatch, balance, check_fits, pack, unpack
+from hocket.trainer.batching import TrainBatch, balance, check_fits, unpack
 from hocket.types import TrainSample
 
 
@@ -29,20 +29,20 @@ def random_samples(count: int, seed: int = 0) -> list[TrainSample]:
 def segments(batch: TrainBatch) -> list[tuple[list[Any], ...]]:
     """(inputs, targets, mask, log-probs, advantages) of every segment."""
     fields = (batch.input_ids_bt, batch.target_ids_bt, batch.mask_bt, batch.rollout_logprobs_bt, batch.advantages_bt)
-    positions = [position for length in batch.segment_lengths for position in range(length)]
-    assert batch.position_ids_bt.tolist() == [positions]
-    columns = [field[0].split(list(batch.segment_lengths)) for field in fields]
+    positions = [position for length in batch.segments.lengths for position in range(length)]
+    assert batch.segments.positions_bt.tolist() == [positions]
+    columns = [field[0].split(list(batch.segments.lengths)) for field in fields]
     return [tuple(part.tolist() for part in row) for row in zip(*columns, strict=True)]
 
 
 def test_a_hand_worked_batch() -> None:
     long, short, tiny = sample(5, 6, 7, 8, prompt=2, advantage=2.0), sample(1, 2, advantage=-1.0), sample(3, 4)
-    [[batch]] = pack([short, long, tiny], micro_batch_tokens=6, num_ranks=1)
+    [[batch]] = pack([short, long, tiny], micro_batch_tokens=6)
     # the longest first, and no padding anywhere
-    assert batch.segment_lengths == (3, 1, 1)
+    assert batch.segments.lengths == (3, 1, 1)
     assert batch.input_ids_bt.tolist() == [[5, 6, 7, 1, 3]]
     assert batch.target_ids_bt.tolist() == [[6, 7, 8, 2, 4]]
-    assert batch.position_ids_bt.tolist() == [[0, 1, 2, 0, 0]]
+    assert batch.segments.positions_bt.tolist() == [[0, 1, 2, 0, 0]]
     assert batch.mask_bt.tolist() == [[False, True, True, True, True]]
     assert batch.rollout_logprobs_bt.tolist() == [[0.0, -7.0, -8.0, -2.0, -4.0]]
     assert batch.advantages_bt.tolist() == [[0.0, 2.0, 2.0, -1.0, 1.0]]
@@ -75,10 +75,10 @@ def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
 def test_micro_batches_are_filled_longest_first_and_the_costliest_comes_first() -> None:
     # 9, 6, 4, 3, 2 and 2 positions into tens: 9 | 6 + 4 | 3 + 2 + 2; the squares are 81, 52 and 17
     samples = [sample(*range(1, length + 2)) for length in (2, 9, 3, 6, 2, 4)]
-    [batches] = pack(samples, micro_batch_tokens=10, num_ranks=1, cost=lambda length: length**2)
-    assert [batch.segment_lengths for batch in batches] == [(9,), (6, 4), (3, 2, 2)]
-    [batches] = pack(samples, micro_batch_tokens=10, num_ranks=1)
-    assert [batch.segment_lengths for batch in batches] == [(6, 4), (9,), (3, 2, 2)]
+    [batches] = pack(samples, micro_batch_tokens=10, cost=lambda length: length**2)
+    assert [batch.segments.lengths for batch in batches] == [(9,), (6, 4), (3, 2, 2)]
+    [batches] = pack(samples, micro_batch_tokens=10)
+    assert [batch.segments.lengths for batch in batches] == [(6, 4), (9,), (3, 2, 2)]
 
 
 def test_the_costliest_goes_first_and_each_to_the_cheapest_part() -> None:
@@ -93,7 +93,7 @@ def test_ranks_share_the_cost_rather_than_the_tokens() -> None:
     # With n² a sequence of 30 positions costs as much as nine of 10: tokens would put five of these beside it.
     samples = [sample(*range(1, 32)), *(sample(*range(1, 12)) for _ in range(9))]
     ranks = pack(samples, micro_batch_tokens=100, num_ranks=2, cost=lambda length: length**2)
-    assert sorted(batch.segment_lengths for [batch] in ranks) == [(10,) * 9, (30,)]
+    assert sorted(batch.segments.lengths for [batch] in ranks) == [(10,) * 9, (30,)]
 
 
 def test_a_rank_that_runs_out_gets_masked_batches() -> None:
@@ -111,9 +111,9 @@ def test_a_sequence_that_fits_nowhere_or_nothing_to_train_on_is_refused() -> Non
             check_fits(samples, 8)
 
 
-def columns_of(batches: list[TrainBatch]) -> dict[str, list[torch.Tensor]]:
+def numbers(batch: TrainBatch) -> dict[int, dict[str, tuple[float, ...]]]:
     """Ten times the predicted token where the mask is true."""
-    return {"values": [(10.0 * batch.target_ids_bt).where(batch.mask_bt, 0.0) for batch in batches]}
+    return unpack(batch, {"values": (10.0 * batch.target_ids_bt).where(batch.mask_bt, 0.0)})
 
 
 def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_packed_into() -> None:
@@ -134,7 +134,7 @@ def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_p
     for num_ranks in (1, 2, 3):
         for micro_batch_tokens in (4, 6, 100):
             ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
-            shares = [unpack(batches, columns_of(batches)) for batches in ranks]
+            shares = [numbers(batch) for batches in ranks for batch in batches]
             assert sum(map(len, shares)) == 5
-            found = {index: numbers for share in shares for index, numbers in share.items()}
+            found = {index: row for share in shares for index, row in share.items()}
             assert [found[index] for index in range(5)] == expected

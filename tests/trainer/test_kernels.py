@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.trainer.builders import make_rollouts, sample_of
+from tests.trainer.builders import make_rollouts, pack, sample_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen2 import modeling_qwen2
@@ -19,7 +19,6 @@ from transformers.models.qwen2 import modeling_qwen2
 from hocket.config import LoraConfig, ModelConfig, load
 from hocket.errors import ConfigError
 from hocket.trainer import kernels
-from hocket.trainer.batching import pack
 from hocket.trainer.policy import Policy
 
 ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN is used on x86 alone")
@@ -29,9 +28,9 @@ LIGER = "liger_kernel.transformers.monkey_patch"
 def numbers_of(policy: Policy, count: int, device: str = "cpu") -> list[Tensor]:
     """Returns log-probs of so many sequences in a row, and the gradient of their weighted sum."""
     samples = [sample_of(rollout) for rollout in make_rollouts(count, longest=20, seed=count)]
-    [[batch]] = pack(samples, micro_batch_tokens=10_000, num_ranks=1)
+    [[batch]] = pack(samples, torch.device(device))
     policy.zero_grad()
-    logprobs_bt, _ = policy(batch.to(torch.device(device)))
+    logprobs_bt, _ = policy(batch)
     (logprobs_bt * torch.arange(logprobs_bt.numel(), device=device).sin()).sum().backward()
     return [logprobs_bt.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
 

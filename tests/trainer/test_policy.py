@@ -3,14 +3,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.trainer.builders import make_rollouts, sample_of
+from tests.trainer.builders import make_rollouts, pack, sample_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batches import preset_loss
 from hocket.algorithm.losses import LossConfig
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError
-from hocket.trainer.batching import pack
 from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import MixedProduct, Policy, compute_in_float32
 from hocket.types import TrainSample
@@ -78,12 +77,12 @@ def test_loss_and_gradient_do_not_depend_on_packing(
 def test_a_float32_head_computes_logits_in_float32_whatever_the_dtype(
     tied_model: str, samples: list[TrainSample]
 ) -> None:
-    [[batch]] = pack(samples, micro_batch_tokens=1000, num_ranks=1)
+    [[batch]] = pack(samples)
     found = {}
     for exact in (False, True):
         config = ModelConfig(path=tied_model, float32_head=exact)
         policy = Policy(config, dtype=torch.bfloat16, temperature=0.7)
-        hidden = policy._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
+        hidden = policy._hidden(batch.input_ids_bt, batch.segments)
         logits = hidden.double() @ policy.model.lm_head.weight.double().T / 0.7
         expected = logits.log_softmax(-1).gather(-1, batch.target_ids_bt[..., None]).squeeze(-1)
         with torch.autocast("cpu", torch.bfloat16, enabled=exact):  # ZeRO-0 computes so; the head stays out of it
@@ -158,7 +157,6 @@ def test_from_a_batch_to_its_gradient_nothing_waits_for_the_device(
     # On this device whatever asks for a value or a number of values raises, as do tensors that were left on the CPU.
     device = torch.device("meta")
     policy = make_policy(tied_model).to(device)
-    [[batch, *_]] = pack(samples, micro_batch_tokens=100, num_ranks=1)
-    on_device = batch.to(device)
-    configured_loss(preset_loss(preset))(*policy(on_device), on_device).loss.backward()
+    [[batch, *_]] = pack(samples, device, micro_batch_tokens=100)
+    configured_loss(preset_loss(preset))(*policy(batch), batch).loss.backward()
     assert all(p.grad is not None and p.grad.device == device for p in policy.parameters())

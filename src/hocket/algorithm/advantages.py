@@ -3,16 +3,15 @@
 Advantages per token are in samples.py. Suffixes: n rollouts, g group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hocket.algorithm.choices import choose, total
+from hocket.algorithm.choices import choose, deviation
 from hocket.config.algorithm import Chosen, Scale
 
 EPS = 1e-6
-ZERO_VARIANCE = 1e-6  # a group whose rewards lie within this range has no signal
 
 
 def group_advantages(
@@ -21,7 +20,7 @@ def group_advantages(
     *,
     baseline: Chosen,
     scale: Scale,
-    parts: Sequence[Mapping[str, float]] = (),
+    parts: Sequence[Mapping[str, float]] = ({},),
 ) -> Tensor:
     """Return A = (R − baseline) / (deviation + 1e-6) per rollout, float32 [n].
 
@@ -31,28 +30,20 @@ def group_advantages(
     choice = choose("baseline", baseline)
     rewards_n = torch.tensor(rewards, dtype=torch.float64)  # float32 loses small differences of large rewards
     ids_n = torch.tensor(group_ids)
-    advantages_n = torch.zeros_like(rewards_n)
-    if choice.per == "batch":
-        parts_n = {name: rewards_n.new_tensor([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-        advantages_n[:] = choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n)
-    for group in torch.unique(ids_n):
-        is_in_n = ids_n == group
-        rewards_g = rewards_n[is_in_n]
-        if choice.per == "group":
-            advantages_n[is_in_n] = choice(rewards_g=rewards_g)
-        if scale == "group":
-            advantages_n[is_in_n] /= deviation(rewards_g) + EPS
+    if choice.per == "group":
+        advantages_n = _by_group(lambda rewards_g: choice(rewards_g=rewards_g), rewards_n, ids_n)
+    else:
+        parts_n = {name: rewards_n.new_tensor([part[name] for part in parts]) for name in parts[0]}
+        advantages_n = choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n)
+    if scale == "group":
+        advantages_n = advantages_n / (_by_group(deviation, rewards_n, ids_n) + EPS)
     if scale == "batch":
         advantages_n = advantages_n / (deviation(advantages_n) + EPS)
     return advantages_n.float()
 
 
-def are_equal(rewards: Sequence[float]) -> bool:
-    """By their range: the rounding error of a deviation grows with the rewards."""
-    return len(rewards) < 2 or max(rewards) - min(rewards) <= ZERO_VARIANCE
-
-
-def deviation(values_n: Tensor) -> Tensor:
-    """Return the unbiased standard deviation; 0 for a single value."""
-    mean = total(values_n) / len(values_n)
-    return (total((values_n - mean).square()) / max(len(values_n) - 1, 1)).sqrt()
+def _by_group(function: Callable[[Tensor], Tensor], values_n: Tensor, ids_n: Tensor) -> Tensor:
+    result_n = torch.empty_like(values_n)
+    for group in torch.unique(ids_n):
+        result_n[ids_n == group] = function(values_n[ids_n == group])
+    return result_n

@@ -294,6 +294,12 @@ def total(values_n: "Tensor") -> "Tensor":
     return values_n.cumsum(0)[-1]
 
 
+def deviation(values_n: "Tensor") -> "Tensor":
+    """Return the unbiased standard deviation; 0 for a single value."""
+    centred_n = values_n - total(values_n) / len(values_n)
+    return (total(centred_n.square()) / max(len(values_n) - 1, 1)).sqrt()
+
+
 def sequence_means(values_bt: "Tensor", mask_bt: "Tensor", sample_bt: "Tensor") -> "Tensor":
     """Return at every position the mean over its sequence's trained tokens; other values are 0."""
     lengths_bt = sequence_sums(mask_bt, sample_bt).clamp(min=1)

@@ -47,46 +47,31 @@ def policy_loss(
     if config.ratio == "sequence":  # with a token's own gradient: advantages may differ within a sequence
         own_bt = masked_log_ratio(logprobs_bt, logprobs_bt.detach(), mask_bt)
         log_ratio_bt = own_bt + sequence_means(log_ratio_bt.detach(), mask_bt, sample_bt)
-    ratio_bt = log_ratio_bt.exp()
-    log_importance_bt = masked_log_ratio(trainer_bt, rollout_logprobs_bt, mask_bt)
-    weight_bt = choose("correction", config.correction)(
-        log_importance_bt=log_importance_bt, mask_bt=mask_bt, sample_bt=sample_bt
-    )
-    advantages_bt = advantages_bt.where(mask_bt, 0.0)
-    objective_bt = choose("clip", config.clip)(
-        ratio_bt=ratio_bt,
-        advantages_bt=advantages_bt,
-        logprobs_bt=logprobs_bt.where(mask_bt, 0.0),
-        rollout_logprobs_bt=rollout_logprobs_bt.where(mask_bt, 0.0),
-        entropy_bt=entropy_bt.where(mask_bt, 0.0),
-        mask_bt=mask_bt,
-        sample_bt=sample_bt,
-        low=1 - config.clip_low,
-        high=1 + config.clip_high,
-    )
+    known = {  # what a function may take
+        "ratio_bt": log_ratio_bt.exp(),
+        "log_importance_bt": masked_log_ratio(trainer_bt, rollout_logprobs_bt, mask_bt),
+        "advantages_bt": advantages_bt.where(mask_bt, 0.0),
+        "logprobs_bt": logprobs_bt.where(mask_bt, 0.0),
+        "rollout_logprobs_bt": rollout_logprobs_bt.where(mask_bt, 0.0),
+        "entropy_bt": entropy_bt.where(mask_bt, 0.0),
+        "mask_bt": mask_bt,
+        "sample_bt": sample_bt,
+    }
+    if ref_logprobs_bt is not None:
+        known["log_ratio"] = masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
+    weight_bt = choose("correction", config.correction)(**known, low=config.correction_low, high=config.correction_high)
+    objective_bt = choose("clip", config.clip)(**known, low=1 - config.clip_low, high=1 + config.clip_high)
     terms_bt = -weight_bt * objective_bt
-    log_reference_bt = None if ref_logprobs_bt is None else masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
     if config.kl != "off" and config.kl_in == "loss":
-        assert log_reference_bt is not None, "a KL in the loss needs ref_logprobs_bt"
-        terms_bt = terms_bt + config.kl_coef * choose("kl", config.kl)(log_ratio=log_reference_bt, ratio_bt=ratio_bt)
+        terms_bt = terms_bt + config.kl_coef * choose("kl", config.kl)(**known)
     if config.entropy_coef:
         terms_bt = terms_bt - config.entropy_coef * entropy_bt
     shares_bt = choose("aggregate", config.aggregate)(
-        mask_bt=mask_bt.to(ratio_bt.dtype),
+        mask_bt=mask_bt.to(terms_bt.dtype),
         sample_bt=sample_bt,
         num_tokens=max(num_tokens, 1),
         num_sequences=max(num_sequences, 1),
         longest=config.constant_length,
     )
-    metrics = policy_metrics(
-        ratio_bt,
-        log_policy_bt,
-        log_importance_bt,
-        weight_bt,
-        advantages_bt,
-        log_reference_bt,
-        mask_bt,
-        config,
-        num_tokens,
-    )
+    metrics = policy_metrics(known, log_policy_bt, weight_bt, config, num_tokens)
     return LossOutput(loss=(terms_bt.where(mask_bt, 0.0) * shares_bt).sum(), metrics=metrics)

@@ -1,5 +1,7 @@
 """Compare log-probabilities: log-ratios, and the metrics of the policy."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -18,24 +20,22 @@ def masked_log_ratio(numerator_bt: Tensor, denominator_bt: Tensor, mask_bt: Tens
 
 @torch.no_grad()
 def policy_metrics(
-    ratio_bt: Tensor,  # policy over old policy; 1 where the mask is False
-    log_policy_bt: Tensor,  # per token, whatever `ratio` is; 0 where the mask is False
-    log_importance_bt: Tensor,  # trainer over engine; 0 where the mask is False
-    weight_bt: Tensor,  # importance weight after the correction
-    advantages_bt: Tensor,
-    log_reference_bt: Tensor | None,  # policy over reference
-    mask_bt: Tensor,
-    config: LossConfig,
-    num_tokens: int,
+    known: Mapping[str, Tensor], log_policy_bt: Tensor, weight_bt: Tensor, config: LossConfig, num_tokens: int
 ) -> dict[str, Tensor]:
-    """Return this micro-batch's share of each metric's mean over `num_tokens`."""
+    """Return this micro-batch's share of each metric's mean over `num_tokens`.
+
+    `known`: what `policy_loss` gives the chosen functions; `log_policy_bt`: policy over old policy per token, whatever
+    the ratio is; `weight_bt`: importance weight after the correction.
+    """
+    ratio_bt = known["ratio_bt"]
+    log_importance_bt = known["log_importance_bt"]
     importance_bt = log_importance_bt.exp()
     above_bt = ratio_bt > 1 + config.clip_high
     below_bt = ratio_bt < 1 - config.clip_low
     clips = choose("clip", config.clip).clips
     if clips == "pessimistic":  # elsewhere the minimum is the unclipped term
-        above_bt &= advantages_bt > 0
-        below_bt &= advantages_bt < 0
+        above_bt &= known["advantages_bt"] > 0
+        below_bt &= known["advantages_bt"] < 0
     elif clips == "none":
         above_bt = below_bt = torch.zeros_like(above_bt)
     values = {
@@ -49,7 +49,7 @@ def policy_metrics(
         "importance_square": importance_bt.square(),
         "importance_capped": (weight_bt != importance_bt) & (config.correction != "none"),
     }
-    if log_reference_bt is not None:
-        values["kl"] = k3(log_reference_bt)
-    share_bt = mask_bt.to(ratio_bt.dtype) / max(num_tokens, 1)
+    if "log_ratio" in known:
+        values["kl"] = k3(known["log_ratio"])
+    share_bt = known["mask_bt"].to(ratio_bt.dtype) / max(num_tokens, 1)
     return {name: (value_bt * share_bt).sum() for name, value_bt in values.items()}

@@ -4,17 +4,16 @@ Whole sequences are the input, so no advantage depends on how sequences are pack
 """
 
 import itertools
-import math
 import statistics
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.algorithm.advantages import are_equal, group_advantages
+from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import choose
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig
@@ -23,16 +22,24 @@ from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
 MIN_VARIANCE = 1e-8
+ZERO_VARIANCE = 1e-6  # a group whose rewards lie within this range has no signal
+MAX_KL_ERROR = 0.2
+
+
+class Rewarded(NamedTuple):
+    """A rollout with a score, as it is trained."""
+
+    rollout: Rollout
+    reward: float  # its score minus its penalty
+    penalty: float  # for its length
+    parts: Mapping[str, float]  # the values of each reward function
 
 
 class Shaped(NamedTuple):
-    """A group's scored rollouts, with the rewards that they are trained on."""
+    """A group for training."""
 
     group: Group
-    rollouts: tuple[Rollout, ...]  # without those that have no score
-    rewards: tuple[float, ...]  # per rollout: its score minus its penalty
-    parts: tuple[Mapping[str, float], ...]  # per rollout: the values of each reward function
-    penalties: tuple[float, ...]  # per rollout, for its length
+    scored: tuple[Rewarded, ...]
     has_equal_rewards: bool  # or fewer than two
     reason: str | None  # why the group has no signal; None if it is trained
 
@@ -42,32 +49,31 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
 
     Equal rewards have none where advantages depend on them alone; they would shrink the others' gradient.
     """
-    rollouts: list[Rollout] = []
-    rewards: list[float] = []
-    parts: list[Mapping[str, float]] = []
-    penalties: list[float] = []
+    scored = []
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        if score.error is None and not math.isnan(score.total):
+        if score.error is None:
             penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
-            rollouts.append(rollout)
-            penalties.append(penalty)
-            rewards.append(score.total - penalty)
-            parts.append(score.parts)
+            scored.append(Rewarded(rollout, score.total - penalty, penalty, score.parts))
+    rewards = [one.reward for one in scored]
     equal = are_equal(rewards)
-    by_group = _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
     reason = None
-    if not rewards:
+    if not scored:
         reason = NO_SCORE
-    elif not any(is_trained(sequence, algorithm) for rollout in rollouts for sequence in rollout.sequences):
+    elif not any(is_trained(sequence, algorithm) for one in scored for sequence in one.rollout.sequences):
         reason = "no rollout to train: cut off, or nothing sampled"
-    elif equal and by_group:
+    elif equal and _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens":
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
     elif algorithm.reward_range is not None:
         low, high = algorithm.reward_range
         mean = statistics.fmean(rewards)
         if not low < mean < high:
             reason = f"the mean reward, {mean:g}, is outside algorithm.reward_range"
-    return Shaped(group, tuple(rollouts), tuple(rewards), tuple(parts), tuple(penalties), equal, reason)
+    return Shaped(group, tuple(scored), equal, reason)
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """By their range: the rounding error of a deviation grows with the rewards."""
+    return len(rewards) < 2 or max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
@@ -75,8 +81,8 @@ def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -
     last = overlong_share * max_tokens
     if not last:
         return 0.0
-    turns = (turn for sequence in rollout.sequences for turn in itertools.groupby(sequence.mask))
-    longest = max((len(list(tokens)) for sampled, tokens in turns if sampled), default=0)
+    turns = [turn for sequence in rollout.sequences for turn in bytes(sequence.mask).split(b"\0")]
+    longest = max(map(len, turns))
     return min(max(longest - (max_tokens - last), 0.0) / last, 1.0)
 
 
@@ -86,7 +92,7 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
     """Return whether a sequence is trained, or counts in a baseline with a KL in the reward."""
-    in_baseline = algorithm.kl_in != "loss" and _compares(algorithm)
+    in_baseline = algorithm.kl_in == "reward" and _compares(algorithm)
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
 
@@ -94,11 +100,12 @@ def _compares(algorithm: AlgorithmConfig) -> bool:
     return choose("baseline", algorithm.baseline).compares
 
 
-def signal_metrics(groups: Sequence[Shaped], pass_reward: str | None = None) -> dict[str, float]:
-    metrics = {}
-    if groups:
-        metrics["rollout/zero_variance"] = statistics.fmean(group.has_equal_rewards for group in groups)
-    if pass_reward and (values := [value for group in groups for value in values_of(group.group, pass_reward)]):
+def signal_metrics(groups: Sequence[Shaped], pass_reward: str = "") -> dict[str, float]:
+    if not groups:
+        return {}
+    metrics = {"rollout/zero_variance": statistics.fmean(group.has_equal_rewards for group in groups)}
+    values = [value for group in groups for value in values_of(group.group, pass_reward)]
+    if values:
         metrics["rollout/no_pass_rate"] = sum(not 0 <= value <= 1 for value in values) / len(values)
     return metrics
 
@@ -114,16 +121,17 @@ def fate(shaped: Shaped, *, reward: str, untrained: str | None) -> Outcome:
     why = shaped.reason or untrained
     if why is None:
         return Outcome(state="trained", pass_rate=pass_rate)
-    if shaped.reason in (None, NO_SCORE):
-        return Outcome(state="failed", why=why, pass_rate=pass_rate)
-    return Outcome(state="filtered", why=why, pass_rate=pass_rate)
+    state: Literal["filtered", "failed"] = "failed" if shaped.reason in (None, NO_SCORE) else "filtered"
+    return Outcome(state=state, why=why, pass_rate=pass_rate)
 
 
-class _Trained(NamedTuple):
+class _Row(NamedTuple):
+    """A sequence that is trained."""
+
     owner: int  # number of its rollout in the batch
     id: str
     sequence: TokenSequence
-    measured: Columns
+    columns: dict[str, Sequence[float]]
     kl_n: Tensor  # penalty per sampled token, before its coefficient
 
 
@@ -135,44 +143,48 @@ def train_samples(
     An episode counts once in its group, with one advantage for all of its sequences. `measured` has one item per
     sequence, in order; it is empty if the algorithm needs none.
     """
-    rewards = [reward for group in groups for reward in group.rewards]
-    group_ids = [index for index, group in enumerate(groups) for _ in group.rewards]
-    penalised = list(rewards)
-    trained = []
-    of_sequence = iter(measured) if measured else itertools.repeat({})
-    for owner, rollout in enumerate(itertools.chain.from_iterable(group.rollouts for group in groups)):
-        for name, sequence in zip(rollout.sequence_ids, rollout.sequences, strict=True):
-            known = next(of_sequence)
-            kl_n = _kl_in_reward(sequence, known, algorithm)
+    scored = [(number, one) for number, group in enumerate(groups) for one in group.scored]
+    group_ids = [number for number, _ in scored]
+    penalised = [one.reward for _, one in scored]
+    rows = []
+    known = itertools.chain(measured, itertools.repeat({}))
+    for owner, (_, one) in enumerate(scored):
+        for name, sequence in zip(one.rollout.sequence_ids, one.rollout.sequences, strict=True):
+            columns = dict(next(known))
+            kl_n = _kl_in_reward(sequence, columns, algorithm)
             penalised[owner] -= kl_coef * float(kl_n.sum())
             if is_trained(sequence, algorithm):
-                trained.append(_Trained(owner, name, sequence, known, kl_n))
-    added: Mapping[str, Sequence[Tensor]] = {}
+                rows.append(_Row(owner, name, sequence, columns, kl_n))
+    lengths = [len(row.kl_n) for row in rows]
     if _compares(algorithm):
-        parts = [part for group in groups for part in group.parts]
         of_rollout = group_advantages(
-            penalised, group_ids, baseline=algorithm.baseline, scale=algorithm.scale, parts=parts
-        ).tolist()
-        advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
+            penalised,
+            group_ids,
+            baseline=algorithm.baseline,
+            scale=algorithm.scale,
+            parts=[one.parts for _, one in scored],
+        )
+        of_row = of_rollout[[row.owner for row in rows]].double()
+        advantages_n = of_row.repeat_interleave(torch.tensor(lengths))
     else:
-        advantages, added = _by_token(trained, rewards, algorithm, kl_coef)
+        advantages_n = torch.cat([_by_token(row, scored[row.owner][1].reward, algorithm, kl_coef) for row in rows])
     if algorithm.scale == "tokens":
-        advantages = list(torch.split(whiten(torch.cat(advantages)), [len(a_n) for a_n in advantages]))
+        advantages_n = whiten(advantages_n)
     samples = [
         TrainSample(
             sequence=row.sequence,
-            advantages=_whole(advantages[index], row.sequence),
-            columns={**row.measured, **{name: _whole(of[index], row.sequence) for name, of in added.items()}},
+            advantages=_whole(own_n, row.sequence),
+            columns=row.columns,
             id=row.id,
             group=group_ids[row.owner],
         )
-        for index, row in enumerate(trained)
+        for row, own_n in zip(rows, torch.split(advantages_n, lengths), strict=True)
     ]
     metrics = {}
     if algorithm.overlong_share:
-        metrics["rollout/overlong_penalty"] = statistics.fmean(p for group in groups for p in group.penalties)
-    if algorithm.kl_in != "loss":
-        metrics["rollout/kl"] = float(torch.cat([row.kl_n for row in trained]).mean())
+        metrics["rollout/overlong_penalty"] = statistics.fmean(one.penalty for _, one in scored)
+    if algorithm.kl_in == "reward":
+        metrics["rollout/kl"] = float(torch.cat([row.kl_n for row in rows]).mean())
         metrics["rollout/kl_coef"] = kl_coef
     return samples, metrics
 
@@ -188,23 +200,18 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
     return kl_n
 
 
-def _by_token(
-    trained: Sequence[_Trained], rewards: Sequence[float], algorithm: AlgorithmConfig, kl_coef: float
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Return an advantage per token, and a critic's target as the column "returns"."""
+def _by_token(row: _Row, reward: float, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
+    """Return an advantage per sampled token; add a critic's target as the column "returns"."""
     choice = choose("baseline", algorithm.baseline)
-    advantages: list[Tensor] = []
-    returns: list[Tensor] = []
-    for row in trained:
-        rewards_n = -kl_coef * row.kl_n
-        rewards_n[-1] += rewards[row.owner]
-        columns = {f"{name}_t": _sampled(row.measured[name], row.sequence) for name in choice.needs}
-        found = choice(rewards_t=rewards_n, **columns)
-        if isinstance(found, tuple):
-            found, returns_n = found
-            returns.append(returns_n)
-        advantages.append(found)
-    return advantages, {"returns": returns} if returns else {}
+    rewards_n = -kl_coef * row.kl_n
+    rewards_n[-1] += reward
+    needed = {f"{name}_t": _sampled(row.columns[name], row.sequence) for name in choice.needs}
+    found = choice(rewards_t=rewards_n, **needed)
+    if isinstance(found, tuple):
+        found, returns_n = found
+        row.columns["returns"] = _whole(returns_n, row.sequence)
+    advantages_n: Tensor = found
+    return advantages_n
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
@@ -223,3 +230,29 @@ def whiten(values_n: Tensor) -> Tensor:
     centred_n = values_n - values_n.mean()
     variance = centred_n.square().sum() / max(len(values_n) - 1, 1)
     return centred_n / variance.clamp(min=MIN_VARIANCE).sqrt()
+
+
+class KlController:
+    """Coefficient `coef` of a KL in the rewards: fixed, or adapted to kl_target (arXiv 1909.08593).
+
+    coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / kl_horizon)
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.coef = config.kl_coef
+        self._target = config.kl_target
+        self._horizon = config.kl_horizon
+
+    def update(self, kl: float | None, num_rollouts: int) -> None:
+        """Adapt to the mean penalty per token; None if nothing was measured."""
+        if self._target is not None and kl is not None:
+            error = min(max(kl / self._target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+            self.coef *= 1 + error * num_rollouts / self._horizon
+
+    def state(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from a `state`; a fixed coefficient stays as configured."""
+        if self._target is not None:
+            self.coef = state["coef"]

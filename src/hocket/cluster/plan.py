@@ -126,7 +126,7 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))
     if config.trainer.micro_batch_tokens == "auto":  # at least of one sequence
         sequence = (config.data.max_prompt_tokens or PROMPT_TOKENS) + config.rollout.max_tokens
-        rank = dataclasses.replace(rank, activations=per_token * min(8192, max(micro_batch, sequence)))
+        rank = rank._replace(activations=per_token * min(8192, max(micro_batch, sequence)))
     needs = Needs(
         where=where,
         parameters=sum(p.numel() for p in model.parameters()),

@@ -167,8 +167,7 @@ def _run(
         waiting = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
     run_there(clear_gpu(config, on_wait=waiting, say=console.say))
     trainer = parts.trainer(stack)
-    from hocket.algorithm.kl import KlController
-    from hocket.algorithm.samples import shape
+    from hocket.algorithm.samples import KlController, shape
     from hocket.loop import Run
     from hocket.trainer.state import SavedTensors
 

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +19,27 @@ NAME = "hocket_segments"
 _ROUND = 32  # without a kernel, segments whose lengths round up to the same multiple go together
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Segments:
-    lengths: Sequence[int]
-    offsets: Tensor  # int32 [segments + 1]
-    longest: int
+    """How a row is divided into sequences: all that attention and positions depend on."""
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        return cls(lengths=lengths, offsets=offsets.to(device), longest=max(lengths))
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @functools.cached_property
+    def positions_bt(self) -> Tensor:
+        """Places within the sequences, [1, row]."""
+        return torch.cat(list(map(torch.arange, self.lengths)))[None].to(self.device)
+
+    @functools.cached_property
+    def offsets(self) -> Tensor:
+        """Bounds of the sequences, int32 [sequences + 1]."""
+        bounds = [0, *itertools.accumulate(self.lengths)]
+        return torch.tensor(bounds, dtype=torch.int32).to(self.device)
 
     @functools.cached_property  # FlashAttention takes the offsets alone
     def groups(self) -> tuple[list[Tensor], Tensor]:
@@ -51,8 +61,7 @@ class Segments:
             real = steps <= last
             restore[groups[-1][real]] = done + real.flatten().nonzero()[:, 0]
             done += real.numel()
-        device = self.offsets.device
-        return [group.to(device) for group in groups], restore.to(device)
+        return [group.to(self.device) for group in groups], restore.to(self.device)
 
 
 def attend(
@@ -66,6 +75,8 @@ def attend(
     segments: Segments | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return softmax(scaling · q kᵀ) v as [1, row, heads, d]; each position sees its segment up to itself.
@@ -76,12 +87,12 @@ def attend(
         sliding_window: positions that one sees, itself included.
         s_aux: [heads], logits of gpt-oss's attention sinks: they take their part of each softmax.
     """
-    asked = [name for name in ("softcap", "position_bias") if others.get(name) is not None]
-    if attention_mask is not None or asked:
-        what = " and ".join(asked) or "a mask of its own"
+    unknown = {"a mask of its own": attention_mask, "softcap": softcap, "position_bias": position_bias}
+    used = " and ".join(name for name, value in unknown.items() if value is not None)
+    if used:
         name = type(module).__name__
-        raise TrainerError(f"{name} uses {what} in its attention; its architecture can't be trained here")
-    segments = segments or Segments.of([query.shape[2]], query.device)
+        raise TrainerError(f"{name} uses {used} in its attention; its architecture can't be trained here")
+    segments = segments or Segments((query.shape[2],), query.device)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))

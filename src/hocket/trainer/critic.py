@@ -36,7 +36,7 @@ class ValueModel(Policy):
 
     def forward(self, batch: TrainBatch) -> Tensor:  # type: ignore[override]  # in place of log-probs and entropies
         """Return values_bt, float32, 0 where the batch's mask is false."""
-        hidden_bth = self._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
+        hidden_bth = self._hidden(batch.input_ids_bt, batch.segments)
         values_bt1: Tensor = self.model.get_output_embeddings()(hidden_bth)
         return values_bt1.squeeze(-1).float().where(batch.mask_bt, 0.0)
 

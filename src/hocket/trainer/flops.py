@@ -36,38 +36,30 @@ class ModelFlops:
     per_position: float  # matrix products of all layers for one token
     per_trained_token: float  # the output head for one token
     per_pair: float  # attention of one layer for a pair of tokens
-    windows: tuple[int | None, ...]  # per layer: positions that one sees; None: all before it
+    windows: tuple[int, ...]  # per layer: tokens that one sees, itself included
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Call it before DeepSpeed spreads the weights over the ranks."""
-    config = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    chosen = getattr(config, "num_experts_per_tok", None)
-    per_position = per_trained_token = 0.0
-    for module in model.modules():
-        for name, weight in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):
-            if isinstance(module, nn.Linear):  # a quantised one packs its weight
-                size = module.in_features * module.out_features if weight is module.weight else 0
-            else:  # of experts, [experts, in, out], each token takes some
-                size = weight.numel() if weight.dim() in (2, 3) and not name.endswith("bias") else 0
-            share = chosen / len(weight) if chosen and weight.dim() == 3 else 1.0
-            flops = size * share * 2 * (3 if weight.requires_grad else 2)  # output, gradients of input and weight
-            if module is head:
-                per_trained_token += flops
-            else:
-                per_position += flops
+    """Count them of a model whose weights are whole and not packed, as on the meta device."""
     shape = Shape.of(model)
-    size = shape.query // shape.heads
-    query_size, value_size = (getattr(config, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.layers
-    window = getattr(config, "sliding_window", None)
+    head = model.get_output_embeddings()
+    layers = [module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding)]
     return ModelFlops(
-        per_position=per_position,
-        per_trained_token=per_trained_token,
-        per_pair=3 * 2 * shape.heads * (query_size + value_size),  # scores, their product with values
-        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        per_position=sum(_products(layer, shape.experts) for layer in layers),
+        per_trained_token=_products(head, shape.experts),
+        per_pair=3 * 2 * shape.pair,  # scores, their product with values
+        windows=shape.windows,
     )
+
+
+def _products(layer: nn.Module, experts: int) -> float:
+    """Return the operations of a layer's own weights for one token."""
+    total = 0.0
+    for name, weight in layer.named_parameters(recurse=False):
+        if weight.dim() > 1 and not name.endswith("bias"):
+            share = experts / len(weight) if weight.dim() == 3 else 1.0  # of experts, [experts, in, out]
+            total += weight.numel() * share * 2 * (3 if weight.requires_grad else 2)  # output, gradients of both
+    return total
 
 
 def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens: int) -> float:
@@ -75,7 +67,7 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
     total = model.per_position * sum(segment_lengths) + model.per_trained_token * trained_tokens
     for window, num_layers in Counter(model.windows).items():
         for length in segment_lengths:
-            seen = min(length, window or length)
+            seen = min(length, window)
             pairs = seen * (seen + 1) // 2 + (length - seen) * seen  # of a token and one that it sees
             total += num_layers * model.per_pair * pairs
     return total
@@ -88,7 +80,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = known_peak(torch.cuda.get_device_name(device))
         if known is not None:
             return known
-    size = 2048 if device.type == "cuda" else 256
+    size = 256
     best = 0.0
     while best < MEASURED_S and size < 4096:
         size *= 2

@@ -3,11 +3,10 @@
 The estimate is good to about 15 % for the usual decoder, and too high with 16-bit autocast (ZeRO-0).
 """
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch import nn
 from hocket.common import machine
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer.batching import pack
+from hocket.trainer.batching import divide
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import skeleton
@@ -35,27 +34,46 @@ _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax and two gradients, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
 _GATHERED = 1_000_000_000  # most weights that ZeRO-3 has whole at a time (DeepSpeed's stage3_max_live_parameters)
-# By ZeRO stage, in 32 and in 16 bits: bytes of gradients per trained parameter on each rank, and shared by the ranks.
-_GRADIENT_BYTES = (((4, 0), (4, 0)), ((4, 0), (8, 0)), ((0, 4), (2, 4)), ((0, 8), (0, 10)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class _Gradients(NamedTuple):
+    """Bytes per trained parameter, and per element of the buckets in which gradients are reduced."""
+
+    each: int = 0  # on each rank
+    shared: int = 0  # by the ranks
+    bucket: int = 0
+    copy: int = 0  # of a bucket, in float32
+
+
+_GRADIENTS = {  # by ZeRO stage, and whether weights have 16 bits
+    (0, False): _Gradients(each=4),
+    (0, True): _Gradients(each=4),
+    (1, False): _Gradients(each=4, bucket=4),
+    (1, True): _Gradients(each=8),
+    (2, False): _Gradients(shared=4, bucket=4),
+    (2, True): _Gradients(each=2, shared=4, bucket=2, copy=4),
+    (3, False): _Gradients(shared=8, bucket=4),
+    (3, True): _Gradients(shared=10, bucket=4),
+}
+_OFFLOADED_3 = _Gradients(bucket=4, copy=4)  # at stage 3 the sums are on the CPU, but for those of a bucket
+
+
+class Estimate(NamedTuple):
     """Bytes that one rank needs on its device at the peak of a step, by purpose."""
 
     weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    logits: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
 
     @property
     def total(self) -> float:
-        return float(sum(dataclasses.astuple(self)))
+        return float(sum(self))
 
     def __str__(self) -> str:
-        parts = (f"{name} {_gib(value)}" for name, value in dataclasses.asdict(self).items())
-        return f"about {_gib(self.total)} GiB per rank: {', '.join(parts)}"
+        parts = ", ".join(f"{name} {_gib(value)}" for name, value in self._asdict().items())
+        return f"about {_gib(self.total)} GiB per rank: {parts}"
 
 
 def estimate(
@@ -73,34 +91,26 @@ def estimate(
     Micro-batches have the configured size; with "auto", that of one chunk. `offloads`: the optimizer's state is off the
     device. `quantized`: frozen linear layers but the head are held in 4 bits.
     """
-    parameters = list(model.parameters())
-    head = model.get_output_embeddings()
     shape = Shape.of(model)
-    sizes = [p.numel() for p in parameters if p.requires_grad]
-    trained = sum(sizes)
-    largest = max(sizes, default=0)
-    small = 0
-    if quantized:
-        linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
-        small = sum(weight.numel() for weight in linear if not weight.requires_grad)
-
-    half = dtype.itemsize < 4
     zero = config.deepspeed.get("zero_optimization", {})
-    elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
-    without = offloads and stage == 3  # their sums are on the CPU, but for those of a bucket
-    whole, shared = (0, 0) if without else _GRADIENT_BYTES[stage][half]
-    bucket: float = 0
-    if trained and stage > 0 and not (stage == 1 and half):
-        bucket = max(elements, largest) * (4 if stage == 3 else dtype.itemsize)
-        copies = (half and stage == 2) + without  # in float32: what is reduced, and the sums from the CPU
-        bucket += copies * 4 * max(min(elements, trained), largest)
     itemsize = 4 if stage == 0 else dtype.itemsize  # ZeRO-0 autocasts 16 bits
-    count = sum(p.numel() for p in parameters)
+    count = sum(p.numel() for p in model.parameters())
+    small = _frozen_in_layers(model) if quantized else 0
     weights = (count - small) * itemsize + _NF4_BYTES * small
     if stage == 3:
         gathered = min(count, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
     tokens = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
+    logits = _HEAD_BYTES * min(tokens, CHUNK_TOKENS) * shape.vocab
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    if not sizes:
+        return Estimate(weights=weights, logits=logits)
+    trained = sum(sizes)
+    largest = max(sizes)
+    elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
+    kept = _OFFLOADED_3 if offloads and stage == 3 else _GRADIENTS[stage, dtype.itemsize < 4]
+    buckets = kept.bucket * max(elements, largest) + kept.copy * max(min(elements, trained), largest)
+    moments = 8 * trained if stage == 0 else 12 * trained / num_ranks  # with master weights
     norms = (4 * itemsize + 8) * shape.hidden  # computed in float32
     layer = norms + itemsize * (3 * shape.query + 2 * shape.key + 4 * shape.inner)
     per_token = shape.layers * layer + norms
@@ -108,17 +118,27 @@ def estimate(
         per_token = shape.layers * itemsize * shape.hidden + norms + layer
     return Estimate(
         weights=weights,
-        gradients=trained * (whole + shared / num_ranks) + bucket,
-        optimizer=0 if offloads else 8 * trained if stage == 0 else 12 * trained / num_ranks,
-        activations=tokens * per_token if trained else 0,
-        logits=_HEAD_BYTES * min(tokens, CHUNK_TOKENS) * shape.vocab,
+        gradients=trained * (kept.each + kept.shared / num_ranks) + buckets,
+        optimizer=0 if offloads else moments,
+        activations=tokens * per_token,
+        logits=logits,
     )
 
 
+def _frozen_in_layers(model: Any) -> int:
+    head = model.get_output_embeddings()
+    linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+    return sum(weight.numel() for weight in linear if not weight.requires_grad)
+
+
 def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
-    parts = [
-        estimate(
-            skeleton(model) if learns else skeleton(model).requires_grad_(False),
+    parts = []
+    for model, learns in models:
+        whole = skeleton(model)
+        if not learns:
+            whole.requires_grad_(False)
+        part = estimate(
+            whole,
             config,
             dtype=dtype,
             stage=default_zero_stage(config, dtype, num_ranks=num_ranks, on_gpu=on_gpu),
@@ -126,15 +146,10 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
             offloads=config.offload_optimizer and on_gpu,
             quantized=model.quantizes,
         )
-        for model, learns in models
-    ]
-    return Estimate(
-        weights=sum(part.weights for part in parts),
-        gradients=sum(part.gradients for part in parts),
-        optimizer=sum(part.optimizer for part in parts),
-        activations=max(part.activations for part in parts),  # the models run one after the other
-        logits=max(part.logits for part in parts),
-    )
+        parts.append(part)
+    weights, gradients, optimizer, activations, logits = zip(*parts, strict=True)
+    most = {"activations": max(activations), "logits": max(logits)}  # the models run one after the other
+    return Estimate(weights=sum(weights), gradients=sum(gradients), optimizer=sum(optimizer), **most)
 
 
 def check(models: Models, config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
@@ -190,8 +205,8 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -
         zeros = (0.0,) * (min(longest, num_positions - start) + 1)
         sequence = TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros)
         samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
-    [[batch]] = pack(samples, micro_batch_tokens=num_positions, num_ranks=1)
-    learner.engine.backward(learner.loss(batch.to(ranks.device)).loss * math.nan, last=True)
+    [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
+    learner.engine.backward(learner.loss(make(ranks.device)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
         raise TrainerError("a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number")
 

@@ -19,7 +19,7 @@ from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import critic
 from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
 from hocket.trainer.extras import Base, Column, Extra, old_policy
-from hocket.trainer.policy import Policy, compute_dtype
+from hocket.trainer.policy import Policy, compute_dtype, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.reference import reference
 from hocket.trainer.state import POLICY
@@ -72,7 +72,7 @@ class Models(Base):
         self.estimate = memory.check(objective.models(config.model), self.settings, self.dtype, ranks)
         with ranks.deadline("loading the models"):
             self.policy = self.load(config.model, Policy)
-            self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights
+            self.flops = flops.model_flops(skeleton(config.model))
             (self.peak_flops,) = ranks.sum([flops.peak_flops(ranks.device, self.dtype)])
             delay = sum(extra.delay for extra in objective.extras)
             own_steps = self.settings.model_copy(update={"steps": self.settings.steps - delay})
@@ -136,15 +136,16 @@ class Models(Base):
         self, batches: Sequence[TrainBatch], columns: Mapping[str, Column]
     ) -> dict[int, dict[str, tuple[float, ...]]]:
         """Return on rank 0 the columns' numbers per token, by the sample's place."""
-        batches = [batch.to(self.ranks.device) for batch in batches]
-        own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
+        own: dict[int, dict[str, tuple[float, ...]]] = {}
+        for batch in batches:
+            own |= unpack(batch, {name: column(batch) for name, column in columns.items()})
         return {index: numbers for share in self.ranks.gather(own) for index, numbers in share.items()}
 
     @torch.no_grad()
     def surprise(self, batches: Sequence[TrainBatch]) -> list[float]:
         """Return, summed over sampled tokens and ranks: 1, |trainer − engine log-prob|, −log p − H, Var(log p)."""
         sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
-        for batch in (batch.to(self.ranks.device) for batch in batches):
+        for batch in batches:
             logprobs_bt, entropy_bt, variance_bt = self.engine.forward(batch, True)
             gap_bt = (logprobs_bt - batch.rollout_logprobs_bt).abs()
             columns = (batch.mask_bt, gap_bt, -logprobs_bt - entropy_bt, variance_bt)

@@ -15,6 +15,7 @@ from hocket.errors import TrainerError
 from hocket.protocol import TensorSpec, manifest
 from hocket.trainer import attention
 from hocket.trainer import kernels as kernel_sets
+from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.lora import Adapter
@@ -96,7 +97,7 @@ class Policy(nn.Module):
 
     def forward(self, batch: TrainBatch, variance: bool = False) -> tuple[Tensor, ...]:
         """Return (logprobs_bt, entropy_bt) of the batch's targets, as `token_logprobs`; 0 where its mask is false."""
-        hidden_bth = self._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
+        hidden_bth = self._hidden(batch.input_ids_bt, batch.segments)
         return token_logprobs(
             hidden_bth,
             self.model.get_output_embeddings(),
@@ -109,9 +110,8 @@ class Policy(nn.Module):
             variance=variance,
         )
 
-    def _hidden(self, input_ids_bt: Tensor, position_ids_bt: Tensor, segment_lengths: Sequence[int]) -> Tensor:
-        segments = attention.Segments.of(segment_lengths, input_ids_bt.device)
-        inputs = {"input_ids": input_ids_bt, "position_ids": position_ids_bt, "segments": segments}
+    def _hidden(self, input_ids_bt: Tensor, segments: Segments) -> Tensor:
+        inputs = {"input_ids": input_ids_bt, "position_ids": segments.positions_bt, "segments": segments}
         return cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
 
     @torch.no_grad()
@@ -119,12 +119,12 @@ class Policy(nn.Module):
     def check_architecture(self, device: torch.device) -> None:
         """Raise TrainerError for an architecture that would train silently wrong here."""
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
-        positions_bt = torch.arange(8, device=device).repeat(2)[None]
+        one = Segments((8,), device)
         head = self.model.get_output_embeddings()
-        alone = [self._hidden(ids_bt[:, part], positions_bt[:, part], [8]) for part in (slice(0, 8), slice(8, 16))]
-        packed = self._hidden(ids_bt, positions_bt, [8, 8])
+        alone = [self._hidden(part_bt, one) for part_bt in torch.split(ids_bt, 8, dim=1)]
+        packed = self._hidden(ids_bt, Segments((8, 8), device))
         self.model.set_attn_implementation("eager")  # the model's own
-        inputs = {"input_ids": ids_bt[:, 8:], "position_ids": positions_bt[:, 8:]}
+        inputs = {"input_ids": ids_bt[:, 8:], "position_ids": one.positions_bt}
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         logits = self.model(**inputs, use_cache=False).logits
         self.model.set_attn_implementation(attention.NAME)

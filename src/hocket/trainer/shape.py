@@ -2,17 +2,21 @@
 
 from typing import Any, NamedTuple
 
+ALL = 1 << 40  # a window without a bound
+
 
 class Shape(NamedTuple):
     """Sizes per token: of a mixture, those of the experts that one takes."""
 
     layers: int
     hidden: int
-    heads: int
     query: int  # of all heads
     key: int  # of all heads of keys, and of values
+    pair: int  # of all heads of queries, and of values: what a token computes with one that it sees
     inner: int  # of the feed-forward layer
     vocab: int
+    experts: int  # that a token takes in each layer; 0: it is no mixture
+    windows: tuple[int, ...]  # per layer: tokens that one sees, itself included
 
     @classmethod
     def of(cls, model: Any) -> "Shape":
@@ -25,12 +29,16 @@ class Shape(NamedTuple):
         head = size("head_dim", text.hidden_size // heads)
         inner = size("intermediate_size", 4 * text.hidden_size)
         experts = size("num_experts_per_tok", 0)
+        kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+        window = size("sliding_window", ALL)
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            heads=heads,
             query=head * heads,
             key=head * size("num_key_value_heads", heads),
+            pair=heads * (size("qk_head_dim", head) + size("v_head_dim", head)),
             inner=experts * size("moe_intermediate_size", inner) if experts else inner,
             vocab=text.vocab_size,
+            experts=experts,
+            windows=tuple(window if kind == "sliding_attention" else ALL for kind in kinds),
         )

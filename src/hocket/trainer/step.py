@@ -64,7 +64,7 @@ def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, le
     totals: dict[str, float] = {}
     for index, batch in enumerate(batches):
         with torch.set_grad_enabled(learns):
-            output = learner.loss(batch.to(ranks.device))
+            output = learner.loss(batch)
         loss = output.loss
         share = {"loss": output.loss.detach(), **output.metrics}
         shares.append(torch.stack([value.double() for value in share.values()]))

@@ -339,8 +339,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         )
 
     def _built(self, share: Sequence[batching.Make]) -> list[batching.TrainBatch]:
-        batches = [make() for make in share]
-        self._longest = max(max(batch.segment_lengths) for batch in batches)
+        batches = [make(self.device) for make in share]
+        self._longest = max(batch.segments.longest for batch in batches)
         return batches
 
     @on_all_ranks
