@@ -122,7 +122,7 @@ def test_epochs_take_each_sample_as_often_and_end_the_schedule_with_the_last(
     model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sft.run(make_config(model, tmp_path, "sft.epochs=3", "sft.batch_size=2", "trainer.schedule=linear"))
-    assert "sft.epochs=3 decides: 5 steps, not trainer.steps=60" in capsys.readouterr().out
+    assert "sft.epochs decides: 5 steps of 2 demonstrations" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["train/sequences"] for record in records] == [2, 2, 2, 2, 1]
     assert [record["train/learning_rate"] for record in records] == pytest.approx([0.02, 0.016, 0.012, 0.008, 0.004])

@@ -1,10 +1,9 @@
 """Functions that `algorithm.*` chooses by name: those that are built in, and your own, from a file under `plugins`.
 
-A function names the arguments that it needs of those that its decorator gives; its others are options, which the
-config sets and which are checked by their annotations: `algorithm.clip={name: ppo, dual_clip: 3}`. Suffixes: g rollouts
-of a group, n all rollouts of a batch, t sampled tokens of one rollout, b rows of a micro-batch, bt its positions, of
-which those outside `mask_bt` hold 0 and are ignored in what is returned. Tensors' own methods are enough: torch is not
-imported, so that a config is refused at once.
+A function names the arguments that it needs of those that its decorator gives (docs/algorithms.md has them); its others
+are options, which the config sets and which are checked by their annotations. Suffixes: g rollouts of a group, n all
+rollouts of a batch, t sampled tokens of one rollout, bt positions of a micro-batch, of which those outside `mask_bt`
+hold 0 and are ignored in what is returned. Torch is not imported, so that a config is refused at once.
 """
 
 import dataclasses
@@ -51,12 +50,13 @@ class Choice:
         return self.function(**{name: values[name] for name in self.given}, **self.options)
 
 
-ADVANTAGES = Registry[Choice]("advantage")
-OBJECTIVES = Registry[Choice]("objective")
-AGGREGATES = Registry[Choice]("aggregate")
-KLS = Registry[Choice]("kl")
-CORRECTIONS = Registry[Choice]("correction")
-KINDS = {"baseline": ADVANTAGES, "clip": OBJECTIVES, "aggregate": AGGREGATES, "kl": KLS, "correction": CORRECTIONS}
+KINDS = {  # by setting
+    "baseline": Registry[Choice]("advantage"),
+    "clip": Registry[Choice]("objective"),
+    "aggregate": Registry[Choice]("aggregate"),
+    "kl": Registry[Choice]("kl"),
+    "correction": Registry[Choice]("correction"),
+}
 _chosen: dict[tuple[str, str], Choice] = {}
 
 
@@ -64,10 +64,10 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
     """Return what `algorithm.KIND` chooses, a name or {name: ..., option: ...}. Raise ConfigError where it can't."""
     key = kind, str(chosen)
     if key not in _chosen:
-        given = {"name": chosen} if isinstance(chosen, str) else chosen
-        choice = KINDS[kind].get(given["name"])
-        called = f"{KINDS[kind].kind} {given['name']}"
-        own = {name: value for name, value in given.items() if name != "name"}
+        own = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+        name = own.pop("name")
+        choice = KINDS[kind].get(name)
+        called = f"{KINDS[kind].kind} {name}"
         options = options_of(called, choice.function, own, section=f"algorithm.{kind}", keys=choice.given)
         _chosen[key] = dataclasses.replace(choice, options=options)
     return _chosen[key]
@@ -104,12 +104,9 @@ def _register(kind: str, offered: Sequence[str], name: str, declared: Mapping[st
 
 
 def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Decorate an advantage: rewards → advantages, float64.
+    """Decorate an advantage: rewards → advantages, float64; per token also → (advantages, returns for a critic).
 
-    `per` group: rewards_g → [g]. batch: rewards_n, group_n, the number of each rollout's group, and parts_n, the values
-    of each reward function by its name → [n]. token: rewards_t of one sequence → [t], or ([t], [t]) with the returns
-    that a critic learns. `needs`: columns of the tokens, given as NAME_t: "values" of a critic. `algorithm.scale`
-    divides behind it.
+    `per`: what one call sees. `needs`: columns of the tokens, given as NAME_t: "values" of a critic.
     """
     offered = ("rewards_g", "rewards_n", "group_n", "parts_n", "rewards_t", *(f"{column}_t" for column in needs))
     return _register("baseline", offered, name, {"per": per, "needs": needs})
@@ -118,8 +115,7 @@ def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[
 def objective(name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "none") -> Callable[[F], F]:
     """Decorate an objective: each token's term, [bt], which is maximised.
 
-    It may take ratio_bt, advantages_bt, logprobs_bt, rollout_logprobs_bt of the engine, entropy_bt, mask_bt, sample_bt,
-    and low and high, the bounds of the ratio. Gradients pass through ratio_bt, logprobs_bt and entropy_bt.
+    Gradients pass through ratio_bt, logprobs_bt and entropy_bt; low and high are the bounds of the ratio.
     """
     policy = ("ratio_bt", "logprobs_bt", "entropy_bt")
     offered = (*policy, "advantages_bt", "rollout_logprobs_bt", "mask_bt", "sample_bt", "low", "high")
@@ -129,26 +125,19 @@ def objective(name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "no
 def aggregate(name: str) -> Callable[[F], F]:
     """Decorate an aggregate: the weight of each token in the loss, [bt].
 
-    It may take mask_bt, float32, sample_bt, and over all micro-batches and ranks num_tokens and num_sequences, and
-    longest, rollout.max_tokens.
+    mask_bt is float32; num_tokens and num_sequences count over all ranks; longest: rollout.max_tokens.
     """
     offered = ("mask_bt", "sample_bt", "num_tokens", "num_sequences", "longest")
     return _register("aggregate", offered, name, {})
 
 
 def kl(name: str, *, in_loss: bool = True) -> Callable[[F], F]:
-    """Decorate a KL estimate per token, of log_ratio = log policy − log reference, of any shape.
-
-    In the loss it may take ratio_bt, too.
-    """
+    """Decorate a KL estimate per token, of log_ratio = log policy − log reference and, in the loss, ratio_bt."""
     return _register("kl", ("log_ratio", "ratio_bt"), name, {"in_loss": in_loss})
 
 
 def correction(name: str) -> Callable[[F], F]:
-    """Decorate a correction: the weight of each token by log_importance_bt, the log of trainer over engine, [bt].
-
-    It may take log_importance_bt, mask_bt and sample_bt.
-    """
+    """Decorate a correction: the weight of each token, [bt], by log_importance_bt, the log of trainer over engine."""
     return _register("correction", ("log_importance_bt", "mask_bt", "sample_bt"), name, {})
 
 

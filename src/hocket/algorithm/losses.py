@@ -59,7 +59,7 @@ def policy_loss(
     }
     if ref_logprobs_bt is not None:
         known["log_ratio"] = masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
-    weight_bt = choose("correction", config.correction)(**known, low=config.correction_low, high=config.correction_high)
+    weight_bt = choose("correction", config.correction)(**known)
     objective_bt = choose("clip", config.clip)(**known, low=1 - config.clip_low, high=1 + config.clip_high)
     terms_bt = -weight_bt * objective_bt
     if config.kl != "off" and config.kl_in == "loss":

@@ -16,7 +16,7 @@ from torch import Tensor
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import choose
 from hocket.algorithm.ratios import masked_log_ratio
-from hocket.config import AlgorithmConfig
+from hocket.config import AdaptiveKl, AlgorithmConfig
 from hocket.data.stream import Outcome
 from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
 
@@ -92,7 +92,7 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
     """Return whether a sequence is trained, or counts in a baseline with a KL in the reward."""
-    in_baseline = algorithm.kl_in == "reward" and _compares(algorithm)
+    in_baseline = algorithm.kl_in != "loss" and _compares(algorithm)
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
 
@@ -183,7 +183,7 @@ def train_samples(
     metrics = {}
     if algorithm.overlong_share:
         metrics["rollout/overlong_penalty"] = statistics.fmean(one.penalty for _, one in scored)
-    if algorithm.kl_in == "reward":
+    if algorithm.kl_in != "loss":
         metrics["rollout/kl"] = float(torch.cat([row.kl_n for row in rows]).mean())
         metrics["rollout/kl_coef"] = kl_coef
     return samples, metrics
@@ -233,26 +233,25 @@ def whiten(values_n: Tensor) -> Tensor:
 
 
 class KlController:
-    """Coefficient `coef` of a KL in the rewards: fixed, or adapted to kl_target (arXiv 1909.08593).
+    """Coefficient `coef` of a KL in the rewards: fixed, or adapted to a target (arXiv 1909.08593).
 
-    coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / kl_horizon)
+    coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / horizon)
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.coef = config.kl_coef
-        self._target = config.kl_target
-        self._horizon = config.kl_horizon
+        self._adapts = config.kl_in if isinstance(config.kl_in, AdaptiveKl) else None
 
     def update(self, kl: float | None, num_rollouts: int) -> None:
         """Adapt to the mean penalty per token; None if nothing was measured."""
-        if self._target is not None and kl is not None:
-            error = min(max(kl / self._target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
-            self.coef *= 1 + error * num_rollouts / self._horizon
+        if self._adapts is not None and kl is not None:
+            error = min(max(kl / self._adapts.target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+            self.coef *= 1 + error * num_rollouts / self._adapts.horizon
 
     def state(self) -> dict[str, float]:
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue from a `state`; a fixed coefficient stays as configured."""
-        if self._target is not None:
+        if self._adapts is not None:
             self.coef = state["coef"]

@@ -19,7 +19,7 @@ def _named(chosen: Any) -> str | dict[str, Any]:
 
 
 class AdaptiveKl(Section):
-    """A KL in the rewards whose coefficient is adapted (algorithm/kl.py)."""
+    """A KL in the rewards whose coefficient is adapted (algorithm/samples.py)."""
 
     name: Literal["reward"]
     target: float = Field(gt=0)  # KL per token

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import os
 import random
 import time
@@ -54,14 +55,12 @@ def _train(config: Config) -> None:
         held_out = _samples(config.model, data.model_copy(update={"limit": limit}))
     last = saved.step if saved else 0
     size = config.sft.batch_size
-    epochs = config.sft.epochs
-    most: int | None = None
-    steps = config.trainer.steps
     setting = "trainer.steps"
-    if epochs is not None:
-        most = epochs * len(samples)
-        steps = math.ceil(most / size)
+    most = config.trainer.steps * size
+    if config.sft.epochs is not None:
         setting = "sft.epochs"
+        most = config.sft.epochs * len(samples)
+    steps = math.ceil(most / size)
     with Console(steps) as console, RunFolder(config) as folder, Trainer(config, objective=OBJECTIVE) as trainer:
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
         trainer.plan(steps)
@@ -71,8 +70,7 @@ def _train(config: Config) -> None:
         check_fits([*samples, *held_out], trainer.micro_batch_tokens)
         console.say(f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters; {trainer.memory}")
         console.say(f"the first one, with what is taught in [[ ]]: {_shown(samples[0], config.model.path)}")
-        if epochs is not None and "steps" in config.trainer.model_fields_set:
-            console.say(f"sft.epochs={epochs} decides: {steps} steps, not trainer.steps={config.trainer.steps}")
+        console.say(f"{setting} decides: {steps} steps of {size} demonstrations")
         if "learning_rate" not in config.trainer.model_fields_set:
             rate = config.trainer.learning_rate
             console.say(f"trainer.learning_rate={rate:g} is for GRPO; demonstrations mostly take 1e-5 or more")
@@ -88,13 +86,13 @@ def _train(config: Config) -> None:
                 console.progress(step, "training")
                 metrics = trainer.step(list(itertools.islice(order, size)), keep=folder.skipped(step))
                 said = f"loss {metrics['train/loss']:.4f}"
-                if is_measured := bool(held_out) and (step == steps or (every > 0 and step % every == 0)):
+                if held_out and (step == steps or (every > 0 and step % every == 0)):
                     metrics |= held_out_loss(trainer, held_out)
                     said += f"  held-out loss {metrics['eval/loss']:.4f}"
                 metrics |= kept.copy(step, last=step == steps)
                 folder.finish(step, metrics)
                 kept.complete(step, metrics)
-                if is_measured or step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
+                if "eval/loss" in metrics or step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
                     left_s = (time.perf_counter() - start) / (step - last) * (steps - step)
                     speed = f"{metrics['train/tokens_per_s']:,.0f} tokens/s  {left_s:.0f} s left"
                     console.say(f"step {step}/{steps}  {said}  {speed}")
@@ -111,10 +109,12 @@ def _samples(model: ModelConfig, data: DataConfig) -> list[TrainSample]:
 
 def _shown(sample: TrainSample, model: str) -> str:
     tokenizer = tokenizers.load(model)
-    sequence = sample.sequence
-    runs = itertools.groupby(zip(sequence.mask, sequence.token_ids, strict=True), key=lambda pair: pair[0])
-    texts = ((taught, tokenizer.decode([token for _, token in run])) for taught, run in runs)
-    return SHORT.repr("".join(f"[[{text}]]" if taught else text for taught, text in texts))
+    tokens = zip(sample.sequence.mask, sample.sequence.token_ids, strict=True)
+    shown = ""
+    for taught, run in itertools.groupby(tokens, key=operator.itemgetter(0)):
+        text = tokenizer.decode([token for _, token in run])
+        shown += f"[[{text}]]" if taught else text
+    return SHORT.repr(shown)
 
 
 def held_out_loss(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:
