@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,15 +14,16 @@ from hocket.config import ModelConfig
 from hocket.errors import TrainerError
 from hocket.protocol import TensorSpec, manifest
 from hocket.trainer import attention
-from hocket.trainer import kernels as kernel_sets
 from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
+from hocket.trainer.kernels import compile_layers, use_liger
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.lora import Adapter
 from hocket.trainer.weights import Weights, load_model, unshared
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
 WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
+KERNELS: dict[str, Callable[[Any], None]] = {"compile": compile_layers, "liger": use_liger}
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -73,7 +74,8 @@ class Policy(nn.Module):
                 module.p = 0.0
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0
-        kernel_sets.use(kernels, model)
+        if kernels != "eager":
+            KERNELS[kernels](model)
         if config.float32_head:
             compute_in_float32(model.get_output_embeddings())
 
