@@ -3,15 +3,15 @@
 import pytest
 
 import fakes
-from hocket.server import holder
+from hocket.server import engine
+from hocket.server.engine import HOLD_S, Holder
 from hocket.server.errors import ApiError
-from hocket.server.holder import HOLD_S, Holder
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> fakes.Clock:
     clock = fakes.Clock()
-    monkeypatch.setattr(holder, "time", clock)
+    monkeypatch.setattr(engine, "time", clock)
     return clock
 
 
@@ -21,7 +21,7 @@ def test_a_second_trainer_is_told_who_has_the_server_and_since_when(clock: fakes
     clock.now += 30
     server.hear("a")
     clock.now += 7
-    with pytest.raises(ApiError, match=r"works for trainer a, for 37 s, which was last heard of 7 s ago") as refused:
+    with pytest.raises(ApiError, match=r"works for trainer a, which was last heard of 7 s ago") as refused:
         server.hear("b")
     assert (refused.value.status, refused.value.body.code) == (409, "other_trainer")
     assert "sync.take_over=true" in refused.value.body.hint
@@ -38,7 +38,7 @@ def test_a_trainer_that_is_heard_of_keeps_its_server_for_ever_and_a_silent_one_f
             server.hear("b")
     clock.now += 1
     server.hear("b")
-    with pytest.raises(ApiError, match="works for trainer b, for 0 s"):
+    with pytest.raises(ApiError, match="works for trainer b"):
         server.hear("a")
 
 

@@ -15,6 +15,7 @@ from hocket.types import FinishReason, InFlight, VersionSpan
 _A = TypeVar("_A", bound=pydantic.BaseModel)
 FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
 TokenId = Annotated[int, Field(ge=0)]
+Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # that weights can have, as torch names it
 
 
 class Column:
@@ -290,7 +291,7 @@ class AdapterConfig(Strict):
 
 class TensorLayout(Strict):
     name: str
-    dtype: str
+    dtype: Dtype
     shape: list[int] = Field(max_length=16, fail_fast=True)
 
 
@@ -369,7 +370,7 @@ class HeartbeatRequest(Request[Health]):
 class TensorSpec(Strict):
     """One tensor of a published version."""
 
-    dtype: str
+    dtype: Dtype
     shape: list[int]
     checksum: str  # manifest.tensor_checksum
 

@@ -34,7 +34,7 @@ class Broadcasts:
                 await self._join(source.group)
             return "hocket_load_group", source.model_dump_json()
 
-        return Found(source.group.name, None, prepare, source.adapter is None, self._leave)
+        return Found(source.group.name, "", prepare, source.adapter is None, self._leave)
 
     def _leave(self) -> None:
         self._joined = ""
@@ -54,7 +54,7 @@ class Broadcasts:
                     await asyncio.sleep(JOIN_POLL_S)
                     joined = await engine.in_time(vllm_api.call_workers(engine.llm, *joining))
         except Exception as error:
-            engine.require_ready(admits=protocol.CURABLE)
+            engine.require_alive()
             message = f"the workers can't join the trainer at {group.host}:{group.port}: {cause_of(error)}"
             hint = "can this machine reach that address? sync.backend=disk needs no such connection"
             raise ApiError(409, "no_group", message, hint) from error

@@ -1,8 +1,10 @@
 """Load versions of which only what changed was published (sync.backend=delta)."""
 
+import secrets
 import shutil
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 from hocket import protocol
@@ -21,7 +23,7 @@ def install(engine: Engine) -> None:
             expected = await engine.expected(None)
             await engine.reading(versions.check_manifest, described, version, expected)
             patched = await engine.reading(copy.patched, folder, described, engine.held)
-            return "hocket_load_disk", str(patched), ""
+            return "hocket_load_disk", str(patched)
 
         return Found(source.name, described.checksum, prepare, discard=copy.discard)
 
@@ -33,43 +35,43 @@ class PatchedCopy:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._checksum = ""
+        self._folder = Path(tempfile.gettempdir(), versions.temporary_prefix() + secrets.token_hex(8))
+        self._checksum = ""  # of the version that the folder holds; "": none
         self._lock = threading.RLock()  # a call may still be running after its caller has given up
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def patched(self, folder: Path, described: protocol.Manifest, held: Held | None) -> Path:
         """Return a folder with all tensors of a checked version; a delta of another one is refused with 409."""
+        from hocket.protocol import delta  # with torch, which the server imports in parallel to its engine
+
         with self._lock:
             try:
-                return self._patched(folder, described, held)
+                base = delta.base_of(folder)
+                if self._checksum not in (base, described.checksum):
+                    self._copy(held, base)
+                if self._checksum != described.checksum:  # a second time would undo it
+                    delta.patch(self._folder, folder)
+                    versions.check_headers(self._folder, described)
+                self._checksum = described.checksum
             # Whatever it is, a full disk or a delta of nonsense: the version in full needs no copy.
             except Exception as error:
                 self.discard()
                 if isinstance(error, ApiError):
                     raise
                 raise versions.refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
+            return self._folder
 
-    def _patched(self, folder: Path, described: protocol.Manifest, held: Held | None) -> Path:
-        from hocket.protocol import delta  # with torch, which the server imports in parallel to its engine
-
-        base = delta.base_of(folder)
-        if self._folder is None or self._checksum not in (base, described.checksum):
-            self.discard()
-            if held is None or held.answer.checksum != base:
-                reason = "this is only what has changed since a version of which this server has no files"
-                raise ApiError(409, "no_base", reason, "publish the version in full")
-            self._folder = tempfile.TemporaryDirectory(prefix=versions.temporary_prefix())
-            for path in versions.find(self._root, held.key).glob("*.safetensors"):
-                shutil.copyfile(path, Path(self._folder.name, path.name))
-        copy = Path(self._folder.name)
-        if self._checksum != described.checksum:  # a second time would undo it
-            delta.patch(copy, folder)
-        versions.check_headers(copy, described)
-        self._checksum = described.checksum
-        return copy
+    def _copy(self, held: Held | None, base: str) -> None:
+        """Copy the files of the version that the model holds, if that is the base."""
+        if held is None or held.answer.checksum != base:
+            reason = "this is only what has changed since a version of which this server has no files"
+            raise ApiError(409, "no_base", reason, "publish the version in full")
+        published = versions.find(self._root, held.key)
+        self.discard()
+        self._folder.mkdir(mode=0o700)
+        for path in published.glob("*.safetensors"):
+            shutil.copyfile(path, self._folder / path.name)
 
     def discard(self) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._folder = None
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._checksum = ""

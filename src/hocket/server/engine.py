@@ -1,10 +1,11 @@
 """The generation engine: numbered weights that change without a restart."""
 
 import asyncio
+import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,19 +15,52 @@ from hocket.data import tokenizer as tokenizers
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
-from hocket.server.holder import Holder
 from hocket.types import InFlight
 
 T = TypeVar("T")
 
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
+DEAD = protocol.ErrorBody(code="engine_dead", message="the engine's process ended", hint=RESTART)
+STOPPING = protocol.ErrorBody(
+    code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
+)
+HOLD_S = 60.0
+"""Seconds after which a trainer that is not heard of counts as gone, and another one may have its server.
+
+Each of its requests is a sign of life, and so are its heartbeats, which come every few seconds however long its steps
+take. A trainer that ends says so; one that was killed and resumes is the same trainer, by the id in its run folder.
+"""
+
+
+class Holder:
+    """The trainer that has the server, if there is one: two would train on each other's samples."""
+
+    def __init__(self) -> None:
+        self._trainer: str | None = None
+        self._heard = 0.0  # by time.monotonic
+
+    def hear(self, trainer: str | None, *, take_over: bool = False) -> None:
+        """Give the server to a trainer, or let it keep it; None is no trainer. Raises ApiError if another has it."""
+        if trainer is None:
+            return
+        silent_s = time.monotonic() - self._heard
+        if self._trainer not in (None, trainer) and silent_s < HOLD_S and not take_over:
+            message = f"this server works for trainer {self._trainer}, which was last heard of {silent_s:.0f} s ago"
+            hint = f"wait until it has ended, or was silent for {HOLD_S:g} s; sync.take_over=true takes its server"
+            raise ApiError(409, "other_trainer", message, hint)
+        self._trainer = trainer
+        self._heard = time.monotonic()
+
+    def leave(self, trainer: str) -> None:
+        if self._trainer == trainer:
+            self._trainer = None
 
 
 class Found(NamedTuple):
     """A version at its source, before any check."""
 
     key: str  # of the source: the same version from another one may be another run's
-    checksum: str | None  # None where it shows as the version comes
+    checksum: str  # "" where it shows as the version comes
     prepare: Callable[[], Awaitable[tuple[str, ...]]]  # checks it; returns the workers' method that loads it, arguments
     is_whole: bool = True  # or an adapter
     discard: Callable[[], None] = lambda: None  # what may be wrong, after a failure
@@ -108,11 +142,19 @@ class Engine:
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
 
+    def require_alive(self) -> None:
+        """Raise ApiError where the engine is lost: no reload brings it back."""
+        self.require_ready(admits=protocol.CURABLE)
+
     def _reason(self) -> protocol.ErrorBody | None:
-        is_lost = self._failure is not None and protocol.meaning(self._failure.code).gone
-        if self.llm.errored and not is_lost:
-            self._fail("engine_dead", "the engine's process ended", RESTART)
+        if self.llm.errored and self._failure is not STOPPING:
+            self._fail(DEAD)
         return self._failure or self.residence.reason
+
+    def _fail(self, reason: protocol.ErrorBody) -> None:
+        self._status = "failed"
+        self._failure = reason
+        self.held = None
 
     def health(self) -> protocol.Health:
         asleep = self._reason() is not None and self._status == "ready"
@@ -131,7 +173,7 @@ class Engine:
             root=str(self.root),
             device=str(vllm.device_config.device_type),
             workers=self.num_workers,
-            kv_tokens=int(vllm.cache_config.num_gpu_blocks or 0) * int(vllm.cache_config.block_size),
+            kv_tokens=int(vllm.cache_config.num_gpu_blocks) * int(vllm.cache_config.block_size),
             error=self._failure,
         )
 
@@ -165,39 +207,99 @@ class Engine:
         async with self.lock:
             self.holder.hear(request.trainer)
             self.require_ready(admits=() if request.compare else protocol.CURABLE)
-            start = time.perf_counter()
             found = await self.sources[request.source.kind](request.source, request.version)
             held = self._held_as(request.version, found)
             if request.compare:
-                if held is None:
-                    message = f"the engine does not hold this version {request.version}, so it can't be compared"
-                    raise ApiError(503, "other_version", message, "load it first")
-                found = found._replace(checksum=held.answer.checksum)
+                answer = await self._compare(request.version, found, held)
             elif held is not None and held.key == found.key:
-                await self.residence.wake()
-                return held.answer
-            call = await found.prepare()
-            if not await self.residence.rise():
-                await self.pause("keep" if request.compare else request.in_flight, clear_cache=not request.compare)
-            self._status = "updating"
-            self.base_replaced |= found.is_whole
-            loaded = await self._load(request, found, call)
-            self.version = request.version
-            self.require_ready(admits=protocol.CURABLE)  # it may be shutting down
-            self._status = "ready"
-            self._failure = None
-            seconds = time.perf_counter() - start
-            answer = protocol.ReloadResponse(version=request.version, seconds=seconds, session=self.session, **loaded)
-            self.held = Held(found.key, answer)
+                answer = held.answer
+            else:
+                answer = await self._load(request, found)
             await self.residence.wake()
             return answer
 
     def _held_as(self, version: int, found: Found) -> Held | None:
         """Return what the model holds if that is this version."""
-        held = None if self._failure else self.held
-        if held is None or held.answer.version != version or found.checksum not in (None, held.answer.checksum):
+        held = self.held
+        if held is None or held.answer.version != version or found.checksum not in ("", held.answer.checksum):
             return None
         return held
+
+    async def _load(self, request: protocol.ReloadRequest, found: Found) -> protocol.ReloadResponse:
+        start = time.perf_counter()
+        call = await found.prepare()
+
+        async def load() -> dict[str, Any]:
+            answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, *call, found.checksum, False)
+            await self.llm.update_weight_version(str(request.version))
+            await self._resume()
+            return answers[0]
+
+        if not await self.residence.rise():
+            await self.pause(request.in_flight)
+        self.base_replaced |= found.is_whole
+        async with self._changing(f"loading version {request.version}", found):
+            loaded = await self.in_time(load())
+        self.version = request.version
+        self.require_alive()  # it may be shutting down
+        self._status = "ready"
+        self._failure = None
+        answer = protocol.ReloadResponse(
+            version=request.version,
+            seconds=time.perf_counter() - start,
+            num_tensors=loaded["num_tensors"],
+            checksum=loaded["checksum"],
+            session=self.session,
+        )
+        self.held = Held(found.key, answer)
+        return answer
+
+    async def _compare(self, version: int, found: Found, held: Held | None) -> protocol.ReloadResponse:
+        start = time.perf_counter()
+        if held is None:
+            message = f"the engine does not hold this version {version}, so it can't be compared"
+            raise ApiError(503, "other_version", message, "load it first")
+        call = await found.prepare()
+        await self.pause("keep", clear_cache=False)
+        doing = f"comparing with version {version}"
+        async with self._changing(doing, found):
+            try:
+                answers = await self.in_time(vllm_api.call_workers(self.llm, *call, held.answer.checksum, True))
+            except RuntimeError as error:  # of workers, which have put back what they compared
+                found.discard()
+                await self._go_on()
+                message = f"{doing} failed: {cause_of(error)}"
+                raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
+            different = sorted(set().union(*(answer["different"] for answer in answers)))
+            if different:
+                found.discard()
+                names = ", ".join(different[:3])
+                message = f"{doing} failed: the model differs in {names} ({len(different)} in all)"
+                await self.fail_all(500, "reload_failed", message, RELOAD)
+                raise ApiError(409, "not_held", message, RELOAD)
+            await self._go_on()
+        return held.answer.model_copy(update={"seconds": time.perf_counter() - start})
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, doing: str, found: Found) -> AsyncIterator[None]:
+        """Keep a paused engine from running where the body fails: its model may be half loaded."""
+        self._status = "updating"
+        try:
+            yield
+        except ApiError:  # which says what the engine does now
+            raise
+        except Exception as error:
+            found.discard()
+            raise await self.fail_all(500, "reload_failed", f"{doing} failed: {cause_of(error)}", RELOAD) from error
+
+    async def _go_on(self) -> None:
+        await self.in_time(self._resume())
+        self._status = "ready"
+
+    async def _resume(self) -> None:
+        self.require_alive()  # it may be shutting down
+        if self.residence.reason is None:
+            await self.llm.resume_generation()
 
     async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:
         folder, described, adapter = await self.reading(versions.read, self.root, source.name)
@@ -205,7 +307,7 @@ class Engine:
         async def prepare() -> tuple[str, ...]:
             expected = await self.expected(adapter)
             await self.reading(versions.check, folder, described, version, expected)
-            return "hocket_load_disk", str(folder), adapter.model_dump_json() if adapter else ""
+            return "hocket_load_disk", str(folder)
 
         return Found(source.name, described.checksum, prepare, is_whole=adapter is None)
 
@@ -228,8 +330,7 @@ class Engine:
         except TimeoutError as late:
             message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self.timeout_s:g}"
             try:
-                if self._failure is None:  # a half-loaded model must not run
-                    await asyncio.wait_for(self.llm.resume_generation(), vllm_api.ABORT_TIMEOUT_S)
+                await asyncio.wait_for(self.llm.resume_generation(), vllm_api.ABORT_TIMEOUT_S)
             except Exception as error:
                 message += f", and the engine does not go on: {cause_of(error)}"
                 raise await self.fail_all(503, "not_resumed", message, RELOAD) from error
@@ -253,71 +354,29 @@ class Engine:
         try:
             async with asyncio.timeout(self.timeout_s):
                 while not task.done():
-                    self.require_ready(admits=protocol.CURABLE)
+                    self.require_alive()
                     await asyncio.wait([task], timeout=vllm_api.LOOK_S)
                 return task.result()
         except TimeoutError as error:
             raise TimeoutError(f"not done after sync.timeout_s={self.timeout_s:g}") from error
         except Exception:
-            self.require_ready(admits=protocol.CURABLE)
+            self.require_alive()
             raise
         finally:
             await cancel([task])
-
-    async def _load(self, request: protocol.ReloadRequest, found: Found, call: tuple[str, ...]) -> dict[str, Any]:
-        """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors`."""
-        different: list[str] = []
-
-        async def load() -> dict[str, Any]:
-            answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, *call, request.compare)
-            sums = {answer["checksum"] for answer in answers}
-            if sums != {found.checksum or answers[0]["checksum"]}:
-                raise RuntimeError("the tensors that reached the model are not those that were published")
-            different.extend(sorted({name for answer in answers for name in answer["different"]}))
-            if different:
-                raise RuntimeError(f"the model differs in {', '.join(different[:3])} ({len(different)} in all)")
-            if not request.compare:
-                await self.llm.update_weight_version(str(request.version))
-            await self._resume()
-            return {name: answers[0][name] for name in ("checksum", "num_tensors")}
-
-        try:
-            return await self.in_time(load())
-        # Whatever went wrong, the model may be half loaded: the engine must not run before a reload succeeds.
-        except Exception as error:
-            found.discard()
-            doing = "comparing with" if request.compare else "loading"
-            message = f"{doing} version {request.version} failed: {cause_of(error)}"
-            # Workers that report an error have put back what they compared.
-            if request.compare and isinstance(error, RuntimeError) and not different:
-                self._status = "ready"
-                await self.in_time(self._resume())
-                raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
-            self.held = None
-            failure = await self.fail_all(500, "reload_failed", message, RELOAD)
-            raise ApiError(409, "not_held", message, RELOAD) if different else failure from error
-
-    async def _resume(self) -> None:
-        self.require_ready(admits=protocol.CURABLE)  # it may be shutting down
-        if self.residence.reason is None:
-            await self.llm.resume_generation()
 
     async def fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
         """End all requests with a failure now, as no good version may come before their deadlines; return its error.
 
         Raises ApiError where the engine is lost, which says more.
         """
-        self.require_ready(admits=protocol.CURABLE)
-        reason = self._fail(code, message, hint)
+        self.require_alive()
+        error = ApiError(status, code, message, hint)
+        self._fail(error.body)
         await vllm_api.abort_all(self.llm)
-        return ApiError(status, **reason.model_dump())
-
-    def _fail(self, code: str, message: str, hint: str) -> protocol.ErrorBody:
-        self._status = "failed"
-        self._failure = protocol.ErrorBody(code=code, message=message, hint=hint)
-        return self._failure
+        return error
 
     async def stop(self) -> None:
         """End every request: the server is shutting down."""
-        self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
+        self._fail(STOPPING)
         await vllm_api.abort_all(self.llm)

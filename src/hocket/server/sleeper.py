@@ -1,6 +1,6 @@
 """Let the engine leave its GPU for a trainer, and come back (launch.share_gpu)."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 
 from fastapi import FastAPI
 
@@ -32,21 +32,21 @@ class Sleeper(Residence):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._away: tuple[str, ...] = ()  # those of PARTS that are off the GPU
+        self._here = len(PARTS)  # so many of PARTS are on the GPU
 
     async def sleep(self, request: protocol.SleepRequest) -> protocol.Health:
         """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
         engine = self._engine
         async with engine.lock:
             engine.holder.hear(request.trainer)
-            engine.require_ready(admits=protocol.CURABLE)
+            engine.require_alive()
             if not engine.share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
                 raise ApiError(409, "no_sleep_mode", "this server was not started to share its GPU", hint)
-            if "weights" not in self._away:
-                if not self._away:
-                    await engine.pause(request.in_flight)
-                self._away = PARTS
+            if self.reason is None:
+                await engine.pause(request.in_flight)
+            if self._here > 0:
+                self._here = 0
                 self.reason = ASLEEP
                 # Nothing runs any more; any other mode than keep would end paused requests.
                 await self._move(engine.llm.sleep(level=request.level, mode="keep"))
@@ -60,28 +60,29 @@ class Sleeper(Residence):
         engine = self._engine
         async with engine.lock:
             engine.holder.hear(request.trainer)
-            engine.require_ready(admits=protocol.CURABLE)
-            if self._away and engine.held is None:
+            engine.require_alive()
+            if self.reason is not None and engine.held is None:
                 message = "the engine dropped its weights when it fell asleep, or they failed to load"
                 raise ApiError(409, "no_weights", message, "POST /reload_weights, which wakes it up")
             await self.wake()
             return engine.health()
 
     async def rise(self) -> bool:
-        slept = bool(self._away)
-        await self._bring_back(PARTS[:1])
+        slept = self.reason is not None
+        await self._bring_back(1)
         return slept
 
     async def wake(self) -> None:
-        await self._bring_back(PARTS)
+        await self._bring_back(len(PARTS))
 
-    async def _bring_back(self, parts: Sequence[str]) -> None:
-        """Bring those parts back that are off the GPU; generation goes on with the last of them."""
-        away = [part for part in parts if part in self._away]
+    async def _bring_back(self, here: int) -> None:
+        """Bring back what of the first parts is off the GPU; generation goes on with the last of them."""
+        away = PARTS[self._here : here]
         if away:
-            await self._move(self._engine.llm.wake_up(tags=away))
-            self._away = tuple(part for part in self._away if part not in away)
-            self.reason = ASLEEP if self._away else None
+            await self._move(self._engine.llm.wake_up(tags=list(away)))
+            self._here = here
+        if self._here == len(PARTS):
+            self.reason = None
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Wait for the engine to fall asleep or wake up. After a failure its memory is in an unknown state."""

@@ -21,7 +21,7 @@ FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root. Folders with other names than ours are left alone there."""
 SILENCE_S = 60.0
 _NAME = re.compile(r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}", re.ASCII)
-_FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
+_FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE", re.ASCII)
 
 
 def install(app: FastAPI, engine: Engine) -> None:
@@ -48,9 +48,7 @@ class Uploads:
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
         """Write one file of the version `name`, all files together up to `max_bytes`; COMPLETE is the last."""
-        if not _NAME.fullmatch(name) or not (
-            _FILE.fullmatch(file) or file in (manifest.ADAPTER_FILE, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE)
-        ):
+        if not (_NAME.fullmatch(name) and _FILE.fullmatch(file)):
             hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
         folder = self._folder / name
@@ -76,21 +74,21 @@ class Uploads:
         return DiskSource(name=f"{FOLDER}/{name}")
 
     async def _write(self, path: Path, chunks: AsyncIterator[bytes], max_bytes: int) -> None:
-        with path.open("wb") as file:
-            while True:
-                try:
-                    async with asyncio.timeout(SILENCE_S):
-                        chunk = await anext(chunks, None)
-                except TimeoutError as error:
-                    message = f"nothing came for {SILENCE_S:g} s"
-                    raise ApiError(408, "body_timeout", message, "send the version again") from error
-                if chunk is None:
-                    return
-                max_bytes -= len(chunk)
-                if max_bytes < 0:
-                    message = "this is more than a version can have"
-                    raise ApiError(413, "upload_too_large", message, "is it of the same model?")
-                await asyncio.to_thread(file.write, chunk)
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(SILENCE_S) as silence:
+                with path.open("wb") as file:
+                    async for chunk in chunks:
+                        max_bytes -= len(chunk)
+                        if max_bytes < 0:
+                            message = "this is more than a version can have"
+                            raise ApiError(413, "upload_too_large", message, "is it of the same model?")
+                        silence.reschedule(None)
+                        await asyncio.to_thread(file.write, chunk)
+                        silence.reschedule(clock() + SILENCE_S)
+        except TimeoutError as error:
+            message = f"nothing came for {SILENCE_S:g} s"
+            raise ApiError(408, "body_timeout", message, "send the version again") from error
 
     def _make_room(self) -> None:
         """Keep what comes now, the newest version and the newest complete one, which the server may hold."""

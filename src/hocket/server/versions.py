@@ -1,7 +1,7 @@
 """Find published weight versions under one root, and check them against the model."""
 
-import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 
@@ -18,10 +18,6 @@ from hocket.server.errors import ApiError, invalid, parse
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Precisions that weights can have: safetensors' names and torch's."""
-UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers in old checkpoints of any architecture that transformers ignores."""
 # A leading dot marks versions that are being written or removed.
 _NAME = re.compile(r"[^./\\\0][^/\\\0]*(/[^./\\\0][^/\\\0]*)*")
 OVERHEAD_BYTES = 64 << 20
@@ -29,46 +25,30 @@ OVERHEAD_BYTES = 64 << 20
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShapes:
+class ModelShapes(NamedTuple):
     """The tensors of a checkpoint of the served model."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # by name in the checkpoint
+    shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]  # tensors that equal another one and may be left out: {"lm_head.weight": "...embed..."}
 
 
 @functools.cache
 def model_shapes(path: str) -> ModelShapes:
-    """Read names and shapes from a model's own checkpoint, as transformers and so the trainer writes them again.
+    """Return what the trainer publishes of a model: it loads and writes it in this way, too; here without data."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 
-    In memory they are others where an architecture has experts, which transformers fuses. A model without safetensors
-    is taken to have the same names on disk and in memory.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # None, the default, asks on the terminal
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    in_memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    unused = re.compile("|".join([*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]))
-    prefix = f"{model.base_model_prefix}."
-    shapes = {}
-    for name, shape in _checkpoint_shapes(path).items():
-        if name not in in_memory and prefix + name in in_memory:
-            shapes[prefix + name] = shape  # saved without its head: on loading, transformers adds what is missing
-        elif name in in_memory or not unused.search(name):
-            shapes[name] = shape
-    shapes = shapes or in_memory
-    tied = dict(model.all_tied_weights_keys)
-    for name, source in tied.items():
-        if source in shapes:
-            shapes.setdefault(name, shapes[source])
-    return ModelShapes(shapes=shapes, tied=tied)
+    transformers.utils.logging.disable_progress_bar()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    # Code of its own is not run: None, the default, asks on the terminal.
+    model = load(path, device_map="meta", trust_remote_code=False, local_files_only=True)
+    published = revert_weight_conversion(model, model.state_dict())
+    shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
+    return ModelShapes(shapes, dict(model.all_tied_weights_keys))
 
 
 def max_bytes(expected: ModelShapes) -> int:
-    return 4 * sum(math.prod(shape) for shape in expected.shapes.values()) + OVERHEAD_BYTES
+    return 4 * sum(map(math.prod, expected.shapes.values())) + OVERHEAD_BYTES
 
 
 def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) -> ModelShapes:
@@ -76,26 +56,15 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) ->
     if adapter.r > max_rank:
         hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
         raise ApiError(409, "rank_too_high", f"the engine takes adapters up to rank {max_rank}", hint)
+    targets = "|".join(map(re.escape, adapter.target_modules))
+    matrix = re.compile(rf"((.*\.)?({targets}))\.weight")
     shapes = {}
     for name, shape in model.shapes.items():
-        layer = name.removesuffix(".weight")
-        adapted = any(f".{layer}".endswith(f".{target}") for target in adapter.target_modules)
-        if adapted and len(shape) == 2 and layer != name:
-            shapes[f"base_model.model.{layer}.lora_A.weight"] = (adapter.r, shape[1])
-            shapes[f"base_model.model.{layer}.lora_B.weight"] = (shape[0], adapter.r)
-    return ModelShapes(shapes=shapes, tied={})
-
-
-def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a model's safetensors files; {} where it has none."""
-    from huggingface_hub import errors, get_local_safetensors_metadata, snapshot_download
-
-    folder = path if Path(path).is_dir() else snapshot_download(path, local_files_only=True)
-    try:
-        files = get_local_safetensors_metadata(folder).files_metadata.values()
-    except errors.NotASafetensorsRepoError:
-        return {}
-    return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
+        adapted = matrix.fullmatch(name)
+        if adapted and len(shape) == 2:
+            shapes[f"base_model.model.{adapted[1]}.lora_A.weight"] = (adapter.r, shape[1])
+            shapes[f"base_model.model.{adapted[1]}.lora_B.weight"] = (shape[0], adapter.r)
+    return ModelShapes(shapes, tied={})
 
 
 def find(root: Path, name: str) -> Path:
@@ -118,9 +87,12 @@ def find(root: Path, name: str) -> Path:
 def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
     """Find a version; return its folder, manifest and, unless it is of whole weights, the adapter's config."""
     folder = find(root, name)
-    adapter = folder / manifest.ADAPTER_FILE
-    described = _parsed(Manifest, folder / manifest.MANIFEST_FILE)
-    return folder, described, _parsed(AdapterConfig, adapter) if adapter.is_file() else None
+    return folder, _parsed(Manifest, folder / manifest.MANIFEST_FILE), read_adapter(folder)
+
+
+def read_adapter(folder: Path) -> AdapterConfig | None:
+    path = folder / manifest.ADAPTER_FILE
+    return _parsed(AdapterConfig, path) if path.is_file() else None
 
 
 def _parsed(message: type[M], path: Path) -> M:
@@ -137,43 +109,33 @@ def check(folder: Path, described: Manifest, version: int, expected: ModelShapes
 
 
 def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> None:
-    """Raise ApiError unless the manifest is of this version and of tensors that the model can take."""
-    tensors = described.tensors
+    """Raise ApiError unless the manifest is of this version and of the model's tensors."""
     if described.version != version:
         raise refused(f"the manifest is of version {described.version}, not {version}")
-    if manifest.total_checksum(tensors) != described.checksum:
+    if manifest.total_checksum(described.tensors) != described.checksum:
         raise refused("the manifest's checksum is not the one of its tensors")
-    _check_layout(tensors, expected)
-    for name, source in expected.tied.items():
-        if {name, source} <= tensors.keys() and tensors[name].checksum != tensors[source].checksum:
-            raise refused(f"the model ties {name!r} to {source!r}, but they differ")
+    _check_tensors(described.tensors, expected)
 
 
 def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes) -> None:
-    """Raise ApiError unless tensors to come are the model's, each once; their bytes have checksums."""
-    items = [item for bucket in buckets for item in bucket]
-    layout = {item.name: item for item in items}
-    if len(layout) < len(items):
+    """Raise ApiError unless tensors that are to come are the model's, each once."""
+    items = list(itertools.chain(*buckets))
+    # Of tied tensors only one is to come: bytes that are not here yet count as different.
+    tensors = {item.name: TensorSpec(dtype=item.dtype, shape=item.shape, checksum=item.name) for item in items}
+    if len(tensors) < len(items):
         raise refused("a tensor is named twice")
-    _check_layout(layout, expected)
+    _check_tensors(tensors, expected)
+
+
+def _check_tensors(tensors: Mapping[str, TensorSpec], expected: ModelShapes) -> None:
+    """Raise ApiError unless these are the model's tensors; tied ones, if they are there, with the same bytes."""
     for name, source in expected.tied.items():
-        if {name, source} <= layout.keys():
-            raise ApiError(409, "bad_version", f"the model ties {name}", "send it once")
-
-
-def _check_layout(found: Mapping[str, TensorSpec | TensorLayout], expected: ModelShapes) -> None:
-    """Raise ApiError unless these are the model's tensors, in a precision that weights can have."""
-    for name, tensor in found.items():
-        shape = expected.shapes.get(name)
-        if shape is None:
-            raise refused(f"the model has no tensor {name!r}")
-        if tuple(tensor.shape) != shape:
-            raise refused(f"tensor {name!r} has shape {tensor.shape}, the model's is {list(shape)}")
-        if tensor.dtype not in DTYPES.values():
-            raise refused(f"tensor {name!r} is {tensor.dtype}; weights are {', '.join(DTYPES.values())}")
-    missing = sorted(expected.shapes.keys() - found.keys() - expected.tied.keys())
-    if missing:
-        raise refused(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
+        if {name, source} <= tensors.keys() and tensors[name].checksum != tensors[source].checksum:
+            raise refused(f"the model ties {name!r} to {source!r}: leave it out, or let both be the same")
+    left_out = expected.tied.keys() - tensors.keys()
+    wanted = {name: shape for name, shape in expected.shapes.items() if name not in left_out}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    _require_equal(found, "the version", wanted, "the model")
 
 
 def check_headers(folder: Path, described: Manifest) -> None:
@@ -181,25 +143,27 @@ def check_headers(folder: Path, described: Manifest) -> None:
 
     A wrong byte shows in the checksum of what goes into the model.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
-    announced = {name: (tensor.dtype, tensor.shape) for name, tensor in described.tensors.items()}
-    found: dict[str, tuple[str, list[int]]] = {}
+    announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in described.tensors.items()}
+    found = dict[str, tuple[str, tuple[int, ...]]]()
     try:
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    if name in found:
-                        raise refused(f"the files hold tensor {name!r} twice")
-                    header = opened.get_slice(name)
-                    found[name] = DTYPES.get(header.get_dtype(), header.get_dtype()), list(header.get_shape())
+        for name, tensor in manifest.tensors(folder):  # whose data is not read
+            if name in found:
+                raise refused(f"the files hold tensor {name!r} twice")
+            found[name] = manifest.dtype_name(tensor.dtype), tuple(tensor.shape)
     except (OSError, SafetensorError) as error:
         raise refused(f"can't read the safetensors files: {error}") from error
-    for name in announced | found:
+    _require_equal(found, "the files", announced, "the manifest")
+
+
+def _require_equal(found: Mapping[str, Any], of: str, wanted: Mapping[str, Any], owner: str) -> None:
+    """Raise ApiError for the first tensor of which both do not say the same."""
+    for name in [*found, *wanted]:
         here = found.get(name, "missing")
-        there = announced.get(name, "missing")
+        there = wanted.get(name, "missing")
         if here != there:
-            raise refused(f"tensor {name!r} is {here} in the files, {there} in the manifest")
+            raise refused(f"tensor {name!r} is {here} in {of}, {there} in {owner}")
 
 
 def temporary_prefix() -> str:

@@ -21,6 +21,8 @@ ROWS = 256  # of an identity matrix that a packed matrix is multiplied by at onc
 
 def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
     """Load checkpoint tensors into a worker's model or adapter, in place; after an error a complete load mends it."""
+    import torch
+
     if adapter is not None:
         return _add_adapter(worker, weights, adapter)
     for method in _expert_methods(worker):
@@ -31,7 +33,7 @@ def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
     for _, head in _packed_heads(worker):
         head.quant_method.process_weights_after_loading(head)
     drop_adapter(worker)
-    _free_cached_memory(worker)
+    torch.cuda.empty_cache()  # a KV cache that sleeps needs the memory of the load's tensors
 
 
 def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> list[str]:
@@ -41,14 +43,6 @@ def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> lis
     with _unwritten(_adapter_slots(worker)) as different:
         _add_adapter(worker, weights, adapter)
     return different
-
-
-def _free_cached_memory(worker: Any) -> None:
-    """Free what torch keeps of a load's tensors, where a KV cache that sleeps needs that memory."""
-    import torch
-
-    if worker.vllm_config.model_config.enable_sleep_mode:
-        torch.cuda.empty_cache()
 
 
 def _add_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> None:
@@ -101,7 +95,8 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
 
     def make_unwritten(like: Any) -> Any:
         tensor = make(like)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+        tensor.untyped_storage().fill_(0xFF)  # NaN
+        return tensor
 
     def compare_packed(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim != 2:
@@ -112,7 +107,7 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
     def compare(layer: Any, info: Any) -> None:
         (parameters, buffers) = info.kernel_tensors
         fresh = get_layer_tensors(layer)
-        computed = info.kernel_non_persistent_buffers - {name for name, _ in info.loaded_weights}
+        computed = info.kernel_non_persistent_buffers - dict(info.loaded_weights).keys()
         for name, held in (parameters | buffers).items():
             # Of a matrix that `compare_packed` has seen nothing is left here.
             if held.numel() and name in fresh.keys() - computed and not torch.equal(held, fresh[name]):
@@ -125,22 +120,17 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
         for key, tensor in get_layer_tensors(layer).items()
         if key in meta.SKIP_TENSORS and tensor.is_floating_point()
     }
-    kernels = {method: (method.moe_kernel, method.moe_quant_config) for method in _expert_methods(worker)}
-    try:
-        for method in kernels:
-            method.moe_kernel = None
-        with (
-            _unwritten(loaded_in_place) as different,
-            patch.object(layerwise, "_copy_and_restore_kernel_tensors", compare),
-            patch.object(meta, "materialize_meta_tensor", make_unwritten),
-            patch.object(utils, "dispatch_cpu_unquantized_gemm", compare_packed),
-        ):
-            different += _reload(worker, weights)
-    finally:
-        for method, kept in kernels.items():
-            method.moe_kernel, method.moe_quant_config = kept
-        drop_adapter(worker)
-        _free_cached_memory(worker)
+    with contextlib.ExitStack() as restoring:
+        restoring.callback(torch.cuda.empty_cache)
+        restoring.callback(drop_adapter, worker)
+        for method in _expert_methods(worker):
+            kept = patch.multiple(method, moe_kernel=None, moe_quant_config=method.moe_quant_config)
+            restoring.enter_context(kept)
+        different = restoring.enter_context(_unwritten(loaded_in_place))
+        restoring.enter_context(patch.object(layerwise, "_copy_and_restore_kernel_tensors", compare))
+        restoring.enter_context(patch.object(meta, "materialize_meta_tensor", make_unwritten))
+        restoring.enter_context(patch.object(utils, "dispatch_cpu_unquantized_gemm", compare_packed))
+        different += _reload(worker, weights)
     heads = _packed_heads(worker)
     return different + [name for name, head in heads if not _computes_with(head.cpu_linear, head.weight)]
 
@@ -150,16 +140,17 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     """Blank tensors for a load into them; then add the names of those that differ, and put back what they held."""
     import torch
 
-    held = {name: tensor.clone() for name, tensor in tensors.items()}
+    held = {}
     different = list[str]()
     try:
-        for tensor in tensors.values():
+        for name, tensor in tensors.items():
+            held[name] = tensor.clone()
             tensor.data.fill_(torch.nan)  # which equals nothing
         yield different
         different += [name for name, tensor in tensors.items() if not torch.equal(tensor, held[name])]
     finally:
-        for name, tensor in tensors.items():
-            tensor.data.copy_(held[name])
+        for name, kept in held.items():
+            tensors[name].data.copy_(kept)
 
 
 def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
@@ -172,8 +163,7 @@ def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
         part = weight[:, start : start + ROWS].t()
         rows = weight.new_zeros(len(part), num_columns)
         rows[:, start:].fill_diagonal_(1)
-        found = packed(rows, weight, None)
-        if not torch.equal(found, part) and not ((found - part).abs() <= tiny).all():
+        if not torch.allclose(packed(rows, weight, None), part, rtol=0, atol=tiny):
             return False
     return True
 
@@ -255,8 +245,7 @@ def _end_reload(worker: Any) -> None:
     model = worker.model_runner.get_model()
     for module in model.modules():
         waiting = get_layerwise_info(module)
-        if waiting.can_load():
-            waiting.load_numel = 0
-            waiting.loaded_weights.clear()
+        waiting.load_numel = 0
+        waiting.loaded_weights.clear()
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(model, worker.model_config)

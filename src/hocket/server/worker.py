@@ -14,7 +14,7 @@ import torch
 
 from hocket.protocol import AdapterConfig, TensorSpec, manifest
 from hocket.protocol.weight_group import Part
-from hocket.server import vllm_api, vllm_weights
+from hocket.server import versions, vllm_api, vllm_weights
 from hocket.server.vllm_api import answered
 from hocket.server.worker_group import GroupReceiver
 
@@ -23,14 +23,14 @@ class WorkerExtension(GroupReceiver):
     """Methods that hocket adds to vLLM's worker. Messages are JSON: vLLM carries plain types only."""
 
     @answered
-    def hocket_load_disk(self, folder: str, adapter: str, compare: bool = False) -> dict[str, Any]:
-        """Load every tensor of the folder into the paused model, in place; with an AdapterConfig, beside it.
+    def hocket_load_disk(self, folder: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
+        """Load every tensor of the folder into the paused model, in place, or an adapter beside it.
 
-        Returns the checksum of what went in. After an error the model is unusable until a load succeeds. With `compare`
-        it changes nothing, and also returns the names of what differs.
+        Raises RuntimeError where what went in has another checksum; after an error the model is unusable until a load
+        succeeds. With `compare` nothing is changed, and the answer names what differs.
         """
-        config = AdapterConfig.model_validate_json(adapter) if adapter else None
-        return self._hocket_take(_read(Path(folder)), config, compare)
+        adapter = versions.read_adapter(Path(folder))
+        return self._hocket_take(_read(Path(folder)), adapter, checksum, compare)
 
     @answered
     def hocket_drop_adapter(self) -> None:
@@ -41,11 +41,15 @@ class WorkerExtension(GroupReceiver):
         self,
         parts: Iterator[Part],
         adapter: AdapterConfig | None,
+        checksum: str,
         compare: bool,
         give_up: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         with _ahead(parts, give_up) as made:
-            return self._hocket_load(made, adapter, compare)
+            answer = self._hocket_load(made, adapter, compare)
+        if checksum not in ("", answer["checksum"]):
+            raise RuntimeError("the tensors that reached the model are not those that were published")
+        return answer
 
     def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
         specs: dict[str, TensorSpec] = {}

@@ -16,7 +16,7 @@ class GroupReceiver:
     """Methods of a worker that takes broadcasts, too."""
 
     rank: int
-    device: torch.device | None
+    device: torch.device
     _hocket_take: Callable[..., dict[str, Any]]  # loads the parts of a version
     hocket_group: "tuple[str, Future[WeightGroup]] | None" = None  # that it is in, or joining
 
@@ -27,38 +27,43 @@ class GroupReceiver:
         A thread joins, so that the engine goes on: whatever listens there may never answer.
         """
         address = GroupAddress.model_validate_json(message)
-        name, joined = self.hocket_group or ("", None)
-        if joined is not None and name == address.name:
-            return joined.done() and joined.result() is not None
-        if joined is not None:
+        name, joined = self.hocket_group or ("", Future())
+        if name != address.name:
             joined.add_done_callback(_leave)
-        self.hocket_group = None
-        device = self.device if self.device is not None and address.backend == "nccl" else torch.device("cpu")
-        if address.device is not None and weight_group.gpu_id(device) == address.device:
-            raise RuntimeError(
-                "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
-                "(CUDA_VISIBLE_DEVICES), or set sync.backend=disk"
-            )
-        self.hocket_group = (address.name, Future())
-        arguments = (self.hocket_group[1], address, 1 + self.rank, size, device)
-        # A daemon: the process would wait for an executor's thread before it ends.
-        threading.Thread(target=_join, args=arguments, name="join", daemon=True).start()
-        return False
+            self.hocket_group = None
+            device = _device_for(address, self.device)
+            joined = Future()
+            self.hocket_group = address.name, joined
+            # A daemon: the process would wait for an executor's thread before it ends.
+            arguments = joined, address, 1 + self.rank, size, device
+            threading.Thread(target=_join, args=arguments, name="join", daemon=True).start()
+        return joined.done() and joined.result() is not None
 
     @answered
-    def hocket_load_group(self, message: str, compare: bool = False) -> dict[str, Any]:
+    def hocket_load_group(self, message: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
         """Load the tensors that the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
         source = CollectiveSource.model_validate_json(message)
-        name, joined = self.hocket_group or ("", None)
-        assert joined is not None, "the engine has it join first"
+        assert self.hocket_group is not None, "the engine has it join first"
+        name, joined = self.hocket_group
         assert name == source.group.name, "the engine has it join first"
         group = joined.result()
         try:
             # The group is closed before the second thread has ended, which may be waiting for a bucket.
-            return self._hocket_take(_receive(group, source), source.adapter, compare, group.close)
+            return self._hocket_take(_receive(group, source), source.adapter, checksum, compare, group.close)
         except BaseException:
             self.hocket_group = None
             raise
+
+
+def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
+    if address.backend == "gloo":
+        return torch.device("cpu")
+    if weight_group.gpu_id(own) == address.device:
+        raise RuntimeError(
+            "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
+            "(CUDA_VISIBLE_DEVICES), or set sync.backend=disk"
+        )
+    return own
 
 
 def _join(joined: "Future[WeightGroup]", address: GroupAddress, rank: int, size: int, device: torch.device) -> None:
@@ -85,12 +90,10 @@ def _leave(joined: "Future[WeightGroup]") -> None:
 
 def _receive(group: WeightGroup, source: CollectiveSource) -> Iterator[Part]:
     """Yield the tensors of each bucket, verified, with their specs. Raises RuntimeError that names the bucket."""
-    sizes = [weight_group.num_bytes(bucket) for bucket in source.buckets]
-    flat = torch.empty(sizes[0], dtype=torch.uint8, device=group.device)  # there must be room before anything is sent
-    group.announce(source.turn)
     for number, bucket in enumerate(source.buckets, 1):
-        if number > 1:
-            flat = torch.empty(sizes[number - 1], dtype=torch.uint8, device=group.device)
+        flat = torch.empty(weight_group.num_bytes(bucket), dtype=torch.uint8, device=group.device)
+        if number == 1:  # there is room for it: the trainer may send
+            group.announce(source.turn)
         try:
             group.broadcast(flat)
         except RuntimeError as error:
