@@ -46,10 +46,6 @@ def test_a_malformed_completion_is_refused(change: dict[str, object]) -> None:
         Completion.model_validate_json(json.dumps({**COMPLETION, **change}))
 
 
-def test_requests_in_flight_go_on_by_default() -> None:
-    assert ReloadRequest.model_validate({"version": 1, "source": {"kind": "disk", "name": "v1"}}).in_flight == "keep"
-
-
 GROUP = {"name": "g", "host": "::1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
 GOOD: dict[type[Strict], dict[str, object]] = {
     GenerateRequest: {"prompts": [[5]]},
@@ -115,7 +111,7 @@ def test_numbers_of_a_packed_stream_are_base64_of_four_bytes_each() -> None:
     assert (list(read.token_ids), list(read.logprobs)) == ([4, 2], [-0.5, pytest.approx(-0.1)])
 
 
-PLACES = {"ApiError": 1, "_fail": 0, "fail_all": 1}
+PLACES = {"ApiError": 1, "fail_all": 1}
 """Functions that take an error code, and which of their arguments it is; anywhere else it is called `code`."""
 
 

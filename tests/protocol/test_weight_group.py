@@ -185,7 +185,6 @@ def test_over_nccl_a_group_connects_as_it_is_made_and_not_without_a_deadline(
     for name in ("set_device", "is_available"):
         monkeypatch.setattr(torch.cuda, name, Mock())
     monkeypatch.setattr(torch, "zeros", lambda *_, **options: options["device"])
-    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
     blocking = list[str | None]()
     dist.ProcessGroupNCCL.side_effect = lambda *_: blocking.append(os.environ.get(BLOCKING)) or DEFAULT
     if before is None:
@@ -197,7 +196,6 @@ def test_over_nccl_a_group_connects_as_it_is_made_and_not_without_a_deadline(
     made = dist.ProcessGroupNCCL
     assert made.Options.return_value.config.blocking == 0
     assert made.Options.return_value._timeout.total_seconds() == 2.5
-    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "3"
     assert (blocking, os.environ.get(BLOCKING)) == (["1"], before)
     (sent, _), _ = made.return_value.broadcast.call_args
     assert sent == [device]

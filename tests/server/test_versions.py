@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import fakes
@@ -42,37 +43,8 @@ def verify(folder: Path, version: int, expected: versions.ModelShapes) -> str:
     return described.checksum
 
 
-def make(config: Any, seed: int = 0) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def architectures() -> dict[str, Any]:
-    from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
-
-    size = {
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    }
-    return {
-        "qwen3_moe": Qwen3MoeConfig(**size, moe_intermediate_size=40, num_experts=4, num_experts_per_tok=2),
-        "mixtral": MixtralConfig(**size, num_local_experts=4),
-        "tied": LlamaConfig(**size, tie_word_embeddings=True),
-        "untied": LlamaConfig(**size, tie_word_embeddings=False),
-    }
-
-
 def saved(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {
-        name: tuple(tensor.shape) for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
-    }
+    return {name: tuple(tensor.shape) for name, tensor in manifest.tensors(folder)}
 
 
 def complete(folder: Path, version: int) -> str:
@@ -81,38 +53,45 @@ def complete(folder: Path, version: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "max_shard_size"), [("qwen3_moe", "50KB"), ("mixtral", "1GB"), ("tied", "50KB"), ("untied", "1GB")]
+    ("kind", "more", "max_shard_size"),
+    [
+        ("Qwen3Moe", {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}, "50KB"),
+        ("Mixtral", {"num_local_experts": 4}, "1GB"),
+        ("Llama", {"tie_word_embeddings": True}, "50KB"),
+        ("Llama", {"tie_word_embeddings": False}, "1GB"),
+    ],
 )
 def test_names_are_those_that_saving_writes(
-    root: Path, name: str, max_shard_size: str, monkeypatch: pytest.MonkeyPatch
+    kit: Any, root: Path, kind: str, more: dict[str, Any], max_shard_size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repo = root / f"models--a--{name}"  # in the cache of the hub
-    folder = repo / "snapshots" / ("0" * 40)
-    config = architectures()[name]
-    make(config).save_pretrained(folder, max_shard_size=max_shard_size)
+    name = f"{kind}-{max_shard_size}"
+    folder = root / f"models--a--{name}" / "snapshots" / ("0" * 40)  # in the cache of the hub
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**kit.SIZES, **more))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (max_shard_size == "50KB")
     found = versions.model_shapes(str(folder))
     assert {key: shape for key, shape in found.shapes.items() if key not in found.tied} == saved(folder)
-    assert found.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if name == "tied" else {})
-    make(config, seed=1).save_pretrained(root / "v1")
+    tied = more.get("tie_word_embeddings")
+    assert found.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    model.save_pretrained(root / "v1")
     checksum = complete(root / "v1", 1)
     assert verify(versions.find(root, "v1"), 1, found) == checksum
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("0" * 40)
+    (root / f"models--a--{name}" / "refs").mkdir()
+    (root / f"models--a--{name}" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert versions.model_shapes(f"a/{name}") == found
 
 
 def test_a_checkpoint_without_its_head_and_with_old_buffers_is_what_the_trainer_makes_of_it(root: Path) -> None:
-    from transformers import AutoModel, AutoModelForCausalLM, GPT2Config
-
-    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=1, bos_token_id=1)
-    AutoModel.from_config(config).save_pretrained(root / "model")
+    config = transformers.GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=1, bos_token_id=1
+    )
+    transformers.AutoModel.from_config(config).save_pretrained(root / "model")
     path = root / "model" / "model.safetensors"
     old = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.rotary_emb.inv_freq": torch.ones(8)}
     save_file(load_file(path) | old, path, metadata={"format": "pt"})
-    AutoModelForCausalLM.from_pretrained(root / "model").save_pretrained(root / "v1")
+    transformers.AutoModelForCausalLM.from_pretrained(root / "model").save_pretrained(root / "v1")
     found = versions.model_shapes(str(root / "model"))
     assert {key: shape for key, shape in found.shapes.items() if key not in found.tied} == saved(root / "v1")
     complete(root / "v1", 1)
@@ -128,33 +107,26 @@ def test_a_model_s_own_code_is_neither_run_nor_asked_about(root: Path, monkeypat
     assert not (root / "run").exists()
 
 
-def test_a_tied_head_that_differs_from_its_embedding_is_refused(kit: Any, root: Path, shapes: Any) -> None:
-    kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
-    with pytest.raises(ApiError, match=r"ties 'lm_head\.weight' to 'model\.embed_tokens\.weight'"):
-        verify(root / "v1", 1, shapes[True])
-
-
 @pytest.mark.parametrize(
-    "name", ["../v1", "/etc", "a/../v1", "a//v1", "", ".", "v1/", ".v1.partial", "a/.v1", "a\\v1", "v1\0"]
-)
-def test_names_that_are_paths_or_hidden_are_refused(root: Path, name: str) -> None:
-    with pytest.raises(ApiError, match="is not the name of a version") as caught:
-        versions.find(root, name)
-    assert caught.value.status == 422
-
-
-def test_links_out_of_the_root_and_unknown_or_unfinished_versions_are_refused(tmp_path: Path) -> None:
-    root = tmp_path.resolve() / "root"
-    (root / "unfinished").mkdir(parents=True)
-    (root / "link").symlink_to(root.parent)
-    for name, status, said in (
+    ("name", "status", "said"),
+    [
+        *(
+            (name, 422, "is not the name of a version")
+            for name in ("../v1", "/etc", "a/../v1", "a//v1", "", ".", "v1/")
+        ),
+        *((name, 422, "is not the name of a version") for name in (".v1.partial", "a/.v1", "a\\v1", "v1\0")),
         ("link", 422, "leads out of the root"),
         ("unknown", 404, "there is no 'unknown'"),
         ("unfinished", 409, "no COMPLETE marker"),
-    ):
-        with pytest.raises(ApiError, match=said) as caught:
-            versions.find(root, name)
-        assert caught.value.status == status
+    ],
+)
+def test_a_name_that_is_no_finished_version_s_is_refused(tmp_path: Path, name: str, status: int, said: str) -> None:
+    root = tmp_path.resolve() / "root"
+    (root / "unfinished").mkdir(parents=True)
+    (root / "link").symlink_to(root.parent)
+    with pytest.raises(ApiError, match=said) as caught:
+        versions.find(root, name)
+    assert caught.value.status == status
 
 
 def changed(change: Callable[[dict[str, torch.Tensor]], Any], *, describe: bool = True) -> Callable[[Path], None]:
@@ -235,17 +207,21 @@ def test_a_bad_version_is_refused_with_the_reason(kit: Any, root: Path, shapes: 
     assert (caught.value.status, caught.value.body.code) == (409, "bad_version")
 
 
-def test_buckets_of_another_model_and_those_with_a_copy_are_refused(shapes: Any) -> None:
-    def refusal(tied: bool, again: int = 0, **change: list[int]) -> str:
+def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(kit: Any, root: Path, shapes: Any) -> None:
+    kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
+    ties = r"the model ties 'lm_head\.weight' to 'model\.embed_tokens\.weight': leave it out"
+    with pytest.raises(ApiError, match=ties):
+        verify(root / "v1", 1, shapes[True])
+
+    def refuses(said: str, *, tied: bool = False, again: int = 0, **change: list[int]) -> None:
         layout = {name: list(shape) for name, shape in shapes[tied].shapes.items()} | change
         items = [TensorLayout(name=name, dtype="float32", shape=shape) for name, shape in layout.items()]
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError, match=said):
             versions.check_buckets([items[:3], items[3:] + items[:again]], shapes[tied])
-        return str(caught.value)
 
-    assert refusal(False, **{NAME: [3, 3]}) == f"tensor {NAME!r} is (3, 3) in the version, (64, 128) in the model"
-    assert refusal(False, again=1) == "a tensor is named twice"
-    assert "the model ties 'lm_head.weight' to 'model.embed_tokens.weight': leave it out" in refusal(True)
+    refuses(r"is \(3, 3\) in the version, \(64, 128\) in the model", **{NAME: [3, 3]})
+    refuses("a tensor is named twice", again=1)
+    refuses(ties, tied=True)
 
 
 def publish_delta(kit: Any, root: Path) -> Held:
@@ -283,19 +259,14 @@ def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(kit: Any, roo
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("held", "code"),
-    [(None, "no_base"), ("other", "no_base"), ("v1", "no_such_version")],
-)
+@pytest.mark.parametrize(("held", "code"), [("nothing", "no_base"), ("other", "no_base"), ("v1", "no_such_version")])
 def test_a_server_that_does_not_have_the_base_says_so(
-    kit: Any, root: Path, copy: PatchedCopy, held: str | None, code: str
+    kit: Any, root: Path, copy: PatchedCopy, held: str, code: str
 ) -> None:
-    base = publish_delta(kit, root)
-    other = kit.publish(kit.make_model(tied=False, seed=2), root / "other", 1)
-    holds = {"v1": base, "other": Held("other", fakes.reloaded(1, other))}
+    holds = {"nothing": None, "v1": publish_delta(kit, root), "other": Held("other", fakes.reloaded(1, "0" * 32))}
     (root / "v1").rename(root / ".v1.partial")
     with pytest.raises(ApiError, match=r"of which this server has no files|there is no") as caught:
-        patched(copy, root / "v2", holds.get(held or ""))
+        patched(copy, root / "v2", holds[held])
     assert caught.value.body.code == code
 
 

@@ -36,8 +36,10 @@ NAMES = {
     "LRUCacheWorkerLoRAManager.get_dummy_lora_warmup_rank",
     "vllm.model_executor.layers.utils": "dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.model_loader.reload.inplace": "finalize_layerwise_reload",
-    "vllm.model_executor.model_loader.reload.layerwise": "_copy_and_restore_kernel_tensors",
-    "vllm.model_executor.model_loader.reload.meta": "SKIP_TENSORS materialize_meta_tensor",
+    "vllm.model_executor.model_loader.reload.layerwise": "_copy_and_restore_kernel_tensors _place_kernel_tensors "
+    "finalize_layerwise_reload get_layer_params_buffers get_layerwise_info is_deferred_attention_layer",
+    "vllm.model_executor.model_loader.reload.meta": "SKIP_LOAD_TENSORS SKIP_TENSORS get_layer_tensors "
+    "get_tensor_load_numel materialize_meta_tensor",
     "vllm.model_executor.model_loader.reload.types": "LayerReloadingInfo.can_load",
     "vllm.outputs": "CompletionOutput RequestOutput",
     "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from hocket.common.machine import bound_nccl
 from hocket.errors import SyncError
 from hocket.protocol import TensorLayout, TensorSpec, manifest
 
@@ -91,7 +90,6 @@ class WeightGroup:
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
             nccl.config.blocking = 0  # else it waits for ever for a rank that is gone
-            bound_nccl(self.timeout_s)
             # Else NCCL's watchdog ends the process past a deadline.
             with _ENVIRONMENT:
                 before = os.environ.get(_BLOCKING_WAIT)

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import re
 import shutil
-import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from hocket.server.routes import router
 FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root. Folders with other names than ours are left alone there."""
 SILENCE_S = 60.0
-_NAME = re.compile(r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}", re.ASCII)
-_FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE", re.ASCII)
+_NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
+_UPLOAD = re.compile(rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)", re.ASCII)
+_OURS = re.compile(rf"\.?{_NAME}(\.partial)?", re.ASCII)
 
 
 def install(app: FastAPI, engine: Engine) -> None:
@@ -42,23 +42,19 @@ class Uploads:
 
     def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER
-        # By version; gone once no request receives it or waits for it.
-        self._writing: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._making_room = asyncio.Lock()
+        self._lock = asyncio.Lock()  # one file at a time: each of several could fill the room left by the others
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
         """Write one file of the version `name`, all files together up to `max_bytes`; COMPLETE is the last."""
-        if not (_NAME.fullmatch(name) and _FILE.fullmatch(file)):
+        if not _UPLOAD.fullmatch(f"{name}/{file}"):
             hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
         folder = self._folder / name
         partial = partial_of(folder)
-        # One file at a time: each of several could otherwise fill the room left by the others.
-        async with self._writing.setdefault(name, asyncio.Lock()):
+        async with self._lock:
             try:
                 if not partial.exists():
-                    async with self._making_room:
-                        await asyncio.to_thread(self._make_room)
+                    await asyncio.to_thread(self._make_room)
                     partial.mkdir(parents=True)
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
@@ -91,10 +87,9 @@ class Uploads:
             raise ApiError(408, "body_timeout", message, "send the version again") from error
 
     def _make_room(self) -> None:
-        """Keep what comes now, the newest version and the newest complete one, which the server may hold."""
-        names = {path: path.name.removeprefix(".").removesuffix(".partial") for path in self._folder.glob("*")}
-        versions = [path for path, name in names.items() if _NAME.fullmatch(name) and name not in self._writing]
-        versions.sort(key=lambda path: path.stat().st_mtime)
-        complete = [path for path in versions if not path.name.startswith(".")]
-        for old in {*versions} - {*versions[-1:], *complete[-1:]}:
+        """Keep the newest version and the newest complete one, which the server may hold, beside what comes now."""
+        ours = [path for path in self._folder.glob("*") if _OURS.fullmatch(path.name)]
+        ours.sort(key=lambda path: path.stat().st_mtime)
+        complete = [path for path in ours if not path.name.startswith(".")]
+        for old in {*ours} - {*ours[-1:], *complete[-1:]}:
             shutil.rmtree(old, ignore_errors=True)

@@ -86,8 +86,6 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import layerwise, meta
-    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
-    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
     names = {layer: name for name, layer in _layers(worker)}
     make = meta.materialize_meta_tensor
@@ -106,18 +104,18 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
 
     def compare(layer: Any, info: Any) -> None:
         (parameters, buffers) = info.kernel_tensors
-        fresh = get_layer_tensors(layer)
+        fresh = meta.get_layer_tensors(layer)
         computed = info.kernel_non_persistent_buffers - dict(info.loaded_weights).keys()
         for name, held in (parameters | buffers).items():
             # Of a matrix that `compare_packed` has seen nothing is left here.
             if held.numel() and name in fresh.keys() - computed and not torch.equal(held, fresh[name]):
                 different.append(f"{names[layer]}.{name}")
-        _place_kernel_tensors(layer, info)
+        layerwise._place_kernel_tensors(layer, info)
 
     loaded_in_place = {
         f"{name}.{key}": tensor
         for layer, name in names.items()
-        for key, tensor in get_layer_tensors(layer).items()
+        for key, tensor in meta.get_layer_tensors(layer).items()
         if key in meta.SKIP_TENSORS and tensor.is_floating_point()
     }
     with contextlib.ExitStack() as restoring:
@@ -212,26 +210,24 @@ def _reload(worker: Any, weights: Weights) -> list[str]:
 
 def _left_out(worker: Any) -> list[str]:
     """Return the layers of a half reloaded model whose weights have not all come, but for those tied to others."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
+    from vllm.model_executor.model_loader.reload import layerwise, meta
 
     complete = set[int]()
     left = dict[str, set[int]]()
     for name, layer in _layers(worker):
-        info = get_layerwise_info(layer)
-        (own, _) = get_layer_params_buffers(layer)
-        held = set(map(id, (info.kernel_tensors or (own,))[0].values()))
-        wanted = sum(get_tensor_load_numel(own[name]) for name in own.keys() - SKIP_LOAD_TENSORS)
+        info = layerwise.get_layerwise_info(layer)
+        (own, _) = layerwise.get_layer_params_buffers(layer)
+        (held, _) = info.kernel_tensors or (own, {})
+        ids = set(map(id, held.values()))
+        wanted = sum(meta.get_tensor_load_numel(own[name]) for name in own.keys() - meta.SKIP_LOAD_TENSORS)
         if isinstance(layer, VocabParallelEmbedding):
             wanted = min(wanted, 1)  # it may be padded
-        if not info.can_load() or is_deferred_attention_layer(layer) or info.load_numel >= wanted:
-            complete |= held
+        if not info.can_load() or layerwise.is_deferred_attention_layer(layer) or info.load_numel >= wanted:
+            complete |= ids
         else:
-            left[name] = held
-    return [name for name, held in left.items() if not held <= complete]
+            left[name] = ids
+    return [name for name, ids in left.items() if not ids <= complete]
 
 
 def _end_reload(worker: Any) -> None:
@@ -240,12 +236,12 @@ def _end_reload(worker: Any) -> None:
     vLLM would count them as part of the next load and drop as many of its tensors.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+    from vllm.model_executor.model_loader.reload import layerwise
 
     model = worker.model_runner.get_model()
-    for module in model.modules():
-        waiting = get_layerwise_info(module)
+    for layer in model.modules():
+        waiting = layerwise.get_layerwise_info(layer)
         waiting.load_numel = 0
         waiting.loaded_weights.clear()
     with set_current_vllm_config(worker.vllm_config):
-        finalize_layerwise_reload(model, worker.model_config)
+        layerwise.finalize_layerwise_reload(model, worker.model_config)
