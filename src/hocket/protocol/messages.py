@@ -19,7 +19,7 @@ Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # that we
 
 
 class Column:
-    """Mark numbers that are a list in JSON or, in a `packed` stream, base64 of `dtype`."""
+    """Numbers that are a list in JSON or, in a `packed` stream, base64 of `dtype`."""
 
     def __init__(self, listed: Any, dtype: str, code: str) -> None:
         self._listed = listed
@@ -27,9 +27,9 @@ class Column:
         self._code = code
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
-        choices: list[Any] = [handler(self._listed), core_schema.no_info_plain_validator_function(self._read)]
+        packed = core_schema.no_info_plain_validator_function(self._read)
         write = core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True, when_used="json")
-        return core_schema.union_schema(choices, mode="left_to_right", serialization=write)
+        return core_schema.union_schema([handler(self._listed), packed], mode="left_to_right", serialization=write)
 
     def _read(self, value: Any) -> Any:
         if isinstance(value, array):
@@ -57,7 +57,7 @@ Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
 
 class Strict(pydantic.BaseModel):
-    """Base of every message: no unknown fields, no conversions, no NaN."""
+    """A message: no unknown fields, no conversions, no NaN."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -93,7 +93,7 @@ _MEANINGS = (
     ),
 )
 CODES = {code: says for says, codes in _MEANINGS for code in codes.split()}
-"""Every code of a server, or of a client where none answers."""
+"""Every code of a server, or of a client that none answers."""
 CURABLE = [code for code, says in CODES.items() if says.curable]
 
 
@@ -124,7 +124,7 @@ class Health(Strict):
     max_length: int
     tokenizer_sha256: str
     session: str  # new after every start of the server
-    in_flight: int  # completions that are being sampled
+    in_flight: int  # completions
     root: str  # folder of the versions
     device: str  # "cpu" or "cuda"
     workers: int  # processes that hold weights
@@ -133,7 +133,7 @@ class Health(Strict):
 
 
 class Request(Strict, Generic[_A]):
-    """Base of what a client sends; a server works for one trainer at a time."""
+    """What a client sends; a server works for one trainer at a time."""
 
     route: ClassVar[str]
     answer: ClassVar[Any]
@@ -154,10 +154,9 @@ class SamplingParams(Strict):
 
 
 class Toolbox(Strict):
-    """The functions that a model may call. Prompts are taken as they are."""
+    """The functions that a model may call, as OpenAI's API describes them. Prompts are taken as they are."""
 
     parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
-    # As OpenAI's API describes functions.
     tools: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=1024, fail_fast=True)
 
 
@@ -171,8 +170,7 @@ class Completion(Strict):
     """One sampled completion of at least one token."""
 
     token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "<u4", "I")]
-    # Natural, under the distribution sampled from.
-    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "d")]
+    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "d")]  # under the distribution sampled from
     text: str  # without the stop token
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = Field(min_length=1)  # [weight version, start, end] over the tokens
@@ -222,7 +220,7 @@ class StreamLine(Strict):
 
 
 class StreamEnd(Strict):
-    """Last line of the answer; without it the answer was cut."""
+    """The last line; without it the answer was cut."""
 
     done: Literal[True] = True
     version: int
@@ -264,7 +262,7 @@ class AgentRecord(Strict):
 
 
 class DiskSource(Strict):
-    """A version's folder under the server's root. Also the answer to PUT /upload."""
+    """A version's folder under the server's root; the answer to PUT /upload, too."""
 
     kind: Literal["disk"] = "disk"
     name: str = Field(min_length=1, max_length=512)
@@ -278,15 +276,14 @@ class DeltaSource(Strict):
 
 
 class AdapterConfig(Strict):
-    """adapter_config.json of PEFT; keys of other kinds of adapters are refused."""
+    """PEFT's adapter_config.json; keys of other kinds of adapters are refused."""
 
     peft_type: Literal["LORA"] = "LORA"
     task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
     base_model_name_or_path: str
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
-    # Last parts of the names of adapted layers.
-    target_modules: list[str] = Field(min_length=1, max_length=1024, fail_fast=True)
+    target_modules: list[str] = Field(min_length=1, max_length=1024, fail_fast=True)  # last parts of layers' names
 
 
 class TensorLayout(Strict):
@@ -296,9 +293,9 @@ class TensorLayout(Strict):
 
 
 class GroupAddress(Strict):
-    """The weight group that the engine's workers are to be in."""
+    """The weight group that the workers are to be in."""
 
-    name: str = Field(min_length=1, max_length=128)  # a new one for every attempt
+    name: str = Field(min_length=1, max_length=128)  # new for every attempt
     host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
     backend: Literal["nccl", "gloo"]
@@ -368,8 +365,6 @@ class HeartbeatRequest(Request[Health]):
 
 
 class TensorSpec(Strict):
-    """One tensor of a published version."""
-
     dtype: Dtype
     shape: list[int]
     checksum: str  # manifest.tensor_checksum
@@ -379,5 +374,5 @@ class Manifest(Strict):
     """manifest.json of a published version."""
 
     version: int
-    tensors: dict[str, TensorSpec]  # all of them, also where the folder holds a delta
+    tensors: dict[str, TensorSpec]  # all, also where the folder holds a delta
     checksum: str  # of all tensors

@@ -41,7 +41,7 @@ class PatchedCopy:
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def patched(self, folder: Path, described: protocol.Manifest, held: Held | None) -> Path:
-        """Return a folder with all tensors of a checked version; a delta of another one is refused with 409."""
+        """Return a folder with all tensors of a checked version. Raises ApiError, also where its base is not held."""
         from hocket.protocol import delta  # with torch, which the server imports in parallel to its engine
 
         with self._lock:

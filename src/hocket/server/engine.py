@@ -25,22 +25,21 @@ STOPPING = protocol.ErrorBody(
     code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
 )
 HOLD_S = 60.0
-"""Seconds after which a trainer that is not heard of counts as gone, and another one may have its server.
-
-Each of its requests is a sign of life, and so are its heartbeats, which come every few seconds however long its steps
-take. A trainer that ends says so; one that was killed and resumes is the same trainer, by the id in its run folder.
-"""
+"""Seconds of a trainer's silence after which another one may have its server: heartbeats come every few seconds."""
 
 
 class Holder:
-    """The trainer that has the server, if there is one: two would train on each other's samples."""
+    """The trainer that has the server, if one has: two would train on each other's samples.
+
+    One that was killed and resumes is the same trainer, by the id in its run folder.
+    """
 
     def __init__(self) -> None:
         self._trainer: str | None = None
         self._heard = 0.0  # by time.monotonic
 
     def hear(self, trainer: str | None, *, take_over: bool = False) -> None:
-        """Give the server to a trainer, or let it keep it; None is no trainer. Raises ApiError if another has it."""
+        """Let a trainer have the server; None is no trainer. Raises ApiError if another one has it."""
         if trainer is None:
             return
         silent_s = time.monotonic() - self._heard
@@ -61,7 +60,7 @@ class Found(NamedTuple):
 
     key: str  # of the source: the same version from another one may be another run's
     checksum: str  # "" where it shows as the version comes
-    prepare: Callable[[], Awaitable[tuple[str, ...]]]  # checks it; returns the workers' method that loads it, arguments
+    prepare: Callable[[], Awaitable[tuple[str, ...]]]  # checks it; returns the workers' method that loads it, and how
     is_whole: bool = True  # or an adapter
     discard: Callable[[], None] = lambda: None  # what may be wrong, after a failure
 
@@ -178,7 +177,7 @@ class Engine:
         )
 
     async def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
-        """Take the server for a trainer, keep it, or leave it; another one's requests are refused."""
+        """Let a trainer take, keep or leave the server."""
         if request.leaving:
             self.holder.leave(request.trainer)
         else:
@@ -197,12 +196,11 @@ class Engine:
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
     async def reload(self, request: protocol.ReloadRequest) -> protocol.ReloadResponse:
-        """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
+        """Load a weight version, or compare the model with it.
 
         A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading fails, which also
-        finds wrong bytes, or the model differs (409 not_held), the engine stays paused, requests end with the reason,
-        and the next reload that succeeds brings everything back. A comparison that breaks off leaves everything as it
-        was.
+        finds wrong bytes, or the model differs (409 not_held), the engine stays paused, and requests end with the
+        reason until a reload succeeds. A comparison that breaks off leaves everything as it was.
         """
         async with self.lock:
             self.holder.hear(request.trainer)
@@ -221,9 +219,9 @@ class Engine:
     def _held_as(self, version: int, found: Found) -> Held | None:
         """Return what the model holds if that is this version."""
         held = self.held
-        if held is None or held.answer.version != version or found.checksum not in ("", held.answer.checksum):
-            return None
-        return held
+        if held is not None and held.answer.version == version and found.checksum in ("", held.answer.checksum):
+            return held
+        return None
 
     async def _load(self, request: protocol.ReloadRequest, found: Found) -> protocol.ReloadResponse:
         start = time.perf_counter()
@@ -312,7 +310,7 @@ class Engine:
         return Found(source.name, described.checksum, prepare, is_whole=adapter is None)
 
     async def expected(self, adapter: protocol.AdapterConfig | None) -> versions.ModelShapes:
-        """Return the tensors that a version of the model, or this adapter of it, has."""
+        """Return the tensors of the model, or of this adapter of it."""
         model = await self.reading(versions.model_shapes, self.model)
         if adapter is None:
             return model
@@ -338,7 +336,7 @@ class Engine:
             raise ApiError(503, "busy", message, hint) from late
 
     async def reading(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
+        """Call a function that reads files. Raises ApiError past the deadline: a disk may hang."""
         try:
             return await self.in_time(asyncio.to_thread(function, *arguments))
         except TimeoutError as error:
@@ -346,7 +344,7 @@ class Engine:
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     async def in_time(self, work: Awaitable[T]) -> T:
-        """Return the result of the work. Raises TimeoutError that names the setting, ApiError where the engine is lost.
+        """Return the work's result. Raises TimeoutError that names the setting, ApiError where the engine is lost.
 
         vLLM never answers calls that its process had not finished when it ended.
         """
@@ -366,7 +364,7 @@ class Engine:
             await cancel([task])
 
     async def fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
-        """End all requests with a failure now, as no good version may come before their deadlines; return its error.
+        """End all requests with a failure, as no good version may come before their deadlines; return its error.
 
         Raises ApiError where the engine is lost, which says more.
         """

@@ -85,7 +85,7 @@ class Sleeper(Residence):
             self.reason = None
 
     async def _move(self, moving: Awaitable[None]) -> None:
-        """Wait for the engine to fall asleep or wake up. After a failure its memory is in an unknown state."""
+        """Wait for the engine to move. After a failure its memory is in an unknown state."""
         try:
             await self._engine.in_time(moving)
         except Exception as error:

@@ -68,7 +68,7 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) ->
 
 
 def find(root: Path, name: str) -> Path:
-    """Return the complete version called `name`, a plain relative path, under `root`; raise ApiError for any other."""
+    """Return the complete version called `name`, a plain relative path under `root`. Raises ApiError."""
     hint = "start server and trainer with the same sync.root; source.name is relative to it"
     if not _NAME.fullmatch(name):
         raise invalid(f"source.name: {name!r} is not the name of a version under the root", hint, code="bad_name")
@@ -85,7 +85,7 @@ def find(root: Path, name: str) -> Path:
 
 
 def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
-    """Find a version; return its folder, manifest and, unless it is of whole weights, the adapter's config."""
+    """Find a version; return its folder, manifest and, if it is one, the adapter's config."""
     folder = find(root, name)
     return folder, _parsed(Manifest, folder / manifest.MANIFEST_FILE), read_adapter(folder)
 
@@ -103,7 +103,7 @@ def _parsed(message: type[M], path: Path) -> M:
 
 
 def check(folder: Path, described: Manifest, version: int, expected: ModelShapes) -> None:
-    """Raise ApiError unless the folder holds what its manifest says, and that is this version of the model."""
+    """Raise ApiError unless the folder holds this version of the model, as its manifest says."""
     check_manifest(described, version, expected)
     check_headers(folder, described)
 

@@ -1,8 +1,8 @@
 """Change the weights of vLLM 0.32's worker, and compare them with a source, by its private names too.
 
-A comparison is vLLM's own reload, of which every layer ends in a comparison in place of a copy: whatever the engine
-fuses, shards or packs is compared in that form, one layer at a time. It proves that the model computes with what a load
-of the source gives; that such a load is right, and the export, the log-probs prove.
+A comparison is vLLM's own reload, of which every layer ends in a comparison in place of a copy: what the engine fuses,
+shards or packs is compared in that form. It proves that the model computes with what a load of the source gives; that
+such a load is right, and the export, the log-probs prove.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
 
 
 def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> list[str]:
-    """Return the names of what differs from what a load of these tensors gives; the model stays as it is."""
+    """Return the names of what a load of these tensors would change; the model stays as it is."""
     if adapter is None:
         return _compare_model(worker, weights)
     with _unwritten(_adapter_slots(worker)) as different:

@@ -24,9 +24,9 @@ class WorkerExtension(GroupReceiver):
 
     @answered
     def hocket_load_disk(self, folder: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
-        """Load every tensor of the folder into the paused model, in place, or an adapter beside it.
+        """Load a folder's tensors into the paused model, in place, or as an adapter beside it.
 
-        Raises RuntimeError where what went in has another checksum; after an error the model is unusable until a load
+        Raises RuntimeError where they have another checksum; after an error the model is unusable until a load
         succeeds. With `compare` nothing is changed, and the answer names what differs.
         """
         adapter = versions.read_adapter(Path(folder))
@@ -64,7 +64,7 @@ class WorkerExtension(GroupReceiver):
 
 @contextmanager
 def _ahead(parts: Iterator[Part], give_up: Callable[[], None]) -> Iterator[Iterator[Part]]:
-    """Make the next two parts in a second thread while one is used; `give_up` interrupts it where the body raises."""
+    """Make the next two parts in a thread while one is used; `give_up` interrupts it where the body raises."""
     with ThreadPoolExecutor(1, "weights ahead") as thread:
         coming = [thread.submit(next, parts, None) for _ in range(2)]
 
@@ -86,7 +86,7 @@ def _read(folder: Path) -> Iterator[Part]:
 
 
 def _tensors(parts: Iterator[Part], specs: dict[str, TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all parts in turn, and add their specs to `specs`."""
+    """Yield the tensors of all parts; add their specs to `specs`."""
     for named, made in parts:
         specs |= made
         for _, tensor in named:

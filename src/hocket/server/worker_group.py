@@ -22,9 +22,9 @@ class GroupReceiver:
 
     @answered
     def hocket_join_group(self, message: str, size: int) -> bool:
-        """Begin to join the trainer's weight group and leave any other; return whether it has joined.
+        """Leave any other weight group and join the trainer's, in a thread; return whether it has joined.
 
-        A thread joins, so that the engine goes on: whatever listens there may never answer.
+        The engine goes on meanwhile: what listens there may never answer.
         """
         address = GroupAddress.model_validate_json(message)
         name, joined = self.hocket_group or ("", Future())
