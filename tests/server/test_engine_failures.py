@@ -147,7 +147,7 @@ async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refuse
         (request(source=DiskSource(name="nowhere")), "there is no 'nowhere'"),
         (request(version=2), "the manifest is of version 1, not 2"),
         (request(version=2, source=foreign), "tensor 'x' is (1,) in the version, missing in the model"),
-        (request(version=2, compare=True), "does not hold this version 2"),
+        (request(version=2, compare=True), "does not hold version 2"),
     ):
         assert said in (await refusal(engine.reload(bad)))[2]
     assert [call for (call, *_) in llm.calls] == ["pause", "hocket_load_disk", "version", "resume"]

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import fakes
-from hocket.protocol import TensorLayout, delta, manifest
+from hocket.protocol import DiskSource, TensorLayout, delta, manifest
 from hocket.server import versions
 from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
@@ -234,7 +234,7 @@ def publish_delta(kit: Any, root: Path) -> Held:
     folder.mkdir()
     delta.save({NAME: delta.encode(old[NAME], new[NAME])}, folder, checksum)
     manifest.write(folder, 2, manifest.specs(new.items()))
-    return Held("v1", fakes.reloaded(1, checksum))
+    return Held(DiskSource(name="v1"), fakes.reloaded(1, checksum))
 
 
 @pytest.fixture
@@ -263,7 +263,11 @@ def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(kit: Any, roo
 def test_a_server_that_does_not_have_the_base_says_so(
     kit: Any, root: Path, copy: PatchedCopy, held: str, code: str
 ) -> None:
-    holds = {"nothing": None, "v1": publish_delta(kit, root), "other": Held("other", fakes.reloaded(1, "0" * 32))}
+    holds = {
+        "nothing": None,
+        "v1": publish_delta(kit, root),
+        "other": Held(DiskSource(name="other"), fakes.reloaded(1, "0" * 32)),
+    }
     (root / "v1").rename(root / ".v1.partial")
     with pytest.raises(ApiError, match=r"of which this server has no files|there is no") as caught:
         patched(copy, root / "v2", holds[held])

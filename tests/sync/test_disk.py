@@ -96,7 +96,7 @@ class FakeServer:
             self.held = None
             raise ServerError("loading failed", code="reload_failed", status=500)
         self.holds, answer = holds, fakes.reloaded(request.version, described.checksum)
-        self.held = Held(name, answer)
+        self.held = Held(request.source, answer)
         return answer
 
 

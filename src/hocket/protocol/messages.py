@@ -313,6 +313,9 @@ class CollectiveSource(Strict):
     buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
 
 
+Source = DiskSource | DeltaSource | CollectiveSource
+
+
 class ReloadResponse(Strict):
     """What the server holds; `checksum` is of the tensors on their way into the model."""
 
@@ -332,7 +335,7 @@ class ReloadRequest(Request[ReloadResponse]):
     route = "/reload_weights"
     answer = ReloadResponse
     version: int = Field(ge=1)
-    source: DiskSource | DeltaSource | CollectiveSource = Field(discriminator="kind")
+    source: Source = Field(discriminator="kind")
     in_flight: InFlight = "keep"
     compare: bool = False
 

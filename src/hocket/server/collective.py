@@ -27,14 +27,10 @@ class Broadcasts:
 
     async def find(self, source: protocol.CollectiveSource, version: int) -> Found:
         """Return what is announced; it comes once the workers ask for it."""
-
-        async def prepare() -> tuple[str, ...]:
-            versions.check_buckets(source.buckets, await self._engine.expected(source.adapter))
-            if source.group.name != self._joined:
-                await self._join(source.group)
-            return "hocket_load_group", source.model_dump_json()
-
-        return Found(source.group.name, "", prepare, source.adapter is None, self._leave)
+        versions.check_buckets(source.buckets, await self._engine.expected(source.adapter))
+        if source.group.name != self._joined:
+            await self._join(source.group)
+        return Found(("hocket_load_group", source.model_dump_json()), "", source.adapter is None, self._leave)
 
     def _leave(self) -> None:
         self._joined = ""

@@ -18,14 +18,10 @@ def install(engine: Engine) -> None:
 
     async def find(source: protocol.DeltaSource, version: int) -> Found:
         folder, described, _ = await engine.reading(versions.read, engine.root, source.name)
-
-        async def prepare() -> tuple[str, ...]:
-            expected = await engine.expected(None)
-            await engine.reading(versions.check_manifest, described, version, expected)
-            patched = await engine.reading(copy.patched, folder, described, engine.held)
-            return "hocket_load_disk", str(patched)
-
-        return Found(source.name, described.checksum, prepare, discard=copy.discard)
+        expected = await engine.expected(None)
+        await engine.reading(versions.check_manifest, described, version, expected)
+        patched = await engine.reading(copy.patched, folder, described, engine.held)
+        return Found(("hocket_load_disk", str(patched)), described.checksum, discard=copy.discard)
 
     engine.sources["delta"] = find
 
@@ -63,10 +59,10 @@ class PatchedCopy:
 
     def _copy(self, held: Held | None, base: str) -> None:
         """Copy the files of the version that the model holds, if that is the base."""
-        if held is None or held.answer.checksum != base:
+        if held is None or held.answer.checksum != base or not isinstance(held.source, protocol.DiskSource):
             reason = "this is only what has changed since a version of which this server has no files"
             raise ApiError(409, "no_base", reason, "publish the version in full")
-        published = versions.find(self._root, held.key)
+        published = versions.find(self._root, held.source.name)
         self.discard()
         self._folder.mkdir(mode=0o700)
         for path in published.glob("*.safetensors"):

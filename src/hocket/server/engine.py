@@ -56,23 +56,22 @@ class Holder:
 
 
 class Found(NamedTuple):
-    """A version at its source, before any check."""
+    """A version at its source, ready to be loaded."""
 
-    key: str  # of the source: the same version from another one may be another run's
+    call: tuple[str, ...]  # the workers' method that loads it, and its arguments
     checksum: str  # "" where it shows as the version comes
-    prepare: Callable[[], Awaitable[tuple[str, ...]]]  # checks it; returns the workers' method that loads it, and how
     is_whole: bool = True  # or an adapter
     discard: Callable[[], None] = lambda: None  # what may be wrong, after a failure
 
 
 Find = Callable[[Any, int], Awaitable[Found]]
-"""(source in a ReloadRequest, version) -> where it is. Raises ApiError with 4xx where it is not there."""
+"""(source, version) -> what is there. Raises ApiError with 4xx unless it is that version of the model."""
 
 
 class Held(NamedTuple):
     """The version that the model holds."""
 
-    key: str  # of the source that it came from
+    source: protocol.Source | None  # None: what it was started with
     answer: protocol.ReloadResponse
 
 
@@ -121,7 +120,7 @@ class Engine:
         self.lock = asyncio.Lock()  # of what changes the engine
         self.base_replaced = False  # whether the weights that adapters belong to are gone
         first = protocol.ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self.session)
-        self.held: Held | None = Held("", first)  # None where the model holds no version whole
+        self.held: Held | None = Held(None, first)  # None where the model holds no version whole
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._status: protocol.Status = "loading"
         self._failure: protocol.ErrorBody | None = None
@@ -205,30 +204,23 @@ class Engine:
         async with self.lock:
             self.holder.hear(request.trainer)
             self.require_ready(admits=() if request.compare else protocol.CURABLE)
-            found = await self.sources[request.source.kind](request.source, request.version)
-            held = self._held_as(request.version, found)
+            held = self.held
+            if held is not None and held.answer.version != request.version:
+                held = None
             if request.compare:
-                answer = await self._compare(request.version, found, held)
-            elif held is not None and held.key == found.key:
-                answer = held.answer
-            else:
-                answer = await self._load(request, found)
+                return await self._compare(request, held)
+            # The same version from another source may be another run's.
+            if held is None or held.source != request.source:
+                held = await self._load(request)
             await self.residence.wake()
-            return answer
+            return held.answer
 
-    def _held_as(self, version: int, found: Found) -> Held | None:
-        """Return what the model holds if that is this version."""
-        held = self.held
-        if held is not None and held.answer.version == version and found.checksum in ("", held.answer.checksum):
-            return held
-        return None
-
-    async def _load(self, request: protocol.ReloadRequest, found: Found) -> protocol.ReloadResponse:
+    async def _load(self, request: protocol.ReloadRequest) -> Held:
         start = time.perf_counter()
-        call = await found.prepare()
+        found = await self.sources[request.source.kind](request.source, request.version)
 
         async def load() -> dict[str, Any]:
-            answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, *call, found.checksum, False)
+            answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, *found.call, found.checksum, False)
             await self.llm.update_weight_version(str(request.version))
             await self._resume()
             return answers[0]
@@ -249,20 +241,20 @@ class Engine:
             checksum=loaded["checksum"],
             session=self.session,
         )
-        self.held = Held(found.key, answer)
-        return answer
+        self.held = Held(request.source, answer)
+        return self.held
 
-    async def _compare(self, version: int, found: Found, held: Held | None) -> protocol.ReloadResponse:
+    async def _compare(self, request: protocol.ReloadRequest, held: Held | None) -> protocol.ReloadResponse:
         start = time.perf_counter()
         if held is None:
-            message = f"the engine does not hold this version {version}, so it can't be compared"
+            message = f"the engine does not hold version {request.version}, so it can't be compared"
             raise ApiError(503, "other_version", message, "load it first")
-        call = await found.prepare()
+        found = await self.sources[request.source.kind](request.source, request.version)
         await self.pause("keep", clear_cache=False)
-        doing = f"comparing with version {version}"
+        doing = f"comparing with version {request.version}"
         async with self._changing(doing, found):
             try:
-                answers = await self.in_time(vllm_api.call_workers(self.llm, *call, held.answer.checksum, True))
+                answers = await self.in_time(vllm_api.call_workers(self.llm, *found.call, held.answer.checksum, True))
             except RuntimeError as error:  # of workers, which have put back what they compared
                 found.discard()
                 await self._go_on()
@@ -301,13 +293,9 @@ class Engine:
 
     async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:
         folder, described, adapter = await self.reading(versions.read, self.root, source.name)
-
-        async def prepare() -> tuple[str, ...]:
-            expected = await self.expected(adapter)
-            await self.reading(versions.check, folder, described, version, expected)
-            return "hocket_load_disk", str(folder)
-
-        return Found(source.name, described.checksum, prepare, is_whole=adapter is None)
+        expected = await self.expected(adapter)
+        await self.reading(versions.check, folder, described, version, expected)
+        return Found(("hocket_load_disk", str(folder)), described.checksum, is_whole=adapter is None)
 
     async def expected(self, adapter: protocol.AdapterConfig | None) -> versions.ModelShapes:
         """Return the tensors of the model, or of this adapter of it."""
