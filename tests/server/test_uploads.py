@@ -2,9 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -16,7 +17,6 @@ from hocket.server.errors import ApiError
 from hocket.server.uploads import FOLDER, Uploads
 
 NAME = "0123abcd-deltas-v000007"
-TOKEN = "correct-horse"
 
 
 async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
@@ -121,38 +121,26 @@ async def test_the_newest_version_and_the_newest_complete_one_stay_with_what_is_
     assert {path.name for path in root.iterdir()} == left | {"run-of-somebody"}
 
 
-@pytest.fixture
-async def http(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the_token(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 1 << 20)
     monkeypatch.setattr("hocket.server.versions.max_bytes", lambda shapes: 3 << 20)
+    failed = ApiError(503, "reload_failed", "half loaded", "reload")
     engine = kit.idle_engine()
-
-    def require_ready(**how: Any) -> None:  # it has failed, and must be sent weights that work all the same
-        raise ApiError(503, "reload_failed", "half loaded", "reload")
-
-    engine.require_ready = require_ready
-
-    async def expected(adapter: None) -> None: ...
-
-    engine.root, engine.expected = tmp_path, expected
-    door = kit.wrap(FastAPI(), engine, token=TOKEN)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
-        yield client
-
-
-async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the_token(
-    http: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    path, body = f"/upload/{NAME}/model.safetensors", b"x" * (2 << 20)
-    root = tmp_path / FOLDER
-    assert (await http.put(path, content=body)).status_code == 401
-    assert not root.exists()
-    http.headers["Authorization"] = f"Bearer {TOKEN}"
-    answer = await http.put(path, content=body)
-    assert (answer.status_code, answer.json()) == (200, {"kind": "disk", "name": f"{FOLDER}/{NAME}"})
-    assert (await http.put(path, content=body * 2)).status_code == 413
-    assert (await http.put("/generate", content=body)).status_code == 405
-    assert (await http.post("/generate", content=body)).status_code == 413
-    for leads_out in ("/upload/../model.safetensors", f"/upload/{NAME}/..%2fa.safetensors", "/upload/%2e%2e/a"):
-        assert (await http.put(leads_out, content=b"x")).status_code in (404, 422, 503)
+    engine.root, engine.expected = tmp_path, AsyncMock()
+    engine.require_ready = Mock(side_effect=failed)  # it must be sent weights that work all the same
+    path, body, root = f"/upload/{NAME}/model.safetensors", b"x" * (2 << 20), tmp_path / FOLDER
+    door = httpx.ASGITransport(kit.wrap(FastAPI(), engine, token="correct-horse"))
+    async with httpx.AsyncClient(transport=door, base_url="http://test") as http:
+        assert (await http.put(path, content=body)).status_code == 401
+        assert not root.exists()
+        http.headers["Authorization"] = "Bearer correct-horse"
+        answer = await http.put(path, content=body)
+        assert (answer.status_code, answer.json()) == (200, {"kind": "disk", "name": f"{FOLDER}/{NAME}"})
+        assert (await http.put(path, content=body * 2)).status_code == 413
+        assert (await http.put("/generate", content=body)).status_code == 405
+        assert (await http.post("/generate", content=body)).status_code == 413
+        for leads_out in ("/upload/../model.safetensors", f"/upload/{NAME}/..%2fa.safetensors", "/upload/%2e%2e/a"):
+            assert (await http.put(leads_out, content=b"x")).status_code in (404, 422, 503)
     assert [path.parent.parent for path in tmp_path.rglob("*.safetensors")] in ([], [root])

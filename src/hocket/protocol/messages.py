@@ -73,27 +73,25 @@ class Code(NamedTuple):
     unharmed: bool = False  # the engine goes on as before
 
 
-_MEANINGS = (
-    (Code(lost=True, gone=True, final=True), "unreachable engine_dead shutting_down"),
-    (Code(lost=True, final=True), "timeout"),
-    (Code(again=True, curable=True), "asleep"),
-    (Code(lost=True, curable=True), "reload_failed not_resumed"),
-    (Code(lost=True), "cut protocol other_session sleep_failed"),
-    (Code(again=True), "aborted"),
-    (Code(final=True), "not_held"),
-    (Code(unharmed=True), "busy compare_failed slow_disk"),
-    (
-        Code(),
-        "bad_name bad_version base_replaced body_timeout body_too_large chat_template_error context_too_long disk_full "
-        "empty empty_prompt foreign_page generation_failed http_error incomplete_version internal invalid_request "
-        "malformed_json method_not_allowed no_base no_chat_template no_group no_session no_sleep_mode no_such_version "
-        "no_weights not_finite not_found not_installed not_recorded other_model other_trainer other_version "
-        "rank_too_high refused_by_engine refused_by_vllm token_out_of_vocabulary too_many_calls too_many_sessions "
-        "unauthorized upload_failed upload_too_large",
-    ),
-)
-CODES = {code: says for says, codes in _MEANINGS for code in codes.split()}
-"""Every code of a server, or of a client that none answers."""
+CODES = {
+    "unreachable": Code(lost=True, gone=True, final=True),
+    "engine_dead": Code(lost=True, gone=True, final=True),
+    "shutting_down": Code(lost=True, gone=True, final=True),
+    "timeout": Code(lost=True, final=True),
+    "asleep": Code(again=True, curable=True),
+    "reload_failed": Code(lost=True, curable=True),
+    "not_resumed": Code(lost=True, curable=True),
+    "cut": Code(lost=True),
+    "protocol": Code(lost=True),
+    "other_session": Code(lost=True),
+    "sleep_failed": Code(lost=True),
+    "aborted": Code(again=True),
+    "not_held": Code(final=True),
+    "busy": Code(unharmed=True),
+    "compare_failed": Code(unharmed=True),
+    "slow_disk": Code(unharmed=True),
+}
+"""The codes that say more than that a request was refused."""
 CURABLE = [code for code, says in CODES.items() if says.curable]
 
 

@@ -68,15 +68,9 @@ def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
 
 def _join(joined: "Future[WeightGroup]", address: GroupAddress, rank: int, size: int, device: torch.device) -> None:
     try:
-        group = WeightGroup(
-            store=weight_group.find_store(address.host, address.port, address.timeout_s),
-            name=address.name,
-            rank=rank,
-            size=size,
-            device=device,
-            address=weight_group.address_towards(address.host, address.port),
-            timeout_s=address.timeout_s,
-        )
+        store = weight_group.find_store(address.host, address.port, address.timeout_s)
+        own = weight_group.address_towards(address.host, address.port)
+        group = WeightGroup(store, address.name, device, own, rank=rank, size=size, timeout_s=address.timeout_s)
     except BaseException as error:  # noqa: BLE001 - raised where the result is read
         joined.set_exception(error)
     else:
