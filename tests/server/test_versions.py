@@ -237,47 +237,14 @@ def publish_delta(kit: Any, root: Path) -> Held:
     return Held(DiskSource(name="v1"), fakes.reloaded(1, checksum))
 
 
-@pytest.fixture
-def copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: Path) -> PatchedCopy:
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    return PatchedCopy(root)
-
-
-def patched(copy: PatchedCopy, folder: Path, held: Held | None) -> Path:
-    return copy.patched(folder, fakes.manifest_of(folder), held)
-
-
-def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(kit: Any, root: Path, copy: PatchedCopy) -> None:
-    held = publish_delta(kit, root)
+def test_a_delta_changes_a_copy_and_a_full_disk_leaves_none(
+    kit: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, described = publish_delta(kit, root), fakes.manifest_of(root / "v2")
     before = (root / "v1" / "model.safetensors").read_bytes()
-    for now in (held, None):  # once more, as after a load that failed
-        folder = patched(copy, root / "v2", now)
-        assert manifest.specs(manifest.tensors(folder)) == fakes.manifest_of(root / "v2").tensors
-    assert (root / "v1" / "model.safetensors").read_bytes() == before
-    copy.discard()
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize(("held", "code"), [("nothing", "no_base"), ("other", "no_base"), ("v1", "no_such_version")])
-def test_a_server_that_does_not_have_the_base_says_so(
-    kit: Any, root: Path, copy: PatchedCopy, held: str, code: str
-) -> None:
-    holds = {
-        "nothing": None,
-        "v1": publish_delta(kit, root),
-        "other": Held(DiskSource(name="other"), fakes.reloaded(1, "0" * 32)),
-    }
-    (root / "v1").rename(root / ".v1.partial")
-    with pytest.raises(ApiError, match=r"of which this server has no files|there is no") as caught:
-        patched(copy, root / "v2", holds[held])
-    assert caught.value.body.code == code
-
-
-def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
-    kit: Any, root: Path, copy: PatchedCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = publish_delta(kit, root)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    copy = PatchedCopy(root)
 
     def full(source: Path, target: Path) -> None:
         target.write_bytes(b"half")
@@ -286,10 +253,15 @@ def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
     with monkeypatch.context() as context:
         context.setattr("shutil.copyfile", full)
         with pytest.raises(ApiError, match=r"can't be applied: OSError: .*No space left") as caught:
-            patched(copy, root / "v2", held)
+            copy.patched(root / "v2", described, held)
     assert caught.value.status == 409
     assert list((tmp_path / "temporary").iterdir()) == []
-    patched(copy, root / "v2", held)
+    for now in (held, None):  # once more, as after a load that failed
+        folder = copy.patched(root / "v2", described, now)
+        assert manifest.specs(manifest.tensors(folder)) == described.tensors
+    assert (root / "v1" / "model.safetensors").read_bytes() == before
+    copy.discard()
+    assert not folder.exists()
 
 
 def test_what_killed_servers_left_behind_is_removed_at_the_next_start(
