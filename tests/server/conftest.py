@@ -285,7 +285,7 @@ class Server(Process):
         assert found, f"vLLM has no metric {name} any more"
         return sum(found)
 
-    def deliver(self, source: "Source", *settings: str, version: int | None = None, compare: bool = False) -> Any:
+    def deliver(self, source: "Source", *settings: str, compare: bool = False) -> Any:
         """Sends a model's tensors, or an adapter's, as the trainer does from its memory, and compares them if asked."""
         from hocket import config
         from hocket.client.server import ServerClient
@@ -297,10 +297,10 @@ class Server(Process):
         async def deliver() -> Any:
             async with ServerClient(str(self.client.base_url).rstrip("/"), token=token) as client:
                 with contextlib.closing(CollectiveTransport(source, sync)) as source.transport:
-                    delivery = await source.transport.deliver(version or self.new_version(), [client])
+                    delivery = await source.transport.deliver(self.new_version(), [client])
                     if not compare:
                         return delivery
-                    return await source.transport.deliver(version or self.next_version - 1, [client], compare=True)
+                    return await source.transport.deliver(self.next_version - 1, [client], compare=True)
 
         return asyncio.run(deliver())
 
