@@ -27,9 +27,10 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
     reward("open")(lambda completion, **options: options)
     rollout = make_rollout("abdc")
     few, opened = bind("few", RewardSpec(share=0.25)), bind("open", RewardSpec(anything=1))
-    assert few.arguments(rollout) == {"meta": {"level": 2}, "completion": "abdc"}
-    assert (few.made()(**few.arguments(rollout)), opened.made()(**opened.arguments(rollout))) == (0.25, {"anything": 1})
-    assert bind("all", RewardSpec()).arguments(rollout) == {
+    assert few.arguments([rollout]) == {"meta": {"level": 2}, "completion": "abdc"}
+    assert few.made()(**few.arguments([rollout])) == 0.25
+    assert opened.made()(**opened.arguments([rollout])) == {"anything": 1}
+    assert bind("all", RewardSpec()).arguments([rollout]) == {
         "completion": "abdc",
         "prompt": "Sort: dbca",
         "messages": ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}),
@@ -40,7 +41,7 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
     }
     other = TokenSequence(token_ids=(7, 8, 9), mask=(False, True, True), logprobs=(0.0,) * 3)
     both = dataclasses.replace(rollout, sequences=(other, *rollout.sequences))
-    assert bind("all", RewardSpec()).arguments(both)["token_ids"] == (8, 9, 10, 11, 12)
+    assert bind("all", RewardSpec()).arguments([both])["token_ids"] == (8, 9, 10, 11, 12)
 
 
 def test_wrong_names_and_options_are_answered_with_the_signature() -> None:

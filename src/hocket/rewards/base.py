@@ -8,8 +8,9 @@ of `_ARGUMENTS` that it names; every other one is an option of the config, which
 import dataclasses
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,22 +24,25 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
 
-_ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
-    "completion": attrgetter("text"),  # what the policy wrote, without the end-of-sequence token
-    "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
+_OF_PROMPT: dict[str, Callable[[Rollout], Any]] = {  # the same for all rollouts of a group
     "prompt": attrgetter("prompt.text"),  # of the last user message, or the plain prompt
     "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
     "answer": attrgetter("prompt.answer"),  # the reference answer, or None
+    "meta": attrgetter("prompt.meta"),  # the row's other columns
+}
+_OF_ONE: dict[str, Callable[[Rollout], Any]] = {
+    "completion": attrgetter("text"),  # what the policy wrote, without the end-of-sequence token
+    "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
     "token_ids": lambda rollout: sampled_ids(rollout),
     "finish_reason": attrgetter("finish_reason"),  # "stop", "length" or "abort"
-    "meta": attrgetter("prompt.meta"),  # the row's other columns
     "rollout": lambda rollout: rollout,
 }
-_OF_PROMPT = {"prompt", "messages", "answer", "meta"}  # the same for all rollouts of a group
 _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "completions": lambda rollouts: [rollout.text for rollout in rollouts],  # of those that have not failed
     "rollouts": list,
 }
+_OF_FIRST = _OF_PROMPT | _OF_ONE
+_ARGUMENTS = _OF_FIRST.keys() | _OF_GROUP.keys()
 _ROW = "; the row's answer is the argument answer, its other columns are in meta"
 
 
@@ -52,8 +56,7 @@ class RetryError(Exception):
 
 def sampled_ids(rollout: Rollout) -> tuple[int, ...]:
     """Return the tokens sampled in the whole episode."""
-    pairs = (pair for one in rollout.sequences for pair in zip(one.token_ids, one.mask, strict=True))
-    return tuple(int(token) for token, sampled in pairs if sampled)
+    return tuple(int(token) for one in rollout.sequences for token in compress(one.token_ids, one.mask))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,8 @@ class Reward:
     imports: tuple[str, ...]  # packages that it needs beyond hocket's own
     own_deadline: bool = False  # of an async one: rewards.timeout_s is not for it
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    asks_for: tuple[str, ...] = ()
+    asks_for: Collection[str] = ()
+    of_group: bool = False  # it scores all rollouts of a group in one call
     max_concurrent: int | None = None
     retries: int = 0
 
@@ -74,18 +78,14 @@ class Reward:
     def is_class(self) -> bool:
         return inspect.isclass(self.function)
 
-    @property
-    def of_group(self) -> bool:
-        """Whether it scores all rollouts of a group in one call."""
-        return not _OF_GROUP.keys().isdisjoint(self.asks_for)
-
     def made(self) -> Callable[..., Any]:
         """Return what is called: a new instance of a class, or the function, with the options."""
         return self.function(**self.options) if self.is_class else partial(self.function, **self.options)
 
-    def arguments(self, *rollouts: Rollout) -> dict[str, Any]:
-        of_group = {name: of(rollouts) for name, of in _OF_GROUP.items() if name in self.asks_for}
-        return of_group | {name: _ARGUMENTS[name](rollouts[0]) for name in self.asks_for if name not in of_group}
+    def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        of_group = {name: _OF_GROUP[name](rollouts) for name in self.asks_for if name in _OF_GROUP}
+        of_first = {name: _OF_FIRST[name](rollouts[0]) for name in self.asks_for if name in _OF_FIRST}
+        return of_group | of_first
 
 
 REWARDS: Registry[Reward] = Registry(
@@ -109,9 +109,8 @@ def reward(
     """
 
     def add(function: F) -> F:
-        called = function.__call__ if inspect.isclass(function) else function
         runs: Runs = "inline" if inline else "worker"
-        if inspect.iscoroutinefunction(called):
+        if inspect.iscoroutinefunction(_called(function)):
             runs = "async"
         made = Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline)
         REWARDS.register(name)(made)
@@ -120,53 +119,57 @@ def reward(
     return add
 
 
+def _called(function: Callable[..., Any]) -> Any:
+    """Return what a call of the reward calls, as far as its signature goes."""
+    return partial(function.__call__, None) if inspect.isclass(function) else function
+
+
 def bind(name: str, spec: "RewardSpec") -> Reward:
     """Return the reward `name` with what its section says; raise ConfigError for an unknown name, package or option.
 
-    A class that takes the key `retries` makes its calls again itself.
+    One that takes the key `retries` makes its calls again itself.
     """
     found = REWARDS.get(name)
+    called = f"reward {name}"
+    section = f"rewards.functions.{name}"
     for package in found.imports:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
     of_async = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
     if of_async and found.runs != "async":
         raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")
-    called = f"reward {name}"
-    read = partial(options_of, called, section=f"rewards.functions.{name}")
-    scores: Any = found.function
-    if found.is_class:
-        scores = partial(scores.__call__, None)
+    scores = _called(found.function)
     named = inspect.signature(scores).parameters.keys()
-    known = _OF_PROMPT | _OF_GROUP.keys() if named & _OF_GROUP.keys() else _ARGUMENTS.keys()
-    if "prompts" in named or named & (_ARGUMENTS.keys() - known):
+    of_group = not named.isdisjoint(_OF_GROUP)
+    if "prompts" in named or (of_group and not named.isdisjoint(_OF_ONE)):
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
         groups = "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
         raise ConfigError(f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}")
-    options = dict(spec.model_extra or {})
-    retries = spec.retries
-    reserved = set(type(spec).model_fields) & inspect.signature(found.function).parameters.keys()
-    if found.is_class and "retries" in reserved:
-        options["retries"] = retries
-        reserved.remove("retries")
-        retries = 0
+    fields = set(type(spec).model_fields)
+    options = spec.model_dump(exclude=fields)
+    reserved = fields & inspect.signature(found.function).parameters.keys() - {"retries"}
     if reserved:
         raise ConfigError(f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument")
+    retries = spec.retries
+    if "retries" in inspect.signature(found.function).parameters:
+        options["retries"] = retries
+        retries = 0
     if found.is_class:
-        options = read(found.function, options)
-        read(scores, {}, keys=known)  # a call gets none
+        options = options_of(called, found.function, options, section=section)
+        options_of(called, scores, {}, section=section, keys=_ARGUMENTS)  # a call gets none
     else:
-        if known & options.keys():
-            taken = min(known & options.keys())
-            raise ConfigError(f"{called}: {taken!r} comes from the rollout and can't be set as an option")
-        options = read(scores, options, keys=known, row=_ROW)
+        taken = _ARGUMENTS & options.keys()
+        if taken:
+            raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
+        options = options_of(called, scores, options, section=section, keys=_ARGUMENTS, row=_ROW)
     bound = dataclasses.replace(
         found,
         options=options,
-        asks_for=tuple(key for key in named if key in known),
+        asks_for=named & _ARGUMENTS,
+        of_group=of_group,
         max_concurrent=spec.max_concurrent,
         retries=retries,
     )
     if found.is_class and found.runs != "worker":  # set up where it is used; those of workers may be large
-        try_out(bound.made, called, f"rewards.functions.{name}")
+        try_out(bound.made, called, section)
     return bound

@@ -1,6 +1,7 @@
 """Call rewards in this thread, or in the event loop; scorer.py has the worker processes."""
 
 import asyncio
+import itertools
 import math
 import random
 import sys
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from hocket.common.tasks import retrieve
 from hocket.rewards.base import RetryError, Reward
-from hocket.rewards.scores import NoScoreError, failure
+from hocket.rewards.scores import NoScoreError, as_scores, failure
+from hocket.types import Score
 
 T = TypeVar("T")
 
@@ -26,8 +28,9 @@ class Call(NamedTuple):
 
     reward: Reward
     arguments: Mapping[str, Any]
-    size: int | None  # of the group that it scores; None: it scores one rollout
+    size: int  # scores that it gives
     timeout_s: float
+    seconds: deque[float]  # of the reward's last calls
 
 
 class Runner:
@@ -36,8 +39,8 @@ class Runner:
     async def set_up(self) -> None:
         """Wait until the first call can be made. Raise NoScoreError where none can."""
 
-    async def call(self, call: Call) -> Any:
-        """Return what the reward returns, or raise what it raises."""
+    async def call(self, call: Call) -> list[Score]:
+        """Return the scores of one call, or raise what the reward raises."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -47,16 +50,17 @@ class Runner:
 class Inline(Runner):
     """Calls plain rewards in this thread; enters the instance of a class when it is first called."""
 
-    def __init__(self, seconds: Mapping[str, deque[float]]) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._stack = ExitStack()
         self._functions = dict[str, Callable[..., Any]]()
 
-    async def call(self, call: Call) -> Any:
-        with clocked(self._seconds[call.reward.name]):
-            return self.now(call.reward, call.arguments)
+    async def call(self, call: Call) -> list[Score]:
+        with clocked(call.seconds):
+            returned = self.now(call.reward, call.arguments)
+        return as_scores(returned, call.size, call.reward.of_group)
 
     def now(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
+        """Return what the reward returns, or raise what it raises."""
         if reward.name not in self._functions:
             made: Any = reward.made()
             self._functions[reward.name] = self._stack.enter_context(made) if hasattr(made, "__enter__") else made
@@ -78,10 +82,11 @@ class InLoop(Runner):
     async def set_up(self) -> None:
         await asyncio.shield(self._made)
 
-    async def call(self, call: Call) -> Any:
-        """Return what it returns; a call that waits to be made again keeps its slot."""
+    async def call(self, call: Call) -> list[Score]:
+        """Return the scores of a call; one that waits to be made again keeps its slot."""
         async with self._slots:
-            return await retried(partial(self._in_time, call), call.reward.retries)
+            returned = await retried(partial(self._in_time, call), call.reward.retries)
+        return as_scores(returned, call.size, call.reward.of_group)
 
     async def _in_time(self, call: Call) -> Any:
         """Return the result of one call; one that is late or no longer wanted is cancelled but not waited for."""
@@ -123,8 +128,7 @@ class InLoop(Runner):
 
 async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
     """Return what a call returns; make it again, after a while, where it raises RetryError."""
-    attempt = 0
-    while True:
+    for attempt in itertools.count():
         try:
             return await call()
         except RetryError as error:
@@ -133,8 +137,8 @@ async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
                 wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * _JITTER.uniform(0.5, 1)
             if attempt == retries or wait_s > MAX_BACK_OFF_S:
                 raise
-        attempt += 1
         await asyncio.sleep(wait_s)
+    raise AssertionError
 
 
 def clock() -> deque[float]:

@@ -1,7 +1,7 @@
 """Score rollouts, and call rewards in worker processes, because a thread that hangs can't be ended.
 
-A request to a worker is 16 characters that no other has, and pickled (reward name, options, arguments, size of the
-group). The answer is a line of JSON that begins with them: what a model's code writes there is no answer.
+A request to a worker is 16 characters that no other has, and pickled (function, its arguments, size of the group,
+whether it is one). The answer is a line of JSON that begins with them: what a model's code writes there is no answer.
 """
 
 import asyncio
@@ -20,10 +20,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache
 from typing import IO, TYPE_CHECKING, Any
 
 from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
@@ -76,13 +75,14 @@ class RewardScorer:
 
     async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
         """Return the scores of a group, of which each rollout was given these; ask the rewards that need all of it."""
+        scores = [no_score(rollout.error) for rollout in rollouts]
         played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
-        if not played:
-            return tuple(no_score(rollout.error) for rollout in rollouts)
-        results = {name: [given[i][name] for i in played] for name in self._each}
-        results |= await self._ask(self._of_group, [rollouts[i] for i in played])
-        scores = dict(zip(played, compose(self._specs, results), strict=True))
-        return tuple(scores.get(i) or no_score(rollout.error) for i, rollout in enumerate(rollouts))
+        if played:
+            results = {name: [given[i][name] for i in played] for name in self._each}
+            results |= await self._ask(self._of_group, [rollouts[i] for i in played])
+            for i, score in zip(played, compose(self._specs, results), strict=True):
+                scores[i] = score
+        return tuple(scores)
 
     async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, list[Score]]:
         if len(names) == 1:  # a task for each of thousands of short calls would cost more than the calls
@@ -99,10 +99,10 @@ class RewardCalls:
         self.rewards = {name: bind(name, spec) for name, spec in self.specs.items()}
         self.seconds = {name: clock() for name in self.specs}  # of the last calls, without what they waited for
         self._timeout_s = config.timeout_s
-        workers = Workers([one for one in self.rewards.values() if one.runs == "worker"], self.seconds)
+        workers = Workers([one for one in self.rewards.values() if one.runs == "worker"])
         self._workers = workers.by_thread
-        self._here: dict[str, Runner] = {"inline": Inline(self.seconds), "worker": workers}
-        self._in_loops = dict[tuple[asyncio.AbstractEventLoop, str], InLoop]()
+        self._here: dict[str, Runner] = {"inline": Inline(), "worker": workers}
+        self._in_loop = cache(lambda loop, name: InLoop(self.rewards[name], self.seconds))
 
     def __enter__(self) -> "RewardCalls":
         return self
@@ -122,31 +122,28 @@ class RewardCalls:
 
     async def ask(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
         reward = self.rewards[name]
-        size = len(rollouts) if reward.of_group else None
         try:
-            call = Call(reward, reward.arguments(*rollouts), size, self._timeout_s)
-            return as_scores(await self._runner(reward).call(call), size)
+            arguments = reward.arguments(rollouts)
+            call = Call(reward, arguments, len(rollouts), self._timeout_s, self.seconds[name])
+            return await self._runner(reward).call(call)
         except RewardError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
             return [failure(error)] * len(rollouts)
 
     def _runner(self, reward: Reward) -> Runner:
-        if reward.runs != "async":
-            return self._here[reward.runs]
-        key = asyncio.get_running_loop(), reward.name
-        if key not in self._in_loops:
-            self._in_loops[key] = InLoop(reward, self.seconds)
-        return self._in_loops[key]
+        if reward.runs == "async":
+            return self._in_loop(asyncio.get_running_loop(), reward.name)
+        return self._here[reward.runs]
 
 
 class Workers(Runner):
     """Calls rewards in NUM_WORKERS processes; each is asked by a thread of its own, and replaced when it is lost."""
 
-    def __init__(self, rewards: Sequence[Reward], seconds: Mapping[str, deque[float]]) -> None:
-        self._modules = dict.fromkeys(module for one in rewards for module in (*one.imports, _module_of(one)))
-        self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in rewards) else 0.0
-        self._seconds = seconds
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        # Names, or paths of plugins.
+        self._modules = list(dict.fromkeys(path for one in rewards for path in (*one.imports, _module_of(one))))
+        self._tear_down_s = max((TEAR_DOWN_S for one in rewards if one.is_class), default=0.0)
         # Never shut down: a worker dies with the thread that started it.
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
         self.by_thread = dict[int, Worker]()
@@ -155,11 +152,11 @@ class Workers(Runner):
         for _ in range(NUM_WORKERS if rewards else 0):
             self._threads.submit(self._worker)
 
-    async def call(self, call: Call) -> Any:
-        """Return its score or scores; a cancelled call goes on in its worker, up to the deadline."""
-        request = pickle.dumps((call.reward.name, call.reward.options, call.arguments, call.size))
-        scores = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, call, request)
-        return scores if call.size else scores[0]
+    async def call(self, call: Call) -> list[Score]:
+        """Return its scores; a cancelled call goes on in its worker, up to the deadline."""
+        reward = call.reward
+        request = pickle.dumps((_call, (reward.name, reward.options, call.arguments), call.size, reward.of_group))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, call, request)
 
     def close(self) -> None:
         self._unusable = "the rewards are closed"
@@ -168,37 +165,38 @@ class Workers(Runner):
 
     def _ask(self, call: Call, request: bytes) -> list[Score]:
         worker = self._worker()
-        with clocked(self._seconds[call.reward.name]):
-            return worker.ask(request, call.timeout_s, call.size or 1)
+        with clocked(call.seconds):
+            return worker.ask(request, call.timeout_s, call.size)
 
     def _worker(self) -> "Worker":
         """Return this thread's worker, started first if there is none. Raise NoScoreError if none can be used."""
         thread = threading.get_ident()
-        worker = self.by_thread.get(thread)
-        if not self._unusable and (worker is None or not worker.ready()):
-            worker = self.by_thread[thread] = Worker(self._modules, self._printed)
-            (loaded,) = worker.ask(b"", START_TIMEOUT_S)
-            if loaded.error:  # nor can the next one load it
-                self._unusable = self._unusable or f"its worker process can't load it: {loaded.error}"
-            if self._unusable:  # or the rewards were closed meanwhile
-                worker.kill()
-        if self._unusable or worker is None:
-            raise NoScoreError(self._unusable)
-        return worker
+        if not self._unusable:
+            worker = self.by_thread.get(thread)
+            if worker is not None and worker.ready():
+                return worker
+            worker = self.by_thread[thread] = Worker(self._printed)
+            (loaded,) = worker.ask(pickle.dumps((_load, self._modules, 1, False)), START_TIMEOUT_S, 1)
+            if loaded.error and not self._unusable:  # nor can the next one load it
+                self._unusable = f"its worker process can't load it: {loaded.error}"
+            if not self._unusable:
+                return worker
+            worker.kill()  # the rewards may have been closed meanwhile
+        raise NoScoreError(self._unusable)
 
 
 class Worker:
-    """A process that has loaded modules (names, or paths of plugins) and calls their rewards, one at a time."""
+    """A process that calls rewards, one at a time."""
 
-    def __init__(self, modules: Iterable[str], printed: Iterator[int]) -> None:
+    def __init__(self, printed: Iterator[int]) -> None:
         self.ended = False
         self._socket, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-c", _MAIN, str(theirs.fileno()), *modules]
+            command = [sys.executable, "-c", _MAIN, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 kill_with_parent(command, MAX_PROCESSES, MAX_MIB),
                 pass_fds=[theirs.fileno()],
-                env={**without_secrets(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={**without_secrets(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -210,14 +208,15 @@ class Worker:
 
     def ready(self) -> bool:
         """Return whether it can be asked; one that has ended, or has said something unasked, is killed."""
-        if not self.ended and self._unasked.poll(0):
+        if self.ended or self._unasked.poll(0):
             self.kill()
-        return not self.ended
+            return False
+        return True
 
-    def ask(self, request: bytes, timeout_s: float, size: int = 1) -> list[Score]:
-        """Send a pickled request, b"" to load; return `size` scores. A worker without an answer is killed."""
+    def ask(self, request: bytes, timeout_s: float, size: int) -> list[Score]:
+        """Send a pickled request; return `size` scores. A worker without an answer is killed."""
         deadline = time.monotonic() + timeout_s
-        number = secrets.token_hex(8) if request else ""
+        number = secrets.token_hex(8)
         answer = b""
         try:
             if self._socket.gettimeout() != timeout_s:  # a system call lets other threads go first
@@ -232,7 +231,7 @@ class Worker:
                 answer += received
             line, unasked = answer.split(b"\n", 1)
             answers, *scores = json.loads(line)
-            if answers != number or unasked or len(scores) != size:
+            if (answers, unasked, len(scores)) != (number, b"", size):
                 raise ValueError
             return [Score(**one) for one in scores]
         except TimeoutError:
@@ -241,8 +240,9 @@ class Worker:
             problem = "its worker process ended"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(1)
-                over = f": it took more than {MAX_MIB} MiB or {MAX_PROCESSES} processes"
-                problem += over if code == OVER_LIMIT else f" with exit code {code}"
+                problem += f" with exit code {code}"
+                if code == OVER_LIMIT:
+                    problem = f"its worker process ended: it took more than {MAX_MIB} MiB or {MAX_PROCESSES} processes"
         except Exception:  # noqa: BLE001 - no answer may end the run
             problem = "its worker process answered with something else than a result"
         self.kill()
@@ -280,32 +280,32 @@ def _show(output: IO[bytes], printed: Iterator[int]) -> None:
                     os.write(2, line)
 
 
+_IN_WORKER = Inline()  # a worker's own rewards
+
+
 def work() -> None:
-    """Run a worker process: sys.argv has the file descriptor of a socket, and the modules to load."""
+    """Run a worker process: sys.argv has the file descriptor of a socket."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
     pid = os.getpid()
-    number = b""
-    size = None
-    call: Callable[[], Any] = partial(_load, sys.argv[2:])
-    with contextlib.closing(Inline({})) as rewards:
-        while True:
+    with contextlib.closing(_IN_WORKER):
+        while number := stream.read(16):
+            function, arguments, size, of_group = pickle.load(stream)
             try:
-                scores = as_scores(call(), size)
+                scores = as_scores(function(*arguments), size, of_group)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
-                scores = [failure(error)] * (size or 1)
+                scores = [failure(error)] * size
             if os.getpid() != pid:  # a reward has forked, and returned in both
                 os._exit(0)
             stream.write(json.dumps([number.decode(), *map(dataclasses.asdict, scores)]).encode() + b"\n")
             stream.flush()
-            number = stream.read(16)
-            if not number:
-                return
-            name, options, arguments, size = pickle.load(stream)
-            call = partial(rewards.now, dataclasses.replace(REWARDS.get(name), options=options), arguments)
 
 
-def _load(modules: Sequence[str]) -> float:
+def _call(name: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    return _IN_WORKER.now(dataclasses.replace(REWARDS.get(name), options=options), arguments)
+
+
+def _load(*modules: str) -> float:
     for module in modules:
         if module.endswith(".py"):
             load_plugins([module])

@@ -20,13 +20,12 @@ class NoScoreError(Exception):
     """Says why a call gives no score, where its place in the code does not matter."""
 
 
-def as_scores(returned: Any, size: int | None) -> list[Score]:
+def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
     """Return the score of one rollout, or those of a group of `size`, each of which may be an error."""
-    if size is None:
+    if not of_group:
         return [as_score(returned)]
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
-        kind = "None" if returned is None else type(returned).__name__
-        raise NoScoreError(f"returned {kind} instead of a list of {size} results, one per completion")
+        raise NoScoreError(f"returned {_kind(returned)} instead of a list of {size} results, one per completion")
     if len(returned) != size:
         raise NoScoreError(f"returned {len(returned)} results for {size} completions")
     return [as_score(one) for one in returned]
@@ -72,22 +71,23 @@ def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Sc
     rows = list(zip(*results.values(), strict=True))
     totals = [0.0] * len(rows)
     gates = [results[name] for name, spec in specs.items() if spec.gate]
+    closed = {i for gate in gates for i, score in enumerate(gate) if not score.total > 0}  # NaN, too
     for name, spec in specs.items():
-        values = {i: score.total for i, score in enumerate(results[name]) if score.error is None}
-        for i, value in _adjusted(values, spec).items():
+        for i, value in _adjusted(results[name], spec).items():
             term = spec.weight * value
-            is_open = spec.gate or all(gate[i].total > 0 for gate in gates)
-            totals[i] += term if is_open else min(term, 0.0)
+            if i in closed and not spec.gate:
+                term = min(term, 0.0)
+            totals[i] += term
     return [_whole(dict(zip(results, row, strict=True)), total) for row, total in zip(rows, totals, strict=True)]
 
 
-def _adjusted(values: Mapping[int, float], spec: "RewardSpec") -> Mapping[int, float]:
+def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float]:
     """Return the values of a reward, by rollout, as they count in the totals."""
     low, high = spec.clip or (-math.inf, math.inf)
-    values = {i: min(max(value, low), high) for i, value in values.items()}
-    if not spec.normalize or not values:
+    values = {i: min(max(score.total, low), high) for i, score in enumerate(scores) if score.error is None}
+    if not spec.normalize:
         return values
-    mean = sum(values.values()) / len(values)
+    mean = sum(values.values()) / max(len(values), 1)
     squares = sum((value - mean) * (value - mean) for value in values.values())
     deviation = math.sqrt(squares / max(len(values) - 1, 1))
     return {i: (value - mean) / (deviation + _EPS) for i, value in values.items()}
@@ -124,7 +124,11 @@ def _plain(value: object) -> str:
 
 def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real):
-        raise NoScoreError(f"returned {'None' if value is None else type(value).__name__} instead of a number")
+        raise NoScoreError(f"returned {_kind(value)} instead of a number")
     if not math.isfinite(value):
         raise NoScoreError(f"returned {float(value)}, which is not a finite number")
     return float(value)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
