@@ -14,7 +14,7 @@ import pytest
 from hocket.errors import ConfigError, RewardError
 from hocket.rewards import RewardScorer, endpoint, runners
 from hocket.rewards.judge import ranking_in, score_in
-from hocket.types import Rollout
+from hocket.types import Rollout, Score
 from service import (
     LIES,
     WRONG_RANKINGS,
@@ -201,7 +201,8 @@ async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
         rewards = scorer_of(functions(service, **options | {"budget": 11}))
         scores = await asyncio.gather(*(rewards.score(make_rollout(str(i))) for i in range(40)), return_exceptions=True)
     assert len([one for one in scores if isinstance(one, RewardError)]) == 37
-    assert len(service.arrivals) == 7 == await counted(tmp_path)
+    assert len(service.arrivals) == 7
+    await wait_counted(tmp_path, 7)
 
 
 NO_CHOICE = (200, {}, {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 0}})
@@ -218,28 +219,30 @@ NO_CHOICE = (200, {}, {"choices": [], "usage": {"prompt_tokens": 1000, "completi
         ((503, {}, ""), 0),
     ],
 )
-async def test_a_call_without_a_verdict_is_counted_as_the_endpoint_counts_it_or_as_it_was_estimated(
+def test_a_call_without_a_verdict_is_counted_as_the_endpoint_counts_it_or_as_it_was_estimated(
     scorer_of: Scorers, make_rollout: Make, tmp_path: Path, answer: Answer | None, dollars: float
 ) -> None:
     async def say(headers: Headers, body: Any) -> Answer | None:
         return answer
 
-    async with Service(say).open() as service:
-        rewards = scorer_of(
-            functions(service, **counting(tmp_path), retries=0, timeout_s=0.3 if answer is None else 60)
-        )
-        assert (await rewards.score(make_rollout("x"))).error
-    assert await counted(tmp_path) == dollars
+    async def ask() -> Score:
+        timeout_s = 0.3 if answer is None else 60
+        async with Service(say).open() as service:
+            options = functions(service, **counting(tmp_path), retries=0, timeout_s=timeout_s)
+            return await scorer_of(options).score(make_rollout("x"))
+
+    assert asyncio.run(ask()).error
+    assert counted(tmp_path) == dollars
 
 
-async def counted(folder: Path) -> float:
-    """Return the dollars in a cache, once what was told its thread is there."""
-    for _ in range(100):
-        with contextlib.closing(sqlite3.connect(folder / "cache.db")) as cache:
-            if rows := cache.execute("SELECT value FROM answers WHERE key = 'dollars'").fetchall():
-                return float(rows[0][0])
-        await asyncio.sleep(0.05)
-    raise AssertionError("nothing was counted")
+def counted(folder: Path) -> float:
+    with contextlib.closing(sqlite3.connect(folder / "cache.db")) as cache:
+        return float(cache.execute("SELECT value FROM answers WHERE key = 'dollars'").fetchone()[0])
+
+
+async def wait_counted(folder: Path, dollars: float) -> None:
+    while counted(folder) != dollars:  # until what was told its thread is there
+        await asyncio.sleep(0.02)
 
 
 def counting(folder: Path) -> dict[str, Any]:
@@ -260,7 +263,7 @@ def test_a_cancelled_call_is_counted_though_the_event_loop_ends_with_it(
             assert not task.done()
 
     asyncio.run(ask())
-    assert asyncio.run(counted(tmp_path)) == 1.5
+    assert counted(tmp_path) == 1.5
 
 
 async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_else_up(
@@ -282,7 +285,8 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
             assert not waits.done()
             other.execute("COMMIT")
         assert (await waits).parts["judge/calls"] == 0
-        assert (await counted(tmp_path), len(service.arrivals)) == (240, 2)
+        await wait_counted(tmp_path, 240)
+        assert len(service.arrivals) == 2
         monkeypatch.setattr(endpoint, "LOCKED_S", 0.1)
         rewards = scorer_of(functions(service, **counting(tmp_path)))
         await rewards.score(make_rollout("1"))
@@ -291,8 +295,11 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
             await rewards.score(make_rollout("8"))
             with pytest.raises(RewardError, match=r"cache .*cache.db can't be used: database is locked"):
                 await rewards.score(make_rollout("9"))
-            late = await scorer_of(functions(service, **counting(tmp_path))).score(make_rollout("9"))
-    assert "can't be set up: RewardError: the judge's cache" in str(late.error)
+            for cache in (tmp_path / "cache.db", tmp_path, tmp_path / "no" / "such.db"):
+                unusable = scorer_of(functions(service, cache=str(cache)))
+                error = str((await unusable.score(make_rollout("9"))).error)
+                assert f"can't be set up: RewardError: the judge's cache {cache} can't be used" in error
+                assert "it must be a file that no other process holds, in a folder that is there" in error
 
 
 async def test_the_next_rollout_with_a_text_whose_calls_have_failed_does_not_pay_for_them(
@@ -378,7 +385,7 @@ def test_a_lie_is_no_verdict(read: Callable[[str], Any], text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [('{"score": 0}', 0.0), ('```json\n{"score": 7.5, "reason": "{so}"}\n```', 7.5), ('Well: {"score": 1e1}.', 10.0)],
+    [('{"score": 0}', 0.0), ('```json\n{"score": 7.5, "reason": "{so}"}\n```', 0.75), ('Well: {"score": 1e1}.', 1.0)],
 )
 def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
     assert score_in(text, 0, 10)[0] == score
@@ -391,8 +398,6 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
         ({"scale": [1, 1]}, "lowest, highest"),
         ({"budget": 5.0}, "a budget needs the price"),
         ({"budget": 5.0, "price": [1.0, 1.0]}, "a budget needs .*, and a cache"),
-        ({"cache": "no/such/folder/judge.db"}, "cache no/such/folder/judge.db must be a file, in a folder that"),
-        ({"cache": "."}, "cache . must be a file"),
         ({"key_env": ""}, "set key_env: the variable that holds the key of http://127.0.0.1:1/v1"),
         ({"key_env": "", "base_url": "https://api.openai.com.example/v1"}, "set key_env"),
         ({"key_env": "", "base_url": "https://api.openai.com/v1"}, "OPENAI_API_KEY is not set"),
@@ -402,8 +407,8 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
         ({"template": '{completion} {"score": 1}'}, "any other brace is written twice"),
         ({"scale": 5}, "judge.scale: Input should be a valid tuple"),
         ({"model": []}, "judge.model: Value should have at least 1 item"),
-        ({"model": ["m", ""]}, "a model must have a name"),
-        ({"base_url": "127.0.0.1:1"}, "base_url must begin with http"),
+        ({"model": ["m", ""]}, "judge.model.1: String should have at least 1 character"),
+        ({"base_url": "127.0.0.1:1"}, r"judge.base_url: String should match pattern '\^https"),
         ({"request": 5}, "judge.request: must be a mapping of key: value"),
         ({"requests_per_minute": 0}, "judge.requests_per_minute: Input should be greater than or equal to 1"),
         ({"tokens_per_minute": 512}, "set it above max_tokens, which is 512"),

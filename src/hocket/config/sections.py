@@ -36,7 +36,7 @@ def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
 _or_name = pydantic.BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-Names = Annotated[tuple[str, ...], or_one]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
 MAX_LORA_RANK = 512
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -33,7 +33,7 @@ _OF_PROMPT: dict[str, Callable[[Rollout], Any]] = {  # the same for all rollouts
 _OF_ONE: dict[str, Callable[[Rollout], Any]] = {
     "completion": attrgetter("text"),  # what the policy wrote, without the end-of-sequence token
     "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
-    "token_ids": lambda rollout: sampled_ids(rollout),
+    "token_ids": lambda rollout: _sampled_ids(rollout),  # in the whole episode
     "finish_reason": attrgetter("finish_reason"),  # "stop", "length" or "abort"
     "rollout": lambda rollout: rollout,
 }
@@ -54,8 +54,12 @@ class RetryError(Exception):
         self.retry_after = retry_after
 
 
-def sampled_ids(rollout: Rollout) -> tuple[int, ...]:
-    """Return the tokens sampled in the whole episode."""
+def named(rollout: Rollout) -> dict[str, Any]:
+    """Return what a reward of one rollout can name of it, as JSON can say it."""
+    return {name: of(rollout) for name, of in _OF_FIRST.items() if name != "rollout"}
+
+
+def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
     return tuple(int(token) for one in rollout.sequences for token in compress(one.token_ids, one.mask))
 
 
@@ -139,9 +143,9 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     if of_async and found.runs != "async":
         raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")
     scores = _called(found.function)
-    named = inspect.signature(scores).parameters.keys()
-    of_group = not named.isdisjoint(_OF_GROUP)
-    if "prompts" in named or (of_group and not named.isdisjoint(_OF_ONE)):
+    asks_for = inspect.signature(scores).parameters.keys()
+    of_group = not asks_for.isdisjoint(_OF_GROUP)
+    if "prompts" in asks_for or (of_group and not asks_for.isdisjoint(_OF_ONE)):
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
         groups = "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
         raise ConfigError(f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}")
@@ -165,7 +169,7 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     bound = dataclasses.replace(
         found,
         options=options,
-        asks_for=named & _ARGUMENTS,
+        asks_for=asks_for & _ARGUMENTS,
         of_group=of_group,
         max_concurrent=spec.max_concurrent,
         retries=retries,

@@ -89,7 +89,8 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
     """
     from jsonschema import Draft202012Validator, validators
 
-    schema = column(meta if schema is None else {"schema": schema}, "schema")
+    if schema is None:
+        schema = column(meta, "schema")
     if not isinstance(schema, Mapping | bool):
         advice = "set the option schema, or give the row a column 'schema'"
         raise ValueError(f"there is no schema: {advice}, got {schema!r}")
@@ -111,13 +112,11 @@ def countdown(
     The task of TinyZero, whose rows have `target` (data.answer_column) and `nums`; its `format_score`, of an <answer>
     that is wrong, is 0.1.
     """
-    given = column(meta, numbers)
-    if not isinstance(given, Sequence):
-        raise ValueError(f"the row has no list of numbers in the column {numbers!r}: set the option numbers")
+    given = list_of("numbers", meta, numbers)
     target = float(_reference(answer))
-    said, closed, _ = completion.rpartition("</answer>")
+    said, _, _ = completion.rpartition("</answer>")
     _, opened, told = said.rpartition("<answer>")
-    if not (opened and closed):
+    if not opened:
         return 0.0
     try:
         value, used = compute(told)
@@ -165,6 +164,14 @@ def column(meta: Mapping[str, Any], name: str) -> Any:
     """Return what a row has in a column, where text is JSON."""
     given = meta.get(name)
     return json.loads(given) if isinstance(given, str) else given
+
+
+def list_of(option: str, meta: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """Return the list that a row has in a column, which is named by an option. Raise ValueError without one."""
+    given = column(meta, name)
+    if not isinstance(given, Sequence) or not given:
+        raise ValueError(f"the row has no list of {option} in the column {name!r}: set the option {option}")
+    return given
 
 
 def last_block(text: str) -> str | None:

@@ -2,12 +2,12 @@
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hocket.common import sandbox
 from hocket.rewards.base import reward
-from hocket.rewards.builtin import after_thought, column, last_block
+from hocket.rewards.builtin import after_thought, last_block, list_of
 from hocket.types import Score
 
 MAX_SHOWN = 800  # characters of what a program wrote, of each stream
@@ -27,9 +27,7 @@ def code(
     The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]; they share
     `timeout_s`. Parts: the shares of tests by verdict; note: the first that was not passed, and what was written.
     """
-    given = column(meta, tests)
-    if not isinstance(given, Sequence) or not given:
-        raise ValueError(f"the row has no tests in the column {tests!r}: set the option tests")
+    given = list_of("tests", meta, tests)
     program = last_block(after_thought(completion, opening))
     counts = dict.fromkeys(("passed", "wrong", "failed", "late"), 0)
     if program is None:
@@ -37,7 +35,7 @@ def code(
     note = ""
     ends = time.monotonic() + timeout_s
     for number, test in enumerate(given, 1):
-        verdict, wrote = _verdict(f"{program}\n", test, ends - time.monotonic())
+        verdict, wrote = _verdict(f"{program}\n", test, max(ends - time.monotonic(), 0.0))
         counts[verdict] += 1
         if verdict == "passed":
             continue
@@ -53,21 +51,17 @@ def _verdict(program: str, test: Any, timeout_s: float) -> tuple[str, str]:
 
     A program that ends well before its assert, or writes what it expects, has not passed it.
     """
-    if timeout_s <= 0:
-        return "late", ""
-    end = secrets.token_hex(8)
     if isinstance(test, Mapping):
         ran = sandbox.run(program, test["input"], timeout_s)
         passed = _lines(ran.stdout) == _lines(str(test["output"]))
     else:
+        end = secrets.token_hex(8)
         ran = sandbox.run(f"{program}\n{test}\nprint({end!r})", "", timeout_s)
         passed = _lines(ran.stdout)[-1:] == [end]
-    wrote = f"stdout: {ran.stdout[-MAX_SHOWN:]}\nstderr: {ran.stderr[-MAX_SHOWN:]}"
-    if ran.status is None:
-        return "late", wrote
+    verdict = "passed" if passed else "wrong"
     if ran.status != 0:
-        return "failed", wrote
-    return "passed" if passed else "wrong", wrote
+        verdict = "late" if ran.status is None else "failed"
+    return verdict, f"stdout: {ran.stdout[-MAX_SHOWN:]}\nstderr: {ran.stderr[-MAX_SHOWN:]}"
 
 
 def _lines(text: str) -> list[str]:

@@ -12,12 +12,14 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import cache, partial
-from pathlib import Path
+from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Annotated, Any, Self
 
+import pydantic
 from pydantic import Field
 
+from hocket.config.deployment import Url
 from hocket.config.sections import Names
 from hocket.errors import RewardError
 from hocket.rewards.base import RetryError
@@ -33,24 +35,26 @@ LOCKED_S = 60.0  # to wait for a process that has locked the cache
 TOKENS_PER_BYTE = 0.5  # of a prompt, until the endpoint has counted: English has 0.25
 MAX_TOKENS = 10**7  # a call that counts more is not believed
 UNDER_WAY = Counter[str | None]()  # calls, by the file where they are counted
-ADD = "ON CONFLICT DO UPDATE SET value = value + excluded.value"
-HOLD = f"INSERT INTO answers SELECT 'dollars', ?1 WHERE ?1 <= ?2 {ADD} WHERE value + excluded.value <= ?2 RETURNING 1"
-OPEN = (
-    "PRAGMA synchronous=OFF",  # an answer that is lost is asked for again
-    "BEGIN IMMEDIATE",  # fails where it is locked
-    "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value)",
-    "COMMIT",
-)
+SET_UP = set["Endpoint"]()  # judges whose limits hold
+OPEN = """
+    PRAGMA synchronous=OFF;  -- an answer that is lost is asked for again
+    BEGIN IMMEDIATE;  -- fails where it is locked
+    CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value);
+    INSERT OR IGNORE INTO answers VALUES ('dollars', 0);
+    COMMIT;
+"""
+SPEND = "UPDATE answers SET value = value + ?1 WHERE key = 'dollars' AND value + ?1 <= ?2 RETURNING 1"
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Endpoint(Service):
     """The options of every judge, as fields, and the way to ask its models; the key is never in a config."""
 
-    base_url: str  # "https://api.openai.com/v1", "http://127.0.0.1:8000/v1"
+    again = AGAIN | {*range(500, 600)}
+    base_url: Url  # "https://api.openai.com/v1", "http://127.0.0.1:8000/v1"
     model: Annotated[Names, Field(min_length=1)]  # each is asked, a name that stands there twice twice
     key_env: str | None = ""  # environment variable that holds the key, all that is sent of it; None: none is
-    request: Mapping[str, Any] | None = None  # more fields; response_format None: it can't follow a JSON schema
+    request: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more fields, or others
     max_tokens: Count = 512  # of an answer
     requests_per_minute: Count | None = None  # for each model of this endpoint; of several rewards' limits the smallest
     tokens_per_minute: Count | None = None
@@ -60,45 +64,33 @@ class Endpoint(Service):
     retries: int  # of a call
 
     def __post_init__(self) -> None:
-        if "" in self.model:
-            raise ValueError("a model must have a name")
         if self.tokens_per_minute is not None and self.tokens_per_minute <= self.max_tokens:
             raise ValueError(f"no call fits tokens_per_minute: set it above max_tokens, which is {self.max_tokens}")
         if self.budget is not None and not (self.cache and max(self.price) > 0):
             price = "price: [dollars per million tokens of prompts, of answers]"
             raise ValueError(f"a budget needs the {price}, and a cache: the file where all judges of the run count")
-        if self.cache and (Path(self.cache).is_dir() or not Path(self.cache).parent.is_dir()):
-            raise ValueError(f"the cache {self.cache} must be a file, in a folder that is there: name another one")
         if self.key_env == "":
             if not self.base_url.startswith("https://api.openai.com/"):
                 advice = f"the variable that holds the key of {self.base_url}, or null: none is sent"
                 raise ValueError(f"set key_env: {advice}")
             self.key_env = "OPENAI_API_KEY"
-        self.base_url = self.base_url.rstrip("/")
-        self.check("base_url", self.base_url)
-        self._windows = [_windows(self.base_url, model) for model in self.model]
+        super().__post_init__()
+        self.asks = [(self.base_url, model) for model in self.model]
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it
         self._next_to_pay = asyncio.Lock()
         self.call_seconds = clock()  # of its calls, without what they wait for
+        self._thread = ThreadPoolExecutor(1, "cache")  # waits for other processes, while the event loop goes on
         self._broken: RewardError | None = None  # after which no statement is tried: nothing would be counted
 
     async def __aenter__(self) -> Self:
-        self._thread = ThreadPoolExecutor(1, "cache")  # waits for other processes, while the event loop goes on
-        self._store = sqlite3.connect(self.cache or ":memory:", LOCKED_S, isolation_level=None, check_same_thread=False)
-        for statement in OPEN:
-            self._execute(statement)
         await self._stored("dollars")  # fails here where the cache can't be used
-        for requests, tokens in self._windows:
-            requests.limits[self] = self.requests_per_minute or math.inf
-            tokens.limits[self] = self.tokens_per_minute or math.inf
+        SET_UP.add(self)
         return await super().__aenter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
         while UNDER_WAY[self.cache]:  # cancelled calls, too, may have cost something
             await asyncio.sleep(POLL_S)
-        for both in self._windows:
-            for window in both:
-                window.limits.pop(self, None)
+        SET_UP.discard(self)
         self._thread.submit(self._store.close)
         self._thread.shutdown()
         await super().__aexit__()
@@ -125,7 +117,7 @@ class Endpoint(Service):
         """Return one model's verdict, from the cache or the endpoint. Raise RewardError where the budget is spent."""
         model = self.model[index]
         schema = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": form}}
-        request = {"max_completion_tokens": self.max_tokens, "response_format": schema, **(self.request or {})}
+        request = {"max_completion_tokens": self.max_tokens, "response_format": schema, **self.request}
         asked = [self.base_url, model, self.model[:index].count(model), form, request, content]
         question = json.dumps(asked, sort_keys=True)
         key = hashlib.sha256(question.encode()).hexdigest()
@@ -134,12 +126,15 @@ class Endpoint(Service):
             return read(stored)
         body = {"model": model, "messages": [{"role": "user", "content": content}], **request}
         expected = len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)
-        requests, tokens = self._windows[index]
+        requests, tokens = _windows(self.base_url, model)
         async with tokens.room(sum(expected)), requests.room():
             held = await self._hold(self._dollars((len(question), self.max_tokens)))  # at most a token each
             answer, used = await self._paid(body, expected, held, paid)
         tokens.add(sum(used) - sum(expected))
-        text = self._written(answer)
+        try:
+            text = str(json.loads(answer)["choices"][0]["message"]["content"] or "")  # none: the thought was too long
+        except (ValueError, LookupError, TypeError) as error:
+            raise RetryError(f"{self.base_url} answered no chat completion: {answer[:MAX_SHOWN]!r}") from error
         try:
             verdict = read(text)
         except ValueError as error:
@@ -159,27 +154,17 @@ class Endpoint(Service):
         used = expected
         try:
             with clocked(self.call_seconds):
-                answer = await self._post(f"{self.base_url}/chat/completions", body, AGAIN | set(range(500, 600)))
-            used = _counted(answer) or expected
+                answer = await self._post(f"{self.base_url}/chat/completions", body)
+            used = _counted(answer, expected)
         except (RefusedError, ValueError):
             used = 0.0, 0.0
             raise
         finally:
             dollars = self._dollars(used)
             paid.update({"tokens": sum(used), "dollars": dollars})
-            self._execute(f"INSERT INTO answers VALUES ('dollars', ?) {ADD}", dollars - held)
+            self._execute(SPEND, dollars - held, math.inf)
             UNDER_WAY[self.cache] -= 1
         return answer, used
-
-    def _written(self, answer: str) -> str:
-        """Return the text of a chat completion; a model may write none that ends a thought which is too long."""
-        try:
-            text = json.loads(answer)["choices"][0]["message"]["content"] or ""
-            if isinstance(text, str):
-                return text
-        except (ValueError, LookupError, TypeError):
-            pass
-        raise RetryError(f"{self.base_url} answered no chat completion: {answer[:MAX_SHOWN]!r}")
 
     def _dollars(self, tokens: Tokens) -> float:
         return (self.price[0] * tokens[0] + self.price[1] * tokens[1]) / 1e6
@@ -189,20 +174,20 @@ class Endpoint(Service):
         if self.budget is None:
             return 0.0
         async with self._next_to_pay:
-            while True:
-                alone = not UNDER_WAY[self.cache]
-                if await asyncio.wrap_future(self._execute(HOLD, dollars, self.budget)):
-                    return dollars
-                if alone:
-                    break
+            others = UNDER_WAY[self.cache]
+            while await asyncio.wrap_future(self._execute(SPEND, dollars, self.budget)) is None:
+                if not others:
+                    spent = f"{await self._stored('dollars'):.2f} dollars (counted in the cache {self.cache})"
+                    advice = f"its budget is {self.budget:g}: raise the judge's budget to go on"
+                    raise RewardError(f"the judge has cost {spent} and the next call may cost {dollars:.2g}, {advice}")
                 await asyncio.sleep(POLL_S)
-        spent = f"{await self._stored('dollars') or 0:.2f} dollars (counted in the cache {self.cache})"
-        advice = f"its budget is {self.budget:g}: raise the judge's budget to go on"
-        raise RewardError(f"the judge has cost {spent} and the next call may cost {dollars:.2g}, {advice}")
+                others = UNDER_WAY[self.cache]
+        return dollars
 
     async def _stored(self, key: str) -> Any:
-        row = await asyncio.wrap_future(self._execute("SELECT value FROM answers WHERE key = ?", key))
-        return None if row is None else row[0]
+        """Return the value of a key, None without one."""
+        (value,) = await asyncio.wrap_future(self._execute("SELECT max(value) FROM answers WHERE key = ?", key))
+        return value
 
     def _execute(self, statement: str, *values: Any) -> Future[Any]:
         """Have the cache's thread execute a statement, after those before it, and return its first row."""
@@ -214,34 +199,51 @@ class Endpoint(Service):
         try:
             return self._store.execute(statement, values).fetchone()
         except sqlite3.Error as error:
-            self._broken = RewardError(f"the judge's cache {self.cache} can't be used: {error}; free it, then resume")
+            cure = "it must be a file that no other process holds, in a folder that is there: mend that, then resume"
+            self._broken = RewardError(f"the judge's cache {self.cache} can't be used: {error}; {cure}")
             raise self._broken from error
 
+    @cached_property
+    def _store(self) -> sqlite3.Connection:
+        store = sqlite3.connect(self.cache or ":memory:", LOCKED_S, isolation_level=None)
+        store.executescript(OPEN)
+        return store
 
-def _counted(answer: str) -> Tokens | None:
-    """Return the tokens that an endpoint has counted, if that can be believed."""
+
+class Usage(pydantic.BaseModel, strict=True):
+    """The tokens that an endpoint has counted, as far as that can be believed."""
+
+    prompt_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    completion_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+def _counted(answer: str, expected: Tokens) -> Tokens:
+    """Return the tokens that an endpoint has counted, or those that were expected."""
     try:
-        usage = json.loads(answer)["usage"]
-        counts = usage["prompt_tokens"], usage["completion_tokens"]
+        usage = Usage.model_validate(json.loads(answer)["usage"])
     except (ValueError, LookupError, TypeError):
-        return None
-    return counts if all(type(count) is int and 0 <= count <= MAX_TOKENS for count in counts) else None
+        return expected
+    return usage.prompt_tokens, usage.completion_tokens
 
 
 class Window:
     """Bounds the requests, or tokens, that are under way or have ended within a minute, by the smallest limit."""
 
-    def __init__(self) -> None:
-        self.limits = dict[Endpoint, float]()  # of the judges that are set up
+    def __init__(self, asked: tuple[str, str], limit_of: Callable[[Endpoint], int | None]) -> None:
+        self._asked = asked
+        self._limit_of = limit_of
         self._ended = deque[tuple[float, float]]()  # (time, amount)
         self._sum = 0.0  # of these, and of what is under way
 
+    def _limit(self) -> float:
+        return min(self._limit_of(one) or math.inf for one in SET_UP if self._asked in one.asks)
+
     @asynccontextmanager
     async def room(self, amount: float = 1.0) -> AsyncIterator[None]:
-        limit = min(self.limits.values())
+        limit = self._limit()
         if amount > limit:
             raise ValueError(f"a call may take {amount:g} tokens, but only {limit:g} are allowed per minute")
-        while self._sum + amount > min(self.limits.values()):
+        while self._sum + amount > self._limit():
             await asyncio.sleep(POLL_S)
             while self._ended and self._ended[0][0] + MINUTE_S <= time.monotonic():
                 self._sum -= self._ended.popleft()[1]
@@ -261,4 +263,6 @@ class Window:
 @cache
 def _windows(base_url: str, model: str) -> tuple[Window, Window]:
     """Return the windows of requests and of tokens that all judges of this process share who ask this model there."""
-    return Window(), Window()
+    asked = base_url, model
+    requests = Window(asked, attrgetter("requests_per_minute"))
+    return requests, Window(asked, attrgetter("tokens_per_minute"))

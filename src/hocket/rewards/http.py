@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from hocket.config.sections import Names
-from hocket.rewards.base import RetryError, reward, sampled_ids
+from hocket.rewards.base import RetryError, named, reward
 from hocket.types import Rollout, Score
 
 LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -31,32 +31,29 @@ class Service:
     """The options of a service that gets POST requests, and of the environment no more than the key that is named."""
 
     uses_proxies: ClassVar[bool] = True  # of the environment
+    again: ClassVar[Container[int]] = AGAIN
     timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of one request
     key_env: str | None = None  # environment variable that holds a key, sent as a bearer token; none stands in a config
 
-    def check(self, option: str, url: str) -> str:
-        """Return the host of a URL. Raise ValueError without a host, or without the key."""
-        host = urlsplit(url).hostname
-        if not url.startswith(("http://", "https://")) or not host:
-            raise ValueError(f"{option} must begin with http:// or https:// and a host, got {url!r}")
-        if self.key_env is not None and not os.environ.get(self.key_env):
-            raise ValueError(f"the environment variable {self.key_env} is not set: export the service's key in it")
-        return host
+    def __post_init__(self) -> None:
+        self._headers = {"Content-Type": "application/json"}
+        if self.key_env is not None:
+            key = os.environ.get(self.key_env)
+            if not key:
+                raise ValueError(f"the environment variable {self.key_env} is not set: export the service's key in it")
+            self._headers["Authorization"] = f"Bearer {key}"
 
     async def __aenter__(self) -> Self:
         import httpx
 
-        headers = {"Content-Type": "application/json"}
-        if self.key_env is not None:
-            headers["Authorization"] = f"Bearer {os.environ[self.key_env]}"
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(headers=headers, trust_env=self.uses_proxies, timeout=None, limits=limits)
+        self._http = httpx.AsyncClient(headers=self._headers, trust_env=self.uses_proxies, timeout=None, limits=limits)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._http.aclose()
 
-    async def _post(self, url: str, body: Mapping[str, Any], again: Container[int] = AGAIN) -> str:
+    async def _post(self, url: str, body: Mapping[str, Any]) -> str:
         """Return what it answers; raise RetryError where there is no answer, or one with a status in `again`."""
         import httpx
 
@@ -69,7 +66,7 @@ class Service:
             kind = RefusedError if isinstance(error, httpx.ConnectError) else RetryError
             raise kind(f"{url} can't be reached: {type(error).__name__}: {error}") from error
         said = f"{url} answered {response.status_code}: {response.text[:MAX_SHOWN]}"
-        if response.status_code in again:
+        if response.status_code in self.again:
             raise RefusedError(said, retry_after(response.headers))
         if response.has_redirect_location:
             raise ValueError(f"{said} No redirect is followed: name {response.headers['location']} in its place")
@@ -89,30 +86,31 @@ class HttpReward(Service):
     """
 
     uses_proxies = False
-    url: str  # no redirect is followed
+    url: Annotated[str, Field(pattern="^https?://")]  # no redirect is followed
     hosts: Names = ()  # besides this machine that may get samples
     format: Literal["hocket", "openrlhf"] = "hocket"
 
     def __post_init__(self) -> None:
-        host = self.check("url", self.url)
+        super().__post_init__()
+        host = urlsplit(self.url).hostname
         if host not in {*LOCAL, *self.hosts}:
             raise ValueError(f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]")
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[Any]:
+        prompt = rollouts[0].prompt
+        size = len(rollouts)
+        body: dict[str, list[Any]] = {"samples": [{"id": one.id, **named(one)} for one in rollouts]}
         key = "scores"
-        body = _samples(rollouts)
         if self.format == "openrlhf":
+            queries = [prompt.text + one.text for one in rollouts]
+            body = {"query": queries, "prompts": [prompt.text] * size, "labels": [prompt.answer] * size}
             key = "rewards"
-            body = _openrlhf(rollouts)
         text = await self._post(self.url, body)
         try:
-            scores = json.loads(text)[key]
-        except (ValueError, LookupError, TypeError):
-            scores = None
-        if not isinstance(scores, list) or len(scores) != len(rollouts):
-            wanted = f'{{"{key}": a list of {len(rollouts)}}}'
-            raise ValueError(f"{self.url} answered 200: {text[:MAX_SHOWN]} It must answer {wanted}")
-        return [_score(one) for one in scores]
+            return [_score(one) for one in json.loads(text)[key]]
+        except (ValueError, LookupError, TypeError) as error:
+            wanted = f'{{"{key}": a list of {size}}}'
+            raise ValueError(f"{self.url} answered 200: {text[:MAX_SHOWN]} It must answer {wanted}") from error
 
 
 def _score(one: Any) -> Any:
@@ -121,29 +119,6 @@ def _score(one: Any) -> Any:
         total = one.get("total", math.nan)
         return Score(total=total, parts=one.get("parts", {}), error=one.get("error"), note=one.get("note") or "")
     return one
-
-
-def _samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    prompt = rollouts[0].prompt
-    shared = {"prompt": prompt.text, "messages": prompt.messages, "answer": prompt.answer, "meta": prompt.meta}
-    samples = [
-        {
-            "id": one.id,
-            "opening": one.sequences[-1].opening,
-            "completion": one.text,
-            "finish_reason": one.finish_reason,
-            "token_ids": sampled_ids(one),
-            **shared,
-        }
-        for one in rollouts
-    ]
-    return {"samples": samples}
-
-
-def _openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    prompt = rollouts[0].prompt
-    queries = [prompt.text + one.text for one in rollouts]
-    return {"query": queries, "prompts": [prompt.text] * len(rollouts), "labels": [prompt.answer] * len(rollouts)}
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

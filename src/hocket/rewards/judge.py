@@ -67,7 +67,7 @@ class JudgeReward(Endpoint):
         content = self._fill(prompt=prompt, completion=completion, answer=answer or "none", mark=mark)
         form = _form("score", {"type": "number", "minimum": low, "maximum": high})
         found, cost = await self.verdicts([content] * len(self.model), form, partial(score_in, low=low, high=high))
-        return _mean([(score - low) / (high - low) for score, _ in found], cost, [reason for _, reason in found])
+        return _mean(found, cost)
 
 
 @reward("judge_ranking", imports=("httpx",), own_deadline=True)
@@ -104,14 +104,13 @@ class RankingReward(Endpoint):
         form = _form("ranking", {"type": "array", "items": {"type": "integer"}, "minItems": count, "maxItems": count})
         found, cost = await self.verdicts(contents, form, partial(ranking_in, count=count))
         share = {name: amount / len(completions) for name, amount in cost.items()}
-        values: dict[str, list[float]] = {text: [] for text in texts}
-        reasons: dict[str, list[str]] = {text: [] for text in texts}
+        placed = list[dict[str, tuple[float, str]]]()
         for order, (ranking, reason) in zip(orders, found, strict=True):
-            for place, number in enumerate(ranking):
-                text = order[number - 1]
-                values[text].append(1 - place / (count - 1))
-                reasons[text].append(f"as answer {number}: {reason}")  # models speak of numbers
-        return [_mean(values[text], share, reasons[text]) for text in completions]
+            places = dict[str, tuple[float, str]]()
+            for place, number in enumerate(ranking):  # models speak of numbers
+                places[order[number - 1]] = 1 - place / (count - 1), f"as answer {number}: {reason}"
+            placed.append(places)
+        return [_mean([one[text] for one in placed], share) for text in completions]
 
 
 def _mark(drawn: random.Random) -> str:
@@ -135,20 +134,20 @@ def _filler(template: str, shared: Mapping[str, Any], needed: str, **others: Any
 
 
 def score_in(text: str, low: float, high: float) -> tuple[float, str]:
-    """Return the score and the reason in a model's answer. Raise ValueError at any doubt."""
+    """Return the place of the score on its scale, 0 to 1, and the reason in a model's answer, or raise ValueError."""
     score, reason = _only("score", text)
     if type(score) not in (int, float) or not low <= score <= high:  # a bool, a text and NaN are none
         raise ValueError(f"its score must be a number from {low:g} to {high:g}")
-    return float(score), reason
+    return (score - low) / (high - low), reason
 
 
 def ranking_in(text: str, count: int) -> tuple[list[int], str]:
     """Return the numbers 1 to `count` as a model's answer orders them, and its reason, or raise ValueError."""
     ranking, reason = _only("ranking", text)
-    numbers = isinstance(ranking, list) and all(type(number) is int for number in ranking)
-    if not numbers or sorted(ranking) != list(range(1, count + 1)):
+    numbers = range(1, count + 1)
+    if not isinstance(ranking, list) or sorted(map(repr, ranking)) != sorted(map(repr, numbers)):  # 1.0, true: none
         raise ValueError(f"its ranking must name each of 1 to {count} once")
-    return list(ranking), reason
+    return ranking, reason
 
 
 def _only(key: str, text: str) -> tuple[Any, str]:
@@ -159,7 +158,8 @@ def _only(key: str, text: str) -> tuple[Any, str]:
     return verdict.get(key), str(verdict.get("reason", ""))
 
 
-def _mean(values: Sequence[float], cost: Mapping[str, float], reasons: Sequence[str]) -> Score:
+def _mean(found: Sequence[tuple[float, str]], cost: Mapping[str, float]) -> Score:
+    values, reasons = zip(*found, strict=True)
     parts = {str(number): value for number, value in enumerate(values, 1)}
     return Score(total=fmean(values), parts={**cost, **parts}, note="\n".join(reasons))
 

@@ -69,9 +69,10 @@ class ModelReward:
         from transformers import AutoModelForSequenceClassification as Classifier
 
         loaded = Classifier.from_pretrained(self.path, trust_remote_code=False, dtype=self.dtype)
-        for name, part in loaded.named_modules():
-            if name.endswith("position_embeddings") and (first := getattr(part, "padding_idx", None)) is not None:
-                self._longest = min(self._longest, part.num_embeddings - first - 1)  # RoBERTa's kinds begin behind it
+        positions = [part for name, part in loaded.named_modules() if name.endswith("position_embeddings")]
+        for part in positions:
+            if getattr(part, "padding_idx", None) is not None:  # RoBERTa's kinds begin behind it
+                self._longest = min(self._longest, part.num_embeddings - part.padding_idx - 1)
         return loaded.to(self.device).eval().requires_grad_(False)
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
@@ -104,16 +105,14 @@ class ModelReward:
         """Return the tokens of prompt and completion. Raise NoScoreError if they are too many."""
         prompt = rollout.prompt
         template = self._tokenizer.chat_template
+        text: Any = prompt.text + rollout.text
         if template:
             asked = prompt.messages or ({"role": "user", "content": prompt.text},)
             chat = [*asked, {"role": "assistant", "content": rollout.text}]
-            texts = [self._tokenizer.apply_chat_template(chat, tokenize=False)]
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
         elif self._tokenizer.sep_token:
-            texts = [prompt.text, rollout.text]
-        else:
-            texts = [prompt.text + rollout.text]
-        lists = ([text] for text in texts)  # an empty second text would be taken for none
-        encoded = self._tokenizer(*lists, add_special_tokens=not template, verbose=False)
+            text = prompt.text, rollout.text
+        encoded = self._tokenizer([text], add_special_tokens=not template, verbose=False)
         length = len(encoded["input_ids"][0])
         if length > self._longest:
             more = f"more than the {self._longest} that {self.path} may read ({SECTION}.max_length)"
