@@ -524,7 +524,7 @@ async def test_a_reward_learns_which_thought_stands_open_before_the_last_turn(
         return fakes.completion(9, END, logprobs=(-0.5, -0.5), text=said)
 
     rollout = await one_episode(Tells, ask, renderer, opening="<think>\n")
-    assert bind("math", RewardSpec()).arguments(rollout)["opening"] == opening
+    assert bind("math", RewardSpec()).arguments([rollout])["opening"] == opening
     assert rollout.text == said
 
 

@@ -1,8 +1,9 @@
 """Register rewards, and bind them to the config.
 
 A reward is a function, or a class whose instances are called, and set up and torn down as context managers. It scores
-one rollout, or a whole group where it names `completions` or `rollouts`. It gets its arguments by name, and only those
-of `_ARGUMENTS` that it names; every other one is an option of the config, which a class gets when it is made.
+one rollout, or a whole group where it names `completions` or `rollouts`. It gets the
+arguments of `_OF_PROMPT`, `_OF_ONE` and `_OF_GROUP` that it names; every other one is an option of the config, which a
+class gets when it is made.
 """
 
 import dataclasses
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
 
-_OF_PROMPT: dict[str, Callable[[Rollout], Any]] = {  # the same for all rollouts of a group
+_OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of a group
     "prompt": attrgetter("prompt.text"),  # of the last user message, or the plain prompt
     "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
     "answer": attrgetter("prompt.answer"),  # the reference answer, or None
     "meta": attrgetter("prompt.meta"),  # the row's other columns
 }
-_OF_ONE: dict[str, Callable[[Rollout], Any]] = {
+_OF_ONE: dict[str, Callable[[Any], Any]] = {
     "completion": attrgetter("text"),  # what the policy wrote, without the end-of-sequence token
     "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
     "token_ids": lambda rollout: _sampled_ids(rollout),  # in the whole episode
@@ -42,7 +43,6 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "rollouts": list,
 }
 _OF_FIRST = _OF_PROMPT | _OF_ONE
-_ARGUMENTS = _OF_FIRST.keys() | _OF_GROUP.keys()
 _ROW = "; the row's answer is the argument answer, its other columns are in meta"
 
 
@@ -65,7 +65,7 @@ def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A registered function or class; `bind` adds what the config says and the arguments that it takes."""
+    """A registered function or class, and what the config says of it."""
 
     name: str
     function: Callable[..., Any]
@@ -83,7 +83,7 @@ class Reward:
         return inspect.isclass(self.function)
 
     def made(self) -> Callable[..., Any]:
-        """Return what is called: a new instance of a class, or the function, with the options."""
+        """Return what is called: the function with its options, or a new instance."""
         return self.function(**self.options) if self.is_class else partial(self.function, **self.options)
 
     def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def reward(
 
 
 def _called(function: Callable[..., Any]) -> Any:
-    """Return what a call of the reward calls, as far as its signature goes."""
+    """Return what has the signature of a call."""
     return partial(function.__call__, None) if inspect.isclass(function) else function
 
 
@@ -149,6 +149,7 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
         groups = "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
         raise ConfigError(f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}")
+    known = _OF_PROMPT.keys() | (_OF_GROUP if of_group else _OF_ONE)
     fields = set(type(spec).model_fields)
     options = spec.model_dump(exclude=fields)
     reserved = fields & inspect.signature(found.function).parameters.keys() - {"retries"}
@@ -160,16 +161,16 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         retries = 0
     if found.is_class:
         options = options_of(called, found.function, options, section=section)
-        options_of(called, scores, {}, section=section, keys=_ARGUMENTS)  # a call gets none
+        options_of(called, scores, {}, section=section, keys=known)  # a call gets none
     else:
-        taken = _ARGUMENTS & options.keys()
+        taken = known & options.keys()
         if taken:
             raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-        options = options_of(called, scores, options, section=section, keys=_ARGUMENTS, row=_ROW)
+        options = options_of(called, scores, options, section=section, keys=known, row=_ROW)
     bound = dataclasses.replace(
         found,
         options=options,
-        asks_for=asks_for & _ARGUMENTS,
+        asks_for=asks_for & known,
         of_group=of_group,
         max_concurrent=spec.max_concurrent,
         retries=retries,
