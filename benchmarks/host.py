@@ -40,7 +40,7 @@ from hocket.client.server import ServerClient
 from hocket.common.files import write_atomically
 from hocket.config import AlgorithmConfig
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
-from hocket.observe.run_folder import lines_of
+from hocket.observe.rows import lines_of
 from hocket.protocol import Completion, GenerateRequest, SamplingParams, StreamEnd, StreamLine
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import single_turn

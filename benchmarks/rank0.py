@@ -33,7 +33,7 @@ import torch
 from batches import scoring
 from hocket.client.batcher import Batcher
 from hocket.client.pool import Deadline, ServerPool
-from hocket.observe.run_folder import lines_of
+from hocket.observe.rows import lines_of
 from hocket.protocol import Completion, Health, SamplingParams, StreamEnd
 from hocket.rollout.collect import Batch, Plan, collect
 from hocket.rollout.episode import single_turn

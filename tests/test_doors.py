@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from hocket.observe.run_folder import lines_of
+from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 from processes import ROOT, START_S, Command
 

@@ -57,7 +57,7 @@ def train(
     from hocket.commands import runs as commands
     from hocket.config import Config, load
     from hocket.errors import ConfigError
-    from hocket.observe.run_folder import read_lines
+    from hocket.observe.rows import read_lines
     from hocket.rewards.base import REWARDS, reward
 
     values = config.model_dump(by_alias=True, exclude_unset=True) if isinstance(config, Config) else config

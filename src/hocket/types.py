@@ -104,6 +104,10 @@ class Group:
     def __post_init__(self) -> None:
         check_lengths(rollouts=self.rollouts, scores=self.scores)
 
+    @property
+    def scored(self) -> list[tuple[Rollout, Score]]:
+        return [pair for pair in zip(self.rollouts, self.scores, strict=True) if pair[1].error is None]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:

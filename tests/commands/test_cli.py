@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 import hocket
 from hocket.commands.cli import main
-from hocket.observe.run_folder import lines_of
+from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 from processes import free_port
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from hocket.observe.metrics import METRICS as TABLE
-from hocket.observe.page import MAX_CHARACTERS, best_and_worst
-from hocket.observe.run_folder import write_report
+from hocket.observe.page import MAX_CHARACTERS, best_and_worst, write_report
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS = [

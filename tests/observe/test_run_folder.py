@@ -15,7 +15,8 @@ from hocket import config as config_module
 from hocket.common.files import partial_of
 from hocket.config import Config
 from hocket.errors import ConfigError
-from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines, trainer_id
+from hocket.observe.rows import groups_of, lines_of, read_lines
+from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 BASE = TokenSequence(
@@ -187,7 +188,6 @@ def test_a_score_that_failed_stays_one_and_a_rollout_may_have_no_sampled_token()
 
 
 def test_a_line_that_is_no_row_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        groups_of([json.dumps({"group_id": "g"})])
-    with pytest.raises(ValueError, match="Expecting"):
-        groups_of(["{"])
+    for line, said in (('{"group_id": "g"}', "'completion' must be a text"), ("{", "Expecting")):
+        with pytest.raises(ValueError, match=said):
+            groups_of([line])

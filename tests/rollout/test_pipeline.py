@@ -17,7 +17,7 @@ from hocket.data.cache import Prompts
 from hocket.data.curriculum import Planner
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError, ServerError
-from hocket.observe.run_folder import lines_of
+from hocket.observe.rows import lines_of
 from hocket.rollout.collect import Seat, collect
 from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
 from hocket.types import Group, Prompt, Rollout, Score

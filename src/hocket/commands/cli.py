@@ -277,7 +277,7 @@ def _export(args: argparse.Namespace) -> None:
 @_command(_option("RUN", type=Path))
 def _ledger(args: argparse.Namespace) -> int:
     from hocket.data import ledger
-    from hocket.observe.run_folder import read_lines
+    from hocket.observe.rows import read_lines
 
     rows = read_lines(args.RUN / "ledger.jsonl")
     if not rows or "num_prompts" not in rows[0]:

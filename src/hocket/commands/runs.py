@@ -26,7 +26,8 @@ from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, ServerError, SyncError, door
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.run_folder import RunFolder, lines_of, rollout_of, trainer_id
+from hocket.observe.rows import lines_of, rollout_of, sample_of
+from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.protocol import Health
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
@@ -291,10 +292,10 @@ def score_samples(config: Config, file: Path) -> int:
         try:
             columns = columns_of(row)
             if {"group_id", "prompt_id", "parts"} <= columns.keys():  # of a run
-                rollout = rollout_of(columns, place, None)
+                rollout = rollout_of(columns, place)
                 group = columns["group_id"]
             else:
-                rollout = rollout_of(columns, place, config.data)
+                rollout = sample_of(columns, place, config.data)
                 prompt = rollout.prompt
                 group = repr((prompt.text, prompt.messages, prompt.answer))
         except (ValueError, TypeError, KeyError) as error:

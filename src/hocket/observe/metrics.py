@@ -5,8 +5,9 @@ The table feeds the console, the report and the documentation (`python run.py co
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from hocket.common import markdown
@@ -159,49 +160,40 @@ SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "staleness/over_bound"}  # al
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    pairs = [pair for group in groups for pair in zip(group.rollouts, group.scores, strict=True)]
-    if not pairs:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
         return {}
-    scores = [score for _, score in pairs if score.error is None]
-    lengths = [rollout.num_sampled for rollout, _ in pairs]
-    turns = [sum(sequence.turns for sequence in rollout.sequences) for rollout, _ in pairs]
-    sequences = [len(rollout.sequences) for rollout, _ in pairs]
-    texts = Counter((group.id, rollout.text) for group in groups for rollout in group.rollouts)
-    metrics = {
-        "rollout/reward_errors": 1 - len(scores) / len(pairs),
-        "rollout/length_mean": statistics.fmean(lengths),
-        "rollout/truncated": sum(rollout.finish_reason == "length" for rollout, _ in pairs) / len(pairs),
-        "rollout/tokens": float(sum(lengths)),
-        "rollout/duplicates": sum(count for count in texts.values() if count > 1) / len(pairs),
-    }
-    if max(turns) > 1:
-        metrics["rollout/turns_mean"] = statistics.fmean(turns)
-    if max(sequences) > 1:
-        metrics["rollout/sequences_mean"] = statistics.fmean(sequences)
-    values: dict[str, list[float]] = {
-        "rollout/length_stopped": [rollout.num_sampled for rollout, _ in pairs if rollout.finish_reason == "stop"],
-        "reward/mean": [score.total for score in scores],
-    }
-    for score in scores:
-        for name, part in score.parts.items():  # which another reward may leave out
-            values.setdefault(f"reward/{name}", []).append(part)
-    metrics |= {name: statistics.fmean(of) for name, of in values.items() if of}
-    if scores:
-        metrics["reward/std"] = statistics.pstdev(values["reward/mean"])
-    return metrics | length_correlation(groups)
-
-
-def length_correlation(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the correlation of length and total reward, less their group's means; {} where either is constant."""
-    lengths = list[float]()
+    values = defaultdict[str, list[float]](list)  # of which the metrics are means
+    for rollout in rollouts:
+        values["rollout/length_mean"].append(rollout.num_sampled)
+        values["rollout/truncated"].append(rollout.finish_reason == "length")
+        values["rollout/turns_mean"].append(sum(sequence.turns for sequence in rollout.sequences))
+        values["rollout/sequences_mean"].append(len(rollout.sequences))
+        if rollout.finish_reason == "stop":
+            values["rollout/length_stopped"].append(rollout.num_sampled)
+    for name in ("rollout/turns_mean", "rollout/sequences_mean"):
+        if max(values[name]) <= 1:
+            del values[name]
+    lengths = list[float]()  # of the scored rollouts, less their group's mean, as their rewards are
     rewards = list[float]()
     for group in groups:
-        scored = [pair for pair in zip(group.rollouts, group.scores, strict=True) if pair[1].error is None]
+        scored = group.scored
+        for _, score in scored:
+            values["reward/mean"].append(score.total)
+            for name, part in score.parts.items():  # which another reward may leave out
+                values[f"reward/{name}"].append(part)
         lengths += _centred([rollout.num_sampled for rollout, _ in scored])
         rewards += _centred([score.total for _, score in scored])
-    if any(max(map(abs, values), default=0.0) <= 1e-6 for values in (lengths, rewards)):
-        return {}
-    return {"rollout/length_reward": statistics.correlation(lengths, rewards)}
+    metrics = {name: statistics.fmean(of) for name, of in values.items()}
+    texts = Counter((group.id, rollout.text) for group in groups for rollout in group.rollouts)
+    metrics["rollout/duplicates"] = sum(count for count in texts.values() if count > 1) / len(rollouts)
+    metrics["rollout/tokens"] = float(sum(values["rollout/length_mean"]))
+    metrics["rollout/reward_errors"] = 1 - len(lengths) / len(rollouts)
+    if lengths:
+        metrics["reward/std"] = statistics.pstdev(values["reward/mean"])
+    if all(max(map(abs, some), default=0.0) > 1e-6 for some in (lengths, rewards)):  # neither is constant
+        metrics["rollout/length_reward"] = statistics.correlation(lengths, rewards)
+    return metrics
 
 
 def _centred(values: Sequence[float]) -> list[float]:
@@ -211,8 +203,8 @@ def _centred(values: Sequence[float]) -> list[float]:
 
 def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> dict[str, float]:
     """Return the staleness/* metrics of one step; `version` is the newest published one, `bound` max_staleness."""
-    rollouts = [[s for s in rollout.sequences if s.turns] for group in groups for rollout in group.rollouts]
-    ages = [version - min(s.version_min for s in sequences) for sequences in rollouts if sequences]
+    played = [[s for s in rollout.sequences if s.turns] for group in groups for rollout in group.rollouts]
+    ages = [version - min(s.version_min for s in sequences) for sequences in played if sequences]
     if not ages:
         return {}
     return {
@@ -233,25 +225,32 @@ def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batc
 
     `by_batch`: every update compares the engine with the policy before the step, not only the first one.
     """
+    tokens = [update["train/tokens"] for update in updates]
     metrics = {}
     for name in updates[0]:
         values = [update[name] for update in updates]
         kind = name.removeprefix("train/")
-        finite = [place for place, value in enumerate(values) if math.isfinite(value)] or range(len(values))
         if kind in SUMS:
             metrics[name] = sum(values)
-        elif kind in OF_ENGINE and not by_batch:
-            metrics[name] = values[0]
+        elif kind not in OF_ENGINE:
+            metrics[name] = _finite_mean(values)
         else:
-            weights = [updates[place]["train/tokens"] for place in finite] if kind in OF_ENGINE else None
-            metrics[name] = statistics.fmean([values[place] for place in finite], weights)
+            metrics[name] = _finite_mean(values, tokens) if by_batch else values[0]
     if "train/importance_square" in metrics:
         square = metrics.pop("train/importance_square")
         metrics["train/ess"] = effective_sample_size(metrics["train/importance_mean"], square)
-    positions = metrics.pop("train/positions")
-    at_peak = metrics.pop("train/seconds_at_peak")
-    rates = {"tokens_per_s": metrics["train/tokens"], "positions_per_s": positions, "mfu": at_peak}
-    return metrics | {f"train/{name}": amount / seconds for name, amount in rates.items()}
+    metrics["train/tokens_per_s"] = metrics["train/tokens"] / seconds
+    metrics["train/positions_per_s"] = metrics.pop("train/positions") / seconds
+    metrics["train/mfu"] = metrics.pop("train/seconds_at_peak") / seconds
+    return metrics
+
+
+def _finite_mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    """Return the mean of the finite values; NaN or infinite without any."""
+    finite = list(map(math.isfinite, values))
+    if not any(finite):
+        return statistics.fmean(values)
+    return statistics.fmean(compress(values, finite), weights and compress(weights, finite))
 
 
 def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -273,14 +272,18 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
     found = {}
     rounding = metrics.get("sync/max_gap", math.inf) if metrics.get("staleness/max") == 0 else math.inf
     for name, meaning, low, high, advice in METRICS:
-        if name not in metrics or low is high is None:
+        if name not in metrics:
             continue
         value = metrics[name]
         if high is not None and name in ON_POLICY:
             high = min(high, rounding)
-        if not ((low is None or value >= low) and (high is None or value <= high)):
-            bound = f"< {low:g}" if low is not None and not value >= low else f"> {high:g}"
-            found[name] = f"{name} = {value:.4g} ({bound}): {meaning}" + (f"; {advice}" if advice else "")
+        bound = ""
+        if high is not None and not value <= high:
+            bound = f"> {high:g}"
+        if low is not None and not value >= low:
+            bound = f"< {low:g}"
+        if bound:
+            found[name] = f"{name} = {value:.4g} ({bound}): {meaning}; {advice}"
     return found
 
 

@@ -7,63 +7,66 @@ that script alone, by its hash, and no resource from outside.
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hocket.observe.metrics import METRICS, PHASES
-from hocket.types import Group, Rollout, Score
+from hocket.common.files import write_atomically
+from hocket.observe import plugin_files
+from hocket.observe.metrics import METRICS as TABLE
+from hocket.observe.metrics import PHASES
+from hocket.observe.rows import METRICS, SAMPLES, read_lines, read_text, row_of
+from hocket.types import Group
 
 NUM_SAMPLES = 50  # steps whose best and worst rollout are shown
 MAX_CHARACTERS = 2000
+SHOWN = ("parts", "error", "note", "reward", "num_tokens", "finish_reason")  # of a rollout's row
 _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
-Record = Mapping[str, Any]
 
-
-def render(run: Record) -> str:
-    """Return the page of one run; empty parts are left out of it."""
-    data = {**run, "metrics": [metric._asdict() for metric in METRICS], "phases": PHASES}
+def write_report(folder: Path) -> None:
+    samples = read_lines(folder / SAMPLES)[::-1]
+    run = {
+        "name": folder.resolve().name,
+        "records": read_lines(folder / METRICS),
+        "summary": json.loads(read_text(folder / "summary.json") or "null"),
+        "config": read_text(folder / "config.yaml"),
+        "plugins": plugin_files.texts(folder),
+        "samples": samples[:: math.ceil(len(samples) / NUM_SAMPLES) or 1],  # evenly, from the newest one
+        "metrics": [metric._asdict() for metric in TABLE],
+        "phases": PHASES,
+    }
     scripts = re.findall("<script>(.*?)</script>", _TEMPLATE, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256("".join(scripts).encode()).digest()).decode()
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return _TEMPLATE.replace("SCRIPT_SHA256", digest).replace("RUN_DATA", text)
+    text = json.dumps(run, allow_nan=False).replace("<", "\\u003c")
+    write_atomically(folder / "report.html", _TEMPLATE.replace("SCRIPT_SHA256", digest).replace("RUN_DATA", text))
 
 
 def best_and_worst(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the prompt whose rewards differ most, with its best and its worst rollout."""
-    ranked = max(map(_ranked, groups), key=_spread)
-    best = ranked[0]
-    worst = ranked[-1]
-    titles = {"best": best, "worst": worst}
-    if best[1].total == worst[1].total or len(ranked) == 1:
-        titles = {"all alike" if ranked[1:] else "only one": best}
-    prompt = best[0].prompt
+    """Return the prompt whose rewards differ most, with its best and its worst rollout: no failed score is one."""
+    group = max(groups, key=_spread)
+    ranked = sorted(group.scored, key=lambda pair: -pair[1].total) or [(group.rollouts[0], group.scores[0])]
+    titles = {"best": ranked[0], "worst": ranked[-1]}
+    if _spread(group) <= 0:
+        titles = {"all alike" if ranked[1:] else "only one": ranked[0]}
+    prompt = ranked[0][0].prompt
     return {
         "prompt": _cut(prompt.text, MAX_CHARACTERS),
         "answer": None if prompt.answer is None else _cut(prompt.answer, 200),
-        "rollouts": [_sample(title, *pair) for title, pair in titles.items()],
+        "rollouts": [_sample(title, row_of(group, *pair)) for title, pair in titles.items()],
     }
 
 
-def _ranked(group: Group) -> list[tuple[Rollout, Score]]:
-    """Return the rollouts that have a score, best first: a failed score is not a bad one."""
-    pairs = list(zip(group.rollouts, group.scores, strict=True))
-    return sorted((pair for pair in pairs if pair[1].error is None), key=lambda pair: -pair[1].total) or pairs[:1]
+def _spread(group: Group) -> float:
+    totals = [score.total for _, score in group.scored]
+    return max(totals) - min(totals) if totals else -1.0  # a group without a score comes last
 
 
-def _spread(ranked: Sequence[tuple[Rollout, Score]]) -> float:
-    (_, best) = ranked[0]
-    (_, worst) = ranked[-1]
-    return -1.0 if best.error is not None else best.total - worst.total  # a group without a score comes last
-
-
-def _sample(title: str, rollout: Rollout, score: Score) -> dict[str, Any]:
-    reward = None if score.error is not None else score.total
-    told = {"parts": dict(score.parts), "error": score.error, "note": score.note, "reward": reward}
-    end = {"num_tokens": rollout.num_sampled, "finish_reason": rollout.finish_reason}
-    return {"title": title, "completion": _cut(rollout.text, MAX_CHARACTERS), **told, **end}
+def _sample(title: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    told = {name: row[name] for name in SHOWN}
+    return {"title": title, "completion": _cut(row["completion"], MAX_CHARACTERS), **told}
 
 
 def _cut(text: str, limit: int) -> str:

@@ -17,7 +17,7 @@ from hocket.common.tasks import cancel, seed_of
 from hocket.config import RolloutConfig
 from hocket.errors import DataError
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
-from hocket.observe.run_folder import groups_of
+from hocket.observe.rows import groups_of
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.errors import RewardError
-from hocket.observe.run_folder import rollout_of
+from hocket.observe.rows import rollout_of
 from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.server.main import bind, check, http_server
 from hocket.server.middleware import Guard, unless_client_leaves

@@ -12,7 +12,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, door
-from hocket.observe.run_folder import read_lines
+from hocket.observe.rows import read_lines
 
 SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 

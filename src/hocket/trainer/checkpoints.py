@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hocket.common.files import complete_folder, partial_of, remove_folder, unused
 from hocket.config import Config, as_dict, changes
 from hocket.errors import ConfigError, TrainerError, remedy
-from hocket.observe.run_folder import GROWING, METRICS, read_lines
+from hocket.observe.rows import GROWING, METRICS, read_lines
 from hocket.protocol.manifest import COMPLETE_FILE
 
 FOLDER = "checkpoints"

@@ -1,0 +1,150 @@
+"""Write scored rollouts as rows of JSON, and read them: of a run's files, the reward `http`, or files of a user."""
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticSerializationError, to_json
+
+from hocket.config import DataConfig
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+
+GROWING = METRICS, LEDGER, SAMPLES = "metrics.jsonl", "ledger.jsonl", "samples.jsonl"  # of a run, line by line
+COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
+LISTS = ("token_ids", "logprobs", "dialogue")
+"""Fields of a sequence that its row has, too."""
+
+
+def lines_of(groups: Iterable[Group]) -> str:
+    """Format scored rollouts as the lines of a file, one JSON object per rollout."""
+    rows = (row_of(group, *pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
+    return "".join(_line(row) + "\n" for row in rows)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        return to_json(row, fallback=_plain).decode()  # six times as fast as json with numbers
+    except PydanticSerializationError:  # half a surrogate pair
+        return json.dumps(row, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, array) else str(value)
+
+
+def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
+    *others, last = map(_sequence_row, rollout.sequence_ids, rollout.sequences)
+    row = {
+        "id": rollout.id,
+        "group_id": group.id,
+        "prompt_id": rollout.prompt.id,
+        "prompt": rollout.prompt.text,
+        "messages": rollout.prompt.messages,
+        "answer": rollout.prompt.answer,
+        "meta": rollout.prompt.meta,
+        "reward": None if score.error is not None else score.total,
+        "parts": dict(score.parts),
+        "error": score.error,
+        "note": score.note,
+        "num_tokens": rollout.num_sampled,
+        **last,
+    }
+    if others:
+        row["others"] = others
+    if rollout.error is not None:
+        row["failed"] = rollout.error  # the episode; "error" may be a reward's
+    return row
+
+
+def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
+    row = {field: getattr(sequence, field) for field in (*COPIED, *LISTS)}
+    if not sequence.dialogue:
+        del row["dialogue"]
+    return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **row}
+
+
+def read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file; none if it is missing, and without the broken line of a killed run."""
+    rows = []
+    for line in read_text(path).split("\n"):  # a text may hold other line separators
+        with suppress(ValueError):
+            rows.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def groups_of(lines: Iterable[str]) -> list[Group]:
+    """Parse the lines of a rollouts file. Raises ValueError, KeyError or TypeError where one is not such a row."""
+    groups = []
+    for name, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
+        rows = list(together)
+        groups.append(Group(id=name, rollouts=tuple(map(rollout_of, rows)), scores=tuple(map(_score, rows))))
+    return groups
+
+
+def _score(row: Mapping[str, Any]) -> Score:
+    total = math.nan if row["reward"] is None else row["reward"]
+    return Score(total=total, parts=row["parts"], error=row["error"], note=row.get("note", ""))
+
+
+def rollout_of(row: Mapping[str, Any], id: str = "") -> Rollout:
+    """Parse a row of a rollouts file, or of a request of the reward `http`; only the completion must be there.
+
+    Raises ValueError, KeyError or TypeError where it is no such row.
+    """
+    sequences = tuple(map(_sequence, (*row.get("others", ()), row)))
+    messages = row.get("messages")
+    said = row.get("prompt")
+    if isinstance(said, list):
+        said, messages = None, said
+    num_read = (*sequences[-1].mask, True).index(True)  # all, if no token was sampled
+    answer = row.get("answer")
+    prompt = Prompt(
+        id=row.get("prompt_id", ""),
+        token_ids=tuple(sequences[-1].token_ids[:num_read]),
+        messages=messages and tuple(messages),
+        text=said or next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), ""),
+        answer=None if answer is None else str(answer),
+        meta=row.get("meta", {}),
+    )
+    reward = row.get("parts", {}).get("env")  # of the environment alone
+    return Rollout(
+        id=str(row.get("id", id)), prompt=prompt, sequences=sequences, reward=reward, error=row.get("failed")
+    )
+
+
+def sample_of(columns: Mapping[str, Any], place: str, data: DataConfig) -> Rollout:
+    """Parse a row of a file with the columns of a section of the config; only the completion must be there."""
+    used = (data.prompt_column, data.answer_column, "messages", "completion")
+    told = {
+        "id": place,
+        "prompt": columns.get(data.prompt_column),
+        "answer": columns.get(data.answer_column or ""),
+        "meta": {key: value for key, value in columns.items() if key not in used},
+        "parts": {"env": columns.get("reward")},
+        "failed": None,
+    }
+    return rollout_of({**columns, **told})
+
+
+def _sequence(row: Mapping[str, Any]) -> TokenSequence:
+    completion = row.get("completion")
+    if not isinstance(completion, str):
+        raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
+    token_ids = tuple(row.get("token_ids", ()))
+    return TokenSequence(
+        token_ids=token_ids,
+        mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
+        logprobs=tuple(row.get("logprobs", [0.0] * len(token_ids))),
+        dialogue=tuple(row.get("dialogue", ())),
+        text=completion,
+        **{field: row[field] for field in COPIED if field in row},
+    )
