@@ -7,13 +7,15 @@ old thoughts out, the conversation goes on in a sample of its own; `{% generatio
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hocket.config import DataConfig
-from hocket.data.prompts import NO_TOKEN, Renderer, check_messages, in_parts, opening_of
+from hocket.data.prompts import NO_TOKEN, Rendered, Renderer, check_messages, in_parts, opening_of
 from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 
@@ -26,22 +28,21 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
     """Return the demonstrations of at most max_length tokens."""
     renderer = Renderer(data, tokenizer)
     end = renderer.end_of_turn()
-    kept = list[TokenSequence]()
-    lengths = list[int]()
-    for rendered, problems in in_parts(data, lambda columns: _samples(renderer, data, columns, end)):
-        places = [place for place, samples in rendered for _ in samples]
-        encoded = _encode(renderer, [sample for _, samples in rendered for sample in samples])
-        for place, sequence in zip(places, encoded, strict=True):
-            lengths.append(len(sequence.mask))
-            if all(sequence.mask):
-                problems[place] = NO_TOKEN
-            elif lengths[-1] <= max_length:
-                kept.append(sequence)
+
+    def render(_: str, columns: Mapping[str, Any]) -> Rendered[list[TokenSequence]]:
+        samples = _samples(renderer, data, columns, end)
+        texts = [text for sample in samples for read, said, _ in sample for text in (read, read + said)]
+        return texts, functools.partial(_sequences, renderer, samples)
+
+    sequences = list(itertools.chain.from_iterable(in_parts(data, render, renderer.encode_prompts)))
+    lengths = [len(sequence.mask) for sequence in sequences]
+    kept = [sequence for sequence in sequences if len(sequence.mask) <= max_length]
     too_long = f"more than {max_length} tokens, the model's context or model.max_length; the longest has {max(lengths)}"
     advice = "shorten them, or take a model with a longer context"
     if not kept:
         raise DataError(f"all rows of {data.source} have {too_long}: {advice}")
-    if num := len(lengths) - len(kept):
+    num = len(lengths) - len(kept)
+    if num:
         log.warning("left out %d of %d demonstrations with %s: %s", num, len(lengths), too_long, advice)
     return kept
 
@@ -94,22 +95,28 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
     return samples
 
 
-def _encode(renderer: Renderer, samples: Sequence[Sequence[Passage]]) -> list[TokenSequence]:
-    """Encode each turn behind what is read before it: alone, it might get a space before it."""
-    passages = [passage for sample in samples for passage in sample]
-    reads = iter(renderer.encode_prompts([read for read, _, _ in passages]))
-    wholes = iter(renderer.encode_prompts([read + said for read, said, _ in passages]))
+def _sequences(
+    renderer: Renderer, samples: Sequence[Sequence[Passage]], token_ids: Iterable[list[int]]
+) -> list[TokenSequence]:
+    """Return the samples as tokens: each turn is encoded behind what is read before it, or it might get a space."""
+    encoded = iter(token_ids)
     sequences = []
     for sample in samples:
-        token_ids = list[int]()
+        ids = list[int]()
         mask = list[bool]()
-        for (_, said, ends), read, whole in zip(sample, reads, wholes, strict=False):
+        for _, said, ends in sample:
+            read = next(encoded)
+            whole = next(encoded)
             if whole[: len(read)] != read:  # a token of both
                 whole = read + renderer.encode([said])[0]
-            start = 1 if token_ids and read[:1] == token_ids[-1:] else 0  # the end of the turn before
-            token_ids += whole[start:] + ends
-            mask += [False] * (len(read) - start) + [True] * (len(whole) - len(read) + len(ends))
-        sequences.append(TokenSequence(token_ids=tuple(token_ids), mask=tuple(mask), logprobs=(0.0,) * len(mask)))
+            taught = whole[len(read) :] + ends
+            if ids and read[:1] == ids[-1:]:  # the end of the turn before
+                read = read[1:]
+            ids += read + taught
+            mask += [False] * len(read) + [True] * len(taught)
+        if all(mask):
+            raise ValueError(NO_TOKEN)
+        sequences.append(TokenSequence(token_ids=tuple(ids), mask=tuple(mask), logprobs=(0.0,) * len(mask)))
     return sequences
 
 

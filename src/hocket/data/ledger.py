@@ -7,11 +7,22 @@
 {"step": 12, "epoch": 3, "prompt": ID, "state": "back"}    until this one
 """
 
-import collections
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
-STATES = ("trained", "filtered", "failed", "retired", "skipped", "in flight", "missing", "pending")  # as listed
+STATES = (
+    "trained",
+    "filtered",
+    "failed",
+    "retired",
+    "skipped",
+    "in flight",
+    "missing",
+    "pending",
+    "pending or in flight",
+)
 NUM_SHOWN = 10
 NUM_EPOCHS = 4
 
@@ -40,25 +51,21 @@ def accounts(
         recorded = {row["draw"] for row in rows if "draw" in row}
         late = [*stream["entries"], *({**draw, "state": "in flight"} for draw in stream["in_flight"])]
         rows += [row for row in late if row.get("draw") not in recorded]
-    epochs: dict[int, list[Mapping[str, Any]]] = collections.defaultdict(list)
-    for row in rows:
-        epochs[row["epoch"]].append(row)
+    rows.sort(key=lambda row: (row["epoch"], row["state"] != "back"))  # those first, as some stand twice
     ids = {row["prompt"] for row in rows}
-    pending = "pending"
+    epochs = {epoch: list(those) for epoch, those in groupby(rows, key=lambda row: row["epoch"])}
     newest = max(epochs, default=0)
-    num_over = 0
+    num_over = newest if ended else 0  # of these epochs nothing is pending or in flight
+    pending = "pending"
     if stream is not None:
         num_over = stream["epoch"]
-        newest = max(newest, num_over)
-    elif ended:
-        num_over = newest
-    else:
+    elif not ended:
         pending = "pending or in flight"
     left_out: dict[str, str] = {}
     found = []
-    for epoch in range(newest + 1):
+    for epoch in range(max(newest, num_over) + 1):
         fates = []
-        for row in sorted(epochs[epoch], key=lambda row: row["state"] != "back"):  # those first, as some stand twice
+        for row in epochs.get(epoch, ()):
             if "draw" in row:
                 fates.append((row["prompt"], _label(row)))
             elif row["state"] == "back":
@@ -66,19 +73,18 @@ def accounts(
             else:
                 left_out[row["prompt"]] = _label(row)
         fates += left_out.items()
-        times = collections.Counter(prompt for prompt, _ in fates)
-        states = collections.Counter(label for _, label in fates)
+        times = Counter(prompt for prompt, _ in fates)
+        states = Counter(label for _, label in fates)
         twice = {prompt for prompt, num in times.items() if num > 1}
         unknown = num_prompts - len(times)
-        problems = []
-        if unknown and epoch < num_over:
-            states["missing"] = unknown
-            problems.append(_problem(unknown, "not accounted for", ids - times.keys()))
-        elif unknown:
-            states[pending] = unknown
-        if twice:
-            problems.append(_problem(len(twice), "accounted for more than once", twice))
-        found.append(Account(epoch, epoch < num_over or not unknown, num_prompts, states, tuple(problems)))
+        missing = unknown if epoch < num_over else 0
+        states.update({"missing": missing, pending: unknown - missing})
+        wrong = (
+            (missing, "not accounted for", ids - times.keys()),
+            (len(twice), "accounted for more than once", twice),
+        )
+        problems = tuple(_problem(*one) for one in wrong if one[0])
+        found.append(Account(epoch, epoch < num_over or not unknown, num_prompts, +states, problems))  # +: above 0
     return found
 
 
@@ -100,8 +106,8 @@ def _label(row: Mapping[str, Any]) -> str:
 
 
 def _place(item: tuple[str, int]) -> tuple[int, int, str]:
-    state = next(index for index, state in enumerate(STATES) if item[0].startswith(state))
-    return state, -item[1], item[0]
+    label, num = item
+    return STATES.index(label.partition(":")[0]), -num, label
 
 
 def _problem(num: int, what: str, ids: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 The chat template writes every special token itself; plain text gets the one that the tokenizer puts before text.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -31,6 +32,7 @@ OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
 T = TypeVar("T")
+Rendered = tuple[list[str], Callable[[list[list[int]]], T]]  # a row's texts, and what makes a T of their token ids
 
 
 class TooLongError(ValueError):
@@ -49,7 +51,7 @@ def load_prompts(
     """Return the prompts that are short enough, none cut, and the numbers of tokens of all."""
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
-    if any(token.special and token.content == "</think>" for token in tokenizer.added_tokens_decoder.values()):
+    if "</think>" in [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]:
         raise DataError(
             "the tokenizer has </think> as a special token: no reward would see a thought end; set "
             '"special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
@@ -73,42 +75,61 @@ def load_prompts(
 
 def _prompts(data: DataConfig, renderer: "Renderer") -> Iterator[Prompt]:
     is_file = not data.source.startswith(("task:", "hf:"))
-    for rendered, problems in in_parts(data, renderer.row):
-        token_ids = renderer.encode_prompts([text for _, (text, _) in rendered])
-        for (place, (_, fields)), ids in zip(rendered, token_ids, strict=True):
-            if not ids:
-                problems[place] = NO_TOKEN
-            yield Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields)
+
+    def render(place: str, columns: Mapping[str, Any]) -> Rendered[Prompt]:
+        text, fields = renderer.row(columns)
+        name = Path(place).name if is_file else place
+
+        def prompt(token_ids: list[list[int]]) -> Prompt:
+            if not token_ids[0]:
+                raise ValueError(NO_TOKEN)
+            return Prompt(id=name, token_ids=tuple(token_ids[0]), **fields)
+
+        return [text], prompt
+
+    return in_parts(data, render, renderer.encode_prompts)
 
 
 def in_parts(
-    data: DataConfig, render: Callable[[Mapping[str, Any]], T]
-) -> Iterator[tuple[list[tuple[str, T]], dict[str, str]]]:
-    """Yield (place, rendered row) in parts, as encoding all at once takes gigabytes, and what is wrong, by place.
+    data: DataConfig,
+    render: Callable[[str, Mapping[str, Any]], Rendered[T]],  # of a row's place and columns
+    encode: Callable[[list[str]], list[list[int]]],
+) -> Iterator[T]:
+    """Yield what is made of each row; in parts, as encoding all at once takes gigabytes.
 
-    Raise DataError at the end for rows that `render` raises a ValueError for, or the caller has added.
+    Raise DataError at the end for rows that are refused by a ValueError.
     """
     num_rows = 0
     problems = dict[str, str]()
+
+    @contextlib.contextmanager
+    def naming(place: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            problems[place] = str(error)
+
     rows = iter(tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5))
     while part := list(itertools.islice(rows, PART)):
         rendered = []
-        num_rows = num_rows + len(part)
-        for place, columns in part:
-            try:
-                rendered.append((place, render(columns_of(columns))))
-            except ValueError as error:
-                problems[place] = str(error)
-        if not problems:  # else go on, to name the others
-            yield rendered, problems
+        num_rows += len(part)
+        for place, row in part:
+            with naming(place):
+                rendered.append((place, *render(place, columns_of(row))))
+        if problems:
+            continue  # only to name the others
+        encoded = iter(encode([text for _, texts, _ in rendered for text in texts]))
+        for place, texts, make in rendered:
+            with naming(place):
+                yield make(list(itertools.islice(encoded, len(texts))))
     if problems:
         unit = "line" if data.source.endswith(".jsonl") else "row, from 0"
-        what = f"{len(problems)} of {num_rows} rows of {data.source}"
-        lines = [f"  {place}: {problem}" for place, problem in problems.items()]
-        if len(lines) > NUM_SHOWN:
-            lines[NUM_SHOWN:] = [f"  ... and {len(lines) - NUM_SHOWN} more"]
+        lines = [f"  {place}: {problem}" for place, problem in itertools.islice(problems.items(), NUM_SHOWN)]
+        if len(problems) > NUM_SHOWN:
+            lines.append(f"  ... and {len(problems) - NUM_SHOWN} more")
         advice = "; repair or remove them" if len(problems) < num_rows else ""
-        raise DataError("\n".join([f"{what} can't be used{advice} ({unit}):", *lines]))
+        what = f"{len(problems)} of {num_rows} rows of {data.source} can't be used{advice} ({unit}):"
+        raise DataError("\n".join([what, *lines]))
     if not num_rows:
         raise DataError(f"{data.source} has no rows")
 
@@ -141,17 +162,17 @@ class Renderer:
         self._data = data
         self._tokenizer = tokenizer
         self._tools = list(tools) or None
-        system = data.system_prompt
-        self._first = () if system is None else ({"role": "system", "content": system},)
 
     def row(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return a row's text and the fields of its Prompt."""
         data = self._data
         text, messages = self.prompt(columns)
-        asked = [message["content"] for message in messages or () if message["role"] == "user"]
+        said = columns[data.prompt_column]
+        if messages is not None:
+            said = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
         return text, {
             "messages": messages,
-            "text": text if messages is None else (asked or [messages[-1]["content"]])[-1],
+            "text": said,
             "opening": opening_of(text),
             "options": data.template_options,
             "answer": self._answer(columns),
@@ -165,10 +186,10 @@ class Renderer:
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         token_ids = self.encode(texts)
-        bos = self._tokenizer.bos_token_id
-        if self._data.chat_template or bos is None or self._tokenizer("")["input_ids"][:1] != [bos]:
+        bos = [self._tokenizer.bos_token_id]
+        if self._data.chat_template or self._tokenizer("")["input_ids"][:1] != bos:
             return token_ids
-        return [ids if ids[:1] == [bos] else [bos, *ids] for ids in token_ids]
+        return [ids if ids[:1] == bos else bos + ids for ids in token_ids]
 
     def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
         """Return each text's token ids, none added; raise TooLongError early if one exceeds `at_most`."""
@@ -244,7 +265,8 @@ class Renderer:
                 raise ValueError(f"column {column!r} is empty")
             if not self._data.chat_template:
                 return None
-            return (*self._first, {"role": "user", "content": value})
+            said = (("system", self._data.system_prompt), ("user", value))
+            return tuple({"role": role, "content": text} for role, text in said if text is not None)
         check_messages(value, column)
         if value[-1]["role"] == "assistant":
             raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
@@ -256,7 +278,7 @@ class Renderer:
         if column is None:
             return None
         value = self.column(columns, "answer_column", ", or to null where there is no answer")
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if type(value) not in (str, int, float):
             raise ValueError(f"column {column!r} must be text or a number, got {value!r:.80}")
         answer = str(value)
         if not answer.strip():
@@ -264,10 +286,10 @@ class Renderer:
         if pattern is None:
             return answer
         match = pattern.search(answer)
-        if match is None or not (match[1] or "").strip():
-            what = f"data.answer_pattern {pattern.pattern!r} finds no answer in column {column!r}"
-            raise ValueError(f"{what}: {answer!r:.80}")
-        return match[1].strip()
+        if match and match[1] and match[1].strip():
+            return match[1].strip()
+        what = f"data.answer_pattern {pattern.pattern!r} finds no answer in column {column!r}"
+        raise ValueError(f"{what}: {answer!r:.80}")
 
     def column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
         name = getattr(self._data, setting)

@@ -1,6 +1,5 @@
 """Print a run's progress: one line per step and, on a terminal, the current activity below it."""
 
-import itertools
 import json
 import math
 import reprlib
@@ -12,7 +11,9 @@ from pathlib import Path
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
+from hocket.common.files import kind_of
 from hocket.observe.metrics import alarms
+from hocket.observe.rows import read_lines
 
 COLUMNS = (  # heading, metric, width, format
     ("reward", "reward/mean", 7, "{:.3f}"),
@@ -52,7 +53,7 @@ class Console(AbstractContextManager["Console"]):
         self._status = self._rich.status("")
         self._steps = steps
         self._start = 0.0  # when the first step here began
-        self._first = 0  # number of that step; 0 before any is finished
+        self._first = math.inf  # number of that step, once it is finished
         self._lines = 0  # of steps
         self._activity = ("", 0.0)  # the last one printed, and when
         self.alarmed: set[str] = set()  # metrics outside their healthy range in the last step
@@ -80,7 +81,7 @@ class Console(AbstractContextManager["Console"]):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step, the heading every HEADING_EVERY lines, and alarms when they begin."""
-        if not self._first and step:
+        if 0 < step < self._first:
             self._start = time.monotonic() - metrics.get("time/step", 0.0)
             self._first = step
         if self._lines % HEADING_EVERY == 0:
@@ -104,14 +105,12 @@ class Console(AbstractContextManager["Console"]):
         if evaluations := sorted((run_dir / "rollouts").glob("eval_*.jsonl")):
             for line in _held_out(end["before"], end["after"]):
                 self._rich.print(f"[bold]{line}[/bold]")
-            rows = map(json.loads, evaluations[-1].read_text(encoding="utf-8").splitlines())
-            greedy = (row for row in rows if row["id"].endswith("/0"))
-            for row in itertools.islice(greedy, NUM_SAMPLES):
+            greedy = [row for row in read_lines(evaluations[-1]) if row["id"].endswith("/0")]
+            for row in greedy[:NUM_SAMPLES]:
                 reward = row["error"] or f"{row['reward']:g}"
                 self.say(f"  {row['prompt']!r} → {row['completion']!r}  answer {row['answer']!r}  reward {reward}")
         newest = max((run_dir / "weights").iterdir())
-        kind = "adapter" if (newest / "adapter_config.json").is_file() else "model"
-        self.say(f"report {run_dir / 'report.html'}\n{kind:6} {newest}")
+        self.say(f"report {run_dir / 'report.html'}\n{kind_of(newest):6} {newest}")
         if best := end.get("best"):
             self.say(f"best   {run_dir / best['folder']}: {best['metric']} {best['value']:.3f} in step {best['step']}")
         if end["updated"] < end["steps"]:
@@ -119,7 +118,7 @@ class Console(AbstractContextManager["Console"]):
             self.say(f"{end['updated']} of {end['steps']} steps updated the weights{why}")
 
     def _time_left(self, steps_done: int) -> str:
-        if not self._first or not self._first <= steps_done < self._steps:
+        if not self._first <= steps_done < self._steps:
             return ""
         left = (time.monotonic() - self._start) / (steps_done - self._first + 1) * (self._steps - steps_done)
         return f"  {int(left // 60)}:{int(left % 60):02d} left"
@@ -131,8 +130,8 @@ def _broken_pipe() -> None:
 
 def _held_out(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
     """Yield "held-out accuracy, greedy  0.000 → 0.980 ± 0.009", the standard error; accuracy only of 0 and 1."""
-    shares = [end["zero_or_one"] for end in (before, after) if end]
-    kind = "accuracy" if min(shares, default=0) == 1 else "reward"
+    shares = {before.get("zero_or_one", 1), after.get("zero_or_one")}
+    kind = "accuracy" if shares == {1} else "reward"
     for way in ("greedy", "sampled"):
         start = _cell(before.get(way), "{:.3f}")
         error = _cell(after.get(f"{way}_stderr"), "{:.3f}")
