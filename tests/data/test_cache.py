@@ -222,7 +222,7 @@ def test_a_hugging_face_data_set_is_known_by_its_content(
     source = tmp_path / "source"
     for kind in ("files", "saved"):
         for answer in ("x", "y"):
-            sources._hugging_face.cache_clear()  # of one process
+            sources._loaded.cache_clear()  # of one process
             source.mkdir(exist_ok=True)
             made = datasets.Dataset.from_list([{"prompt": "a", "answer": answer, "level": 1}])
             made.to_json(str(source / "train.jsonl")) if kind == "files" else made.save_to_disk(str(source))

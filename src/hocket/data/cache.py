@@ -22,7 +22,6 @@ from hocket.errors import DataError
 from hocket.types import Prompt
 
 UNUSED_S = 30 * 86_400.0
-COLUMNS = {"length": "int32", "digest": "string", "others": "string"}
 OTHERS = [field.name for field in fields(Prompt) if field.name != "token_ids"]
 
 log = logging.getLogger(__name__)
@@ -100,8 +99,9 @@ def _kept(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any | None:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"
     home = folder / key
     seal = home / "SHA256"
-    features = datasets.Features({name: datasets.Value(kind) for name, kind in COLUMNS.items()})
-    features["token_ids"] = datasets.List(datasets.Value("int32"))
+    number = datasets.Value("int32")
+    text = datasets.Value("string")
+    features = datasets.Features(token_ids=datasets.List(number), length=number, digest=text, others=text)
     datasets.disable_progress_bars()  # there is one of the rows
     try:
         _remove_unused(folder)

@@ -19,11 +19,11 @@ from hocket.errors import DataError
 class PassRates:
     """The latest pass rates of all prompts, in lists by prompt index."""
 
-    def __init__(self, num_prompts: int, state: Mapping[str, Sequence[Any]] | None = None) -> None:
-        state = state or {}
-        self.rates: list[float | None] = list(state.get("rates", [None] * num_prompts))
-        self.epochs: list[int] = list(state.get("epochs", [-1] * num_prompts))  # of that rate
-        self.streaks: list[int] = list(state.get("streaks", [0] * num_prompts))  # times in a row with a rate of 1
+    def __init__(self, num_prompts: int, **state: Sequence[Any]) -> None:
+        self.rates: list[float | None] = [None] * num_prompts
+        self.epochs = [-1] * num_prompts  # of that rate
+        self.streaks = [0] * num_prompts  # times in a row with a rate of 1
+        vars(self).update(copy.deepcopy(state))
 
     def record(self, index: int, epoch: int, rate: float) -> None:
         """Record a pass rate; a late one of an older epoch changes only the streak."""
@@ -158,7 +158,7 @@ class Planner:
         return {"pass_rates": self._measured.state(), "curriculum": copy.deepcopy(self._curriculum.state())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._measured = PassRates(len(self.prompts), state["pass_rates"])
+        self._measured = PassRates(len(self.prompts), **state["pass_rates"])
         self._curriculum.restore(state["curriculum"])
 
 

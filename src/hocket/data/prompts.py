@@ -180,9 +180,22 @@ class Renderer:
         }
 
     def prompt(self, columns: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
+        """Return a row's prompt as text, and as the chat that it was rendered from; None if it is plain text."""
+        column = self._data.prompt_column
         value = self.column(columns, "prompt_column")
-        messages = self._messages(value)
-        return value if messages is None else self.render(messages), messages
+        if isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"column {column!r} is empty")
+            if not self._data.chat_template:
+                return value, None
+            said = (("system", self._data.system_prompt), ("user", value))
+            messages = tuple({"role": role, "content": text} for role, text in said if text is not None)
+        else:
+            check_messages(value, column)
+            if value[-1]["role"] == "assistant":
+                raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
+            messages = tuple(value)
+        return self.render(messages), messages
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         token_ids = self.encode(texts)
@@ -256,21 +269,6 @@ class Renderer:
         if eos is None:
             raise DataError("the tokenizer has no end-of-sequence token: no response could ever end")
         return eos
-
-    def _messages(self, value: Any) -> tuple[Message, ...] | None:
-        """Return the chat of a prompt column's value; None if it stays plain text."""
-        column = self._data.prompt_column
-        if isinstance(value, str):
-            if not value.strip():
-                raise ValueError(f"column {column!r} is empty")
-            if not self._data.chat_template:
-                return None
-            said = (("system", self._data.system_prompt), ("user", value))
-            return tuple({"role": role, "content": text} for role, text in said if text is not None)
-        check_messages(value, column)
-        if value[-1]["role"] == "assistant":
-            raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
-        return tuple(value)
 
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
         column = self._data.answer_column

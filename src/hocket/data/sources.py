@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import string
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from hocket.errors import DataError
 # (split, seed) -> endless rows with the columns prompt, answer and response
 TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry("task")
 
+Rows = Iterator[tuple[int, Any]]  # numbered
+
 NUM_ROWS = 2048  # without data.limit
 SMALL = 1 << 20  # bytes: not worth a cache
 _MISTAKES = 0.75
@@ -26,47 +28,66 @@ _TEST_SHARE = 1 / 8
 
 def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     """Yield (place, columns) of at most `data.limit` rows, unchecked; lines of .jsonl as they are."""
-    kind, _, name = data.source.partition(":")
-    rows: Iterable[tuple[int, Any]]
+    kind = data.source.partition(":")[0]
     place = f"{data.source}/{data.split}"
-    limit = data.limit
-    if kind == "task":
-        rows = enumerate(TASKS.get(name)(data.split, 0))
-        limit = data.limit or NUM_ROWS
-    elif kind == "hf":
-        rows = enumerate(_hugging_face(name, data.split, data.section))
+    if kind in NAMED:
+        rows = NAMED[kind](data)
     else:
-        readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
         path = Path(data.source).expanduser()
-        if path.suffix not in readers:
+        place = str(path)
+        if path.suffix not in FILES:
             known = "file.jsonl, file.json, file.parquet, hf:NAME and task:NAME"
             raise DataError(f"{data.section}.source={data.source} is none of {known}")
         if not path.is_file():
             raise DataError(f"{data.section}.source={data.source} is not a file; paths are relative to {Path.cwd()}")
-        rows = readers[path.suffix](path)
-        place = str(path)
-    return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, limit))
+        rows = FILES[path.suffix](path)
+    return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, data.limit))
 
 
 def identity(data: DataConfig) -> str | None:
     """Return what identifies a source's content; None if its prompts are not worth a cache."""
-    kind, _, name = data.source.partition(":")
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
-    if kind == "hf" and (loaded := _hugging_face(name, data.split, data.section)).data.nbytes > SMALL:
-        return str(loaded._fingerprint)
+    if data.source.startswith("hf:"):
+        loaded = _loaded(data.source, data.split, data.section)
+        return str(loaded._fingerprint) if loaded.data.nbytes > SMALL else None
     return sha256_of(path) if path.is_file() and path.stat().st_size > SMALL else None
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
+def _task(data: DataConfig) -> Rows:
+    rows = TASKS.get(data.source.removeprefix("task:"))(data.split, 0)
+    return itertools.islice(enumerate(rows), data.limit or NUM_ROWS)
+
+
+def _hugging_face(data: DataConfig) -> Rows:
+    return enumerate(_loaded(data.source, data.split, data.section))
+
+
+@functools.lru_cache(1)  # asked for its identity, then for its rows
+def _loaded(source: str, split: str, section: str) -> Any:
+    import datasets
+
+    _, name, *subset = source.split(":", 2)
+    folder = Path(name).expanduser()
+    try:
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(str(folder))
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return datasets.load_dataset(str(folder), *filter(None, subset), split=split)
+    except (OSError, ValueError, KeyError) as error:
+        advice = "" if section == "data" else "; choose another, or eval.num_prompts=0"
+        raise DataError(f"can't load {source}, {section}.split={split}: {error}{advice}") from error
+
+
+def _jsonl(path: Path) -> Rows:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line
 
 
-def _json(path: Path) -> Iterator[tuple[int, Any]]:
+def _json(path: Path) -> Rows:
     try:
         rows = json.loads(path.read_bytes())
     except ValueError as error:
@@ -76,7 +97,7 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
     yield from enumerate(rows)
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet(path: Path) -> Rows:
     import pyarrow
     import pyarrow.parquet
 
@@ -87,20 +108,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
-@functools.lru_cache(1)  # asked for its identity, then for its rows
-def _hugging_face(source: str, split: str, section: str) -> Any:
-    import datasets
-
-    name, _, subset = source.partition(":")
-    folder = Path(name).expanduser()
-    try:
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(folder))
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset or None, split=split)
-    except (OSError, ValueError, KeyError) as error:
-        advice = "" if section == "data" else "; choose another, or eval.num_prompts=0"
-        raise DataError(f"can't load hf:{source}, {section}.split={split}: {error}{advice}") from error
+NAMED = {"task": _task, "hf": _hugging_face}  # by what stands before ":"
+FILES = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 
 
 @TASKS.register("sort")

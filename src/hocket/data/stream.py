@@ -5,6 +5,7 @@ The ledger states the reason for each exception; a resumed run first repeats the
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -47,8 +48,8 @@ class PromptStream:
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
         """Return the next prompts by draw number, across epochs; fewer once all are retired."""
-        numbers = (self._next() for _ in range(num_prompts))
-        return {number: self._prompts[self._in_flight[number]["index"]] for number in numbers if number is not None}
+        numbers = itertools.islice(iter(self._next, None), num_prompts)
+        return {number: self._prompts[self._in_flight[number]["index"]] for number in numbers}
 
     def settle(self, number: int, outcome: Outcome) -> None:
         """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""

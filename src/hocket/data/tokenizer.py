@@ -53,10 +53,8 @@ def _check_is_model(path: str, setting: str) -> None:
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:
-    known, others = (
-        {id_: token for token, id_ in t.get_vocab().items()} for t in (load(model.path), load(path, setting))
-    )
-    if any(others.get(id_, token) != token for id_, token in known.items()):
+    tokens = {id_: token for token, id_ in load(path, setting).get_vocab().items()}
+    if any(tokens.get(id_, token) != token for token, id_ in load(model.path).get_vocab().items()):
         raise ConfigError(
             f"{setting}={path} has another vocabulary than model.path={model.path}: the same ids are other tokens; "
             "name one with the same tokenizer"
