@@ -5,10 +5,9 @@ import json
 import logging
 import os
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +51,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Load:
-    def load(
-        source: object,
-        *,
-        cached: bool = True,
-        tok: Any = tokenizer,
-        longest: int = 99,
-        tools: Any = (),
-        **settings: Any,
-    ) -> Prompts | KeptPrompts:
+    def load(source: object, *, cached: bool = True, tok: Any = tokenizer, longest: int = 99, **more: Any) -> Any:
         """Load prompts; without `cached`, prepare them as those of a small source."""
         monkeypatch.setattr(sources, "SMALL", 0 if cached else 1 << 40)
-        data = DataConfig(source=str(source)).model_copy(update=settings)
+        tools = more.pop("tools", ())
+        data = DataConfig(source=str(source)).model_copy(update=more)
         return load_prompts(data, tok, max_prompt_tokens=longest, tools=tools)[0]
 
     return load
 
 
 def test_a_second_start_has_the_same_prompts_without_rendering_one(
-    load: Load, rows: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, first = load(rows, cached=False), load(rows)
     monkeypatch.setattr(Renderer, "row", None)
@@ -80,18 +72,13 @@ def test_a_second_start_has_the_same_prompts_without_rendering_one(
         assert list(map(repr, prompts)) == list(map(repr, plain))  # NaN is not equal to itself
         assert prompts[-1].id == plain[-1].id
         assert [prompt.id for prompt in prompts[1:9]] == ["rows.jsonl:2", "rows.jsonl:3"]
-        state, expected = PromptStream(Planner(prompts, 7)).state(), PromptStream(Planner(plain, 7)).state()
-        assert state == expected
+        assert PromptStream(Planner(prompts, 7)).state() == PromptStream(Planner(plain, 7)).state()
         assert prompts.column("level") == [2, 0.5, 1]
-
-
-def test_prompts_of_another_length_come_from_the_same_file(load: Load, rows: Path, folder: Path) -> None:
-    for longest in (99, 5, 99):
-        prompts, expected = load(rows, longest=longest), load(rows, cached=False, longest=longest)
-        assert list(map(repr, prompts)) == list(map(repr, expected))
-        assert prompts.fingerprint == expected.fingerprint
-    assert len(load(rows, longest=5)) == 1
-    assert len(list(folder.rglob("*.arrow"))) == 1
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parents[1]))
+    short, expected = load(rows, longest=5), load(rows, cached=False, longest=5)
+    assert (list(short), short.fingerprint) == (list(expected), expected.fingerprint)
+    assert len(list(folder.rglob("*.arrow"))) == len(short) == 1
 
 
 def test_what_the_prompts_follow_from_is_in_the_key(
@@ -164,23 +151,13 @@ def test_a_cache_that_can_not_be_written_costs_a_warning_and_nothing_else(
 
 
 def test_two_starts_at_once_prepare_once_and_one_that_fails_leaves_nothing(
-    load: Load, rows: Path, folder: Path, tmp_path: Path
+    load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "start.py"
-    program.write_text(
-        "import sys; from transformers import AutoTokenizer; from hocket.config import DataConfig\n"
-        "from hocket.data import prompts, sources; sources.SMALL = 0; row = prompts.Renderer.row\n"
-        "prompts.Renderer.row = lambda *a: (print('rendered'), row(*a))[1]\n"
-        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-        "found, _ = prompts.load_prompts(DataConfig(source=sys.argv[2]), tokenizer, max_prompt_tokens=99)\n"
-        "print(type(found).__name__, len(found))\n"
-    )
-    command = [sys.executable, str(program), str(ROOT / "checkpoints" / "tiny-sort"), str(rows)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    starts = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [start.communicate(timeout=120)[0] for start in starts]
-    assert [text.splitlines()[-1] for text in said] == ["KeptPrompts 3"] * 2
-    assert "".join(said).count("rendered") == 3
+    row, rendered = Renderer.row, []
+    monkeypatch.setattr(Renderer, "row", lambda *given: (rendered.append(given), row(*given))[1])
+    with ThreadPoolExecutor(2) as starts:
+        assert [len(found) for found in starts.map(load, [rows] * 2)] == [3, 3]
+    assert len(rendered) == 3
     rows.write_text("{}\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: no column 'prompt'"):
         load(rows)
@@ -191,14 +168,8 @@ def test_data_that_changes_while_it_is_read_is_not_kept(
     load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)  # which another test may have raised
-    row = Renderer.row
-
-    def change(self: Renderer, columns: Any, **settings: Any) -> Any:
-        with rows.open("a") as file:
-            file.write("\n")
-        return row(self, columns, **settings)
-
-    monkeypatch.setattr(Renderer, "row", change)
+    row, text = Renderer.row, rows.read_text()
+    monkeypatch.setattr(Renderer, "row", lambda *given: (rows.write_text(f"{text}\n"), row(*given))[1])
     assert len(load(rows)) == 3
     assert "the data changed while it was read" in caplog.text
     assert list(folder.rglob("*.arrow")) == []
