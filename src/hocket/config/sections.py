@@ -113,6 +113,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     section: ClassVar[str] = "data"
+    otherwise: ClassVar[str] = ""  # what else one may set, where its rows are of no use
     source: str = "task:sort"
     """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME."""
     split: str = "train"
@@ -260,6 +261,7 @@ class SftConfig(Section):
 
 class HeldOutConfig(DataConfig):
     section: ClassVar[str] = "eval.data"
+    otherwise: ClassVar[str] = ", or eval.num_prompts=0"
     split: str = "test"
     """As in section data."""
 

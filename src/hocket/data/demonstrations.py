@@ -54,8 +54,7 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
         tools = _clean(json.loads(tools) if isinstance(tools, str) else tools)
         return _conversation(renderer, _turns(columns[whole[0]], whole[0], data), tools, end)
     prompt, _ = renderer.prompt(columns)
-    hint = f", or {data.section}.prompt_column to one of whole conversations"
-    hint += ", or eval.num_prompts=0" if data.section == "eval.data" else ""
+    hint = f", or {data.section}.prompt_column to one of whole conversations{data.otherwise}"
     response = renderer.column(columns, "response_column", hint)
     match _clean(response):
         case [{"role": "assistant", "content": text, **more}] if not more:  # as in TRL's prompts with completions
@@ -121,9 +120,11 @@ def _sequences(
 
 
 def _behind(opening: str, response: str, what: str) -> str:
-    if opening and response.lstrip().startswith(opening.strip()):
+    if not opening:
+        return response
+    if response.lstrip().startswith(opening.strip()):
         response = response.lstrip().removeprefix(opening.strip()).lstrip()
-    if opening and "</think>" not in opening + response:
+    if "</think>" not in opening + response:
         raise ValueError(f"the prompt opens a thought, {what} never closes it: begin it with the thought and </think>")
     return response
 

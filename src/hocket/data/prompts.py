@@ -145,7 +145,7 @@ def check_messages(messages: Any, column: str) -> None:
     if not (isinstance(messages, list) and messages):
         raise ValueError(f"column {column!r} must be text or a list of messages, got {messages!r:.80}")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        if not isinstance(message, dict) or {type(message.get("role")), type(message.get("content"))} != {str}:
             what = f"message {index} of column {column!r}"
             raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
 

@@ -31,7 +31,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     kind = data.source.partition(":")[0]
     place = f"{data.source}/{data.split}"
     if kind in NAMED:
-        rows = NAMED[kind](data)
+        rows = enumerate(NAMED[kind](data))
     else:
         path = Path(data.source).expanduser()
         place = str(path)
@@ -50,34 +50,34 @@ def identity(data: DataConfig) -> str | None:
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
     if data.source.startswith("hf:"):
-        loaded = _loaded(data.source, data.split, data.section)
+        loaded = _hugging_face(data)
         return str(loaded._fingerprint) if loaded.data.nbytes > SMALL else None
     return sha256_of(path) if path.is_file() and path.stat().st_size > SMALL else None
 
 
-def _task(data: DataConfig) -> Rows:
+def _task(data: DataConfig) -> Iterator[Any]:
     rows = TASKS.get(data.source.removeprefix("task:"))(data.split, 0)
-    return itertools.islice(enumerate(rows), data.limit or NUM_ROWS)
+    return itertools.islice(rows, data.limit or NUM_ROWS)
 
 
-def _hugging_face(data: DataConfig) -> Rows:
-    return enumerate(_loaded(data.source, data.split, data.section))
+def _hugging_face(data: DataConfig) -> Any:
+    try:
+        return _loaded(data.source, data.split)
+    except (OSError, ValueError, KeyError) as error:
+        what = f"can't load {data.source}, {data.section}.split={data.split}"
+        raise DataError(f"{what}: {error}; choose another{data.otherwise}") from error
 
 
 @functools.lru_cache(1)  # asked for its identity, then for its rows
-def _loaded(source: str, split: str, section: str) -> Any:
+def _loaded(source: str, split: str) -> Any:
     import datasets
 
     _, name, *subset = source.split(":", 2)
     folder = Path(name).expanduser()
-    try:
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(folder))
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(str(folder), *filter(None, subset), split=split)
-    except (OSError, ValueError, KeyError) as error:
-        advice = "" if section == "data" else "; choose another, or eval.num_prompts=0"
-        raise DataError(f"can't load {source}, {section}.split={split}: {error}{advice}") from error
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        loaded = datasets.load_from_disk(str(folder))
+        return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+    return datasets.load_dataset(str(folder), *filter(None, subset), split=split)
 
 
 def _jsonl(path: Path) -> Rows:

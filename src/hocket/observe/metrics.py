@@ -160,23 +160,19 @@ SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "staleness/over_bound"}  # al
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if not rollouts:
-        return {}
     values = defaultdict[str, list[float]](list)  # of which the metrics are means
-    for rollout in rollouts:
-        values["rollout/length_mean"].append(rollout.num_sampled)
-        values["rollout/truncated"].append(rollout.finish_reason == "length")
-        values["rollout/turns_mean"].append(sum(sequence.turns for sequence in rollout.sequences))
-        values["rollout/sequences_mean"].append(len(rollout.sequences))
-        if rollout.finish_reason == "stop":
-            values["rollout/length_stopped"].append(rollout.num_sampled)
-    for name in ("rollout/turns_mean", "rollout/sequences_mean"):
-        if max(values[name]) <= 1:
-            del values[name]
     lengths = list[float]()  # of the scored rollouts, less their group's mean, as their rewards are
     rewards = list[float]()
     for group in groups:
+        texts = Counter(rollout.text for rollout in group.rollouts)
+        for rollout in group.rollouts:
+            values["rollout/length_mean"].append(rollout.num_sampled)
+            if rollout.finish_reason == "stop":
+                values["rollout/length_stopped"].append(rollout.num_sampled)
+            values["rollout/truncated"].append(rollout.finish_reason == "length")
+            values["rollout/duplicates"].append(texts[rollout.text] > 1)
+            values["rollout/turns_mean"].append(sum(sequence.turns for sequence in rollout.sequences))
+            values["rollout/sequences_mean"].append(len(rollout.sequences))
         scored = group.scored
         for _, score in scored:
             values["reward/mean"].append(score.total)
@@ -184,12 +180,15 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
                 values[f"reward/{name}"].append(part)
         lengths += _centred([rollout.num_sampled for rollout, _ in scored])
         rewards += _centred([score.total for _, score in scored])
+    if not values:
+        return {}
     metrics = {name: statistics.fmean(of) for name, of in values.items()}
-    texts = Counter((group.id, rollout.text) for group in groups for rollout in group.rollouts)
-    metrics["rollout/duplicates"] = sum(count for count in texts.values() if count > 1) / len(rollouts)
+    for name in ("rollout/turns_mean", "rollout/sequences_mean"):
+        if max(values[name]) <= 1:
+            del metrics[name]
     metrics["rollout/tokens"] = float(sum(values["rollout/length_mean"]))
-    metrics["rollout/reward_errors"] = 1 - len(lengths) / len(rollouts)
-    if lengths:
+    metrics["rollout/reward_errors"] = 1 - len(rewards) / len(values["rollout/length_mean"])
+    if rewards:
         metrics["reward/std"] = statistics.pstdev(values["reward/mean"])
     if all(max(map(abs, some), default=0.0) > 1e-6 for some in (lengths, rewards)):  # neither is constant
         metrics["rollout/length_reward"] = statistics.correlation(lengths, rewards)

@@ -27,7 +27,7 @@ def keep(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
         if old["sha256"] != plugin.sha256:
             hashes = f"was {old['sha256'][:8]} and is {plugin.sha256[:8]}"
             changes.append(f"plugin {plugin.path} {hashes}; the one before: {run_dir / old['copy']}")
-    if rows or before:
+    if rows != list(before.values()):
         write_atomically(run_dir / FILE, json.dumps(rows, indent=1) + "\n")
     return changes
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -33,16 +34,18 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     files = sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True)
     rows = [_demonstration(row, tools) for path in files for row in read_lines(path)]
     told = sorted(filter(None, rows), key=lambda row: -row["reward"])
-    least = min_reward if min_reward is not None else fmean([row["reward"] for row in told] or [0.0])
-    best: dict[str, dict[str, Any]] = {}  # of each prompt: text → row
+    if not told:
+        raise ConfigError(f"of {len(rows)} rollouts of {run}, none has a score and an end")
+    if min_reward is None:
+        min_reward = fmean(row["reward"] for row in told)
+    best = defaultdict[str, dict[str, Any]](dict)  # of each prompt: text → row
     for row in told:
-        if row["reward"] >= least:
-            text = repr(row.get("messages") or row["response"])
-            best.setdefault(row["prompt_id"], {}).setdefault(text, row)
+        if row["reward"] >= min_reward:
+            best[row["prompt_id"]].setdefault(repr([row.get("messages"), row.get("response")]), row)
     chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
     if not chosen:
-        highest = f"the highest is {told[0]['reward']:g}" if told else f"of {len(rows)}, none has a score and an end"
-        raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: {highest}")
+        highest = f"the highest is {told[0]['reward']:g}"
+        raise ConfigError(f"no rollout of {run} has a reward of at least {min_reward:g}: {highest}")
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in chosen))
     mean = fmean(row["reward"] for row in chosen)
     plain = "" if "messages" in chosen[0] else " data.chat_template=false"
@@ -50,7 +53,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     more = f"{plain} sft.epochs=3 trainer.learning_rate={rate:g} run.dir=NEW"
     command = f"{door()} sft data.source={output} model.path={config.model.path}{more}"
     share = f"{len(chosen)} of {len(rows)} rollouts, of {len(best)} prompts"
-    return f"{output}: {share}; rewards from {least:.3g}, mean {mean:.3g}\nto train on them: {command}"
+    return f"{output}: {share}; rewards from {min_reward:.3g}, mean {mean:.3g}\nto train on them: {command}"
 
 
 def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
