@@ -50,19 +50,16 @@ def test_the_documented_window_plays_what_is_within_its_bounds_or_not_measured(w
     assert list(window.plan(candidates(2, rates={0: (1, 0.0), 1: (1, 1.0)}, epoch=2)).order) == [1, 0]
 
 
-def test_a_difficulty_is_a_number_of_its_own_column() -> None:
-    for level in ("hard", None, float("nan")):
-        said = f"difficulty_column=level must name a column of numbers: that of p1 is {level!r}"
-        with pytest.raises(DataError, match=said):
-            Sorted("level").plan(candidates(2, levels={0: 1, 1: level}))
+@pytest.mark.parametrize("level", ["hard", None, float("nan")])
+def test_a_difficulty_is_a_number_of_its_own_column(level: Any) -> None:
+    said = f"difficulty_column=level must name a column of numbers: that of p1 is {level!r}"
+    with pytest.raises(DataError, match=said):
+        Sorted("level").plan(candidates(2, levels={0: 1, 1: level}))
 
 
-def test_pass_rates_are_kept_where_something_depends_on_them() -> None:
+def test_pass_rates_are_kept_where_something_depends_on_them_and_unknown_options_refused() -> None:
     for options, uses in (({}, False), ({"name": "sorted"}, True), ({"retire_after": 2}, True)):
         assert bind(CurriculumConfig.model_validate(options), candidates(1).prompts, 0).uses_pass_rates is uses
-
-
-def test_an_option_that_is_none_is_refused_with_the_nearest_setting() -> None:
     with pytest.raises(ConfigError, match=r"has no option 'retire_afer' \(did you mean 'retire_after'\?\)"):
         bind(CurriculumConfig(**{"retire_afer": 1}), candidates(1).prompts, 0)
 

@@ -98,27 +98,22 @@ def test_a_prompt_that_was_solved_in_a_row_is_retired_and_what_stays_out_is_told
     ]
 
 
-def test_a_stream_whose_prompts_are_all_retired_gives_no_more_and_stays_balanced() -> None:
+def test_a_stream_whose_prompts_are_all_retired_stays_balanced_and_comes_back_if_a_late_one_fails() -> None:
     stream = new_stream(prompts(3), seed=0, retire_after=2)
-    for draw in stream.take(5):  # two of them of epoch 1, whose third prompt is still to come
+    *early, late = [*stream.take(5), *stream.take(1)]  # three of them of epoch 1
+    for draw in early:
         stream.settle(draw, solved(1.0))
-    (last,) = stream.take(1)
-    stream.settle(last, solved(1.0))
+    again = new_stream(prompts(3), seed=0, retire_after=2)
+    again.restore(saved(stream))
+    stream.settle(late, solved(1.0))
     assert stream.take(2) == {}
     stream.restore(saved(stream))
     assert stream.take(2) == {}
     found = accounts([{"num_prompts": 3}, *stream.entries()], stream.state())
     assert [(a.finished, a.problems, "pending" in a.states) for a in found] == [(True, (), False)] * 2
-
-
-def test_a_prompt_that_fails_late_brings_an_exhausted_stream_back() -> None:
-    stream = new_stream(prompts(1), seed=0, retire_after=1)
-    first, second = stream.take(2)
-    stream.settle(first, solved(1.0))
-    assert stream.take(1) == {}
-    stream.settle(second, solved(0.5))
-    assert list(stream.take(1)) == [2]
-    assert stream.state()["epoch"] == 2
+    assert list(again.take(1)) == [late]
+    again.settle(late, solved(0.5))
+    assert (list(again.take(1)), again.state()["epoch"]) == ([6], 2)
 
 
 def test_a_plan_that_makes_no_sense_names_its_curriculum() -> None:

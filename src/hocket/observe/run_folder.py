@@ -90,9 +90,10 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Write rollouts/NAME.jsonl, a line per rollout, and of a step one to samples.jsonl; nothing without groups."""
-        if groups:
-            write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
-        if groups and name.startswith("step"):
+        if not groups:
+            return
+        write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
+        if name.startswith("step"):
             self._append(SAMPLES, [{"step": name, **page.best_and_worst(groups)}])
 
     def skipped(self, step: int) -> Path:
