@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from hocket.data.cache import Prompts
-from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Planner, Sorted
+from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Planner, Shuffle, Sorted
 from hocket.data.ledger import accounts
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
@@ -23,7 +23,7 @@ def prompts(num: int, answer: str = "x") -> Prompts:
 def new_stream(
     rows: Prompts, seed: int, curriculum: Curriculum | None = None, *, retire_after: int = 0
 ) -> PromptStream:
-    return PromptStream(Planner(rows, seed, curriculum, retire_after=retire_after), prompts_per_step=4)
+    return PromptStream(Planner(rows, seed, curriculum or Shuffle(), retire_after=retire_after), prompts_per_step=4)
 
 
 def ids(taken: dict[int, Prompt]) -> list[str]:

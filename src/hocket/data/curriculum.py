@@ -17,7 +17,7 @@ from hocket.errors import DataError
 
 
 class PassRates:
-    """The latest pass rates of all prompts, in lists by prompt index."""
+    """The latest pass rates, by prompt index."""
 
     def __init__(self, num_prompts: int, **state: Sequence[Any]) -> None:
         self.rates: list[float | None] = [None] * num_prompts
@@ -65,10 +65,10 @@ class Curriculum:
         return False
 
     def measured(self, index: int, pass_rate: float) -> None:
-        """Receive the pass rate of a prompt that was played."""
+        """Receive the pass rate of a played prompt."""
 
     def state(self) -> dict[str, Any]:
-        """Return what it remembers besides its options, for JSON."""
+        """Return what it remembers, for JSON."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -116,13 +116,13 @@ class Planner:
         self,
         prompts: Prompts | KeptPrompts,
         seed: int,
-        curriculum: Curriculum | None = None,  # default: all prompts, shuffled
+        curriculum: Curriculum,
         *,
         retire_after: int = 0,  # times solved in a row, after which a prompt is left out; 0 disables it
     ) -> None:
         self.prompts = prompts
         self.seed = seed
-        self._curriculum = curriculum or Shuffle()
+        self._curriculum = curriculum
         self._retire_after = retire_after or math.inf
         self._measured = PassRates(len(prompts))
         self.uses_pass_rates = self._curriculum.uses_pass_rates or retire_after > 0
