@@ -37,22 +37,19 @@ def test_an_alarm_is_printed_when_it_begins_and_the_heading_comes_back(capsys: p
     assert [index for index, line in lines if "tokens/s" in line] == [0, HEADING_EVERY + 4]
 
 
-def test_the_first_line_may_be_of_step_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_line_may_be_of_step_0_and_without_a_terminal_an_activity_is_printed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with Console(steps=10) as console:
-        console.step(0, {"eval/sampled": 0.25})
-        console.step(1, {"time/step": 1.0})
-    _, _, before, first = capsys.readouterr().out.splitlines()
-    assert before.split()[:5] == ["0/10", "-", "-", "0.250", "-"]
-    assert first.endswith("left")
-    assert not before.endswith("left")
-
-
-def test_without_a_terminal_an_activity_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with Console(steps=1) as console:
         console.doing("waiting for [the] server", 0.1)
         console.doing("waiting for [the] server", 5.2)
         console.doing("loading", 2.6)
-    assert capsys.readouterr().out.splitlines() == ["waiting for [the] server", "loading (3 s)"]
+        console.step(0, {"eval/sampled": 0.25})
+        console.step(1, {"time/step": 1.0})
+    waiting, loading, _, _, before, first = capsys.readouterr().out.splitlines()
+    assert (waiting, loading) == ("waiting for [the] server", "loading (3 s)")
+    assert before.split()[:5] == ["0/10", "-", "-", "0.250", "-"]
+    assert (before.endswith("left"), first.endswith("left")) == (False, True)
 
 
 def test_the_end_shows_before_after_samples_and_where_everything_is(
@@ -61,32 +58,26 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "weights" / "v000009").mkdir(parents=True)
     timed = {"steps": 8, "updated": 8, "train_seconds": 61.0, "seed": 0, "final_version": 9}
-    (tmp_path / "summary.json").write_text(json.dumps({"before": BEFORE, "after": AFTER, **timed}))
     row = {"id": "eval 8/0/0", "prompt": "sort ba", "completion": "ab", "answer": "ab", "reward": 1.0, "error": None}
     sampled = row | {"id": "eval 8/0/1", "completion": "ba"}
     failed = row | {"reward": None, "error": "math: hung"}
     lines = "".join(json.dumps(item) + "\n" for item in (row, sampled, failed, row, row))
     (tmp_path / "rollouts" / "eval_000008.jsonl").write_text(lines)
     (tmp_path / "rollouts" / "eval_000000.jsonl").write_text("")
-    Console(steps=8).finish(tmp_path)
-    out = capsys.readouterr().out
+
+    def told(**changes: object) -> str:
+        summary = {"before": BEFORE, "after": AFTER, **timed, **changes}
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        Console(steps=8).finish(tmp_path)
+        return capsys.readouterr().out
+
+    out = told()
     assert "held-out accuracy, greedy  0.200 → 0.950 ± 0.010\n" in out
     assert "held-out accuracy, sampled 0.100 → 0.900 ± 0.020\n" in out
     assert out.count("'sort ba' → 'ab'") == 3
-    assert "reward math: hung" in out
-    assert f"{tmp_path}/weights/v000009" in out
-    assert f"{tmp_path}/report.html" in out
+    for said in ("reward math: hung", f"{tmp_path}/weights/v000009", f"{tmp_path}/report.html"):
+        assert said in out
     assert "updated" not in out
-    scaled = AFTER | {"zero_or_one": 0.9}
-    (tmp_path / "summary.json").write_text(json.dumps({"before": BEFORE, "after": scaled, **timed}))
-    Console(steps=8).finish(tmp_path)
-    assert "held-out reward, greedy  0.200 → 0.950 ± 0.010\n" in capsys.readouterr().out
-    for updated, said in (
-        (3, "3 of 8 steps updated the weights\n"),
-        (0, "0 of 8 steps updated the weights: all rew"),
-    ):
-        (tmp_path / "summary.json").write_text(
-            json.dumps({"before": BEFORE, "after": BEFORE, **timed, "updated": updated})
-        )
-        Console(steps=8).finish(tmp_path)
-        assert said in capsys.readouterr().out
+    assert "held-out reward, greedy  0.200 → 0.950 ± 0.010\n" in told(after=AFTER | {"zero_or_one": 0.9})
+    assert "3 of 8 steps updated the weights\n" in told(updated=3)
+    assert "0 of 8 steps updated the weights: all rew" in told(updated=0)

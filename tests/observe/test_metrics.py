@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hocket.observe.metrics import (
 from hocket.types import FinishReason, Group, Prompt, Rollout, Score, TokenSequence
 
 
-def rollout(length: int, finish_reason: FinishReason, version_min: int, turns: int = 1) -> Rollout:
+def rollout(length: int, finish_reason: FinishReason, version_min: int, **more: Any) -> Rollout:
     sequence = TokenSequence(
         token_ids=(1,) + (2,) * length,
         mask=(False,) + (True,) * length,
@@ -28,7 +29,7 @@ def rollout(length: int, finish_reason: FinishReason, version_min: int, turns: i
         finish_reason=finish_reason,
         version_min=version_min,
         version_max=version_min,
-        turns=turns,
+        **more,
     )
     return Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
 
@@ -71,22 +72,12 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
 
 
 def test_length_and_reward_are_compared_within_their_groups_and_equal_texts_counted() -> None:
-    def one(text: str, total: float) -> tuple[Rollout, Score]:
-        played = rollout(len(text), "stop", 1)
-        sequence = dataclasses.replace(played.sequences[0], text=text)
-        return dataclasses.replace(played, sequences=(sequence,)), Score(total=total)
+    def of_texts(name: str, *pairs: tuple[str, float]) -> Group:
+        played = [rollout(len(text), "stop", 1, text=text) for text, _ in pairs]
+        return Group(id=name, rollouts=tuple(played), scores=tuple(Score(total=total) for _, total in pairs))
 
-    groups = [
-        Group(id=str(number), rollouts=tuple(rollouts), scores=tuple(scores))
-        for number, pairs in enumerate(
-            (
-                [one("a", 0.1), one("bb", 0.2), one("bb", 0.2)],  # longer is better within each group
-                [one("cccc", 0.0), one("ddddd", 0.1), one("dddddd", 0.2)],  # and worse from group to group
-            )
-        )
-        for rollouts, scores in [zip(*pairs, strict=True)]
-    ]
-    found = rollout_metrics(groups)
+    longer = of_texts("a", ("a", 0.1), ("bb", 0.2), ("bb", 0.2))  # is better within each group
+    found = rollout_metrics([longer, of_texts("b", ("cccc", 0.0), ("ddddd", 0.1), ("dddddd", 0.2))])
     assert found["rollout/duplicates"] == pytest.approx(2 / 6)
     assert found["rollout/length_reward"] == pytest.approx(1.0)
     assert any("rollout/length_reward" in line for line in alarms(found))
@@ -106,10 +97,11 @@ def test_an_episode_of_several_sequences_is_one_with_all_their_tokens_and_turns(
 def test_a_step_without_any_score_has_no_reward_metrics() -> None:
     group = Group(id="g", rollouts=(rollout(2, "length", 1),), scores=(Score(total=0.0, error="x"),))
     metrics = rollout_metrics([group])
-    assert metrics.keys() == {
-        f"rollout/{name}" for name in ("reward_errors", "length_mean", "duplicates", "truncated", "tokens")
+    assert {name.removeprefix("rollout/") for name in metrics} == {
+        *("reward_errors", "length_mean", "duplicates", "truncated", "tokens")
     }
     assert metrics["rollout/reward_errors"] == 1.0
+    assert rollout_metrics([]) == staleness_metrics([], version=1, bound=0) == {}
 
 
 def test_an_alarm_names_value_bound_and_advice_and_healthy_values_raise_none() -> None:

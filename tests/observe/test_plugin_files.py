@@ -12,6 +12,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.errors import ConfigError
 from hocket.observe.run_folder import RunFolder
+from hocket.rewards.base import REWARDS
 from hocket.trainer.models import Models
 
 ONE = 'from hocket.rewards import reward\n\n@reward("{}")\ndef own(completion):\n    return 1.0\n'
@@ -38,17 +39,15 @@ def test_a_run_has_a_copy_of_each_plugin_and_the_next_one_says_which_has_changed
     file.write_text(ONE.format("kept_two"))
     with RunFolder(config) as folder:
         (change,) = folder.changed_plugins
+    assert {"kept_one", "kept_two"} <= REWARDS.names
     new = hashlib.sha256(file.read_bytes()).hexdigest()
     assert change == f"plugin {file} was {digest[:8]} and is {new[:8]}; the one before: {run / copy}"
     assert len(list((run / "plugins").iterdir())) == 2
     with RunFolder(config) as folder:
         assert folder.changed_plugins == []
-
-
-def test_a_run_without_plugins_writes_nothing_of_them(tmp_path: Path) -> None:
-    with RunFolder(load(None, [f"run.dir={tmp_path}/run"])):
+    with RunFolder(load(None, [f"run.dir={tmp_path}/without"])):
         pass
-    assert not (tmp_path / "run" / "plugins.json").exists()
+    assert not (tmp_path / "without" / "plugins.json").exists()
 
 
 def test_ranks_with_other_files_end_the_run_at_its_start(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     kind = data.source.partition(":")[0]
     place = f"{data.source}/{data.split}"
     if kind in NAMED:
-        rows = enumerate(NAMED[kind](data))
+        rows: Rows = enumerate(NAMED[kind](data))
     else:
         path = Path(data.source).expanduser()
         place = str(path)
