@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html.parser
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -29,16 +30,15 @@ SUMMARY = {"steps": 2, "train_seconds": 142.4, "seed": 3, "final_version": 4}
 def group(*totals: float | None, text: str = "abc", note: str = "") -> Group:
     """Return a group with these rewards, None: none; completions are the text and a number."""
     prompt = Prompt(id="p", token_ids=(1,), text=text, answer=text)
-    rollouts, scores = list[Rollout](), list[Score]()
-    for index, total in enumerate(totals):
-        sequence = TokenSequence(
-            token_ids=(1, 2, 3), mask=(False, True, True), logprobs=(0.0,) * 3, text=f"{text}{index}"
-        )
-        rollouts.append(Rollout(id=f"g/{index}", prompt=prompt, sequences=(sequence,)))
-        nan, parts = float("nan"), {text: 1.0, "b": 0.0}
-        error = text if total is None else None
-        scores.append(Score(total=nan if total is None else total, parts=parts, error=error, note=note))
-    return Group(id="g", rollouts=tuple(rollouts), scores=tuple(scores))
+    tokens = {"token_ids": (1, 2, 3), "mask": (False, True, True), "logprobs": (0.0,) * 3}
+    played = [TokenSequence(**tokens, text=f"{text}{index}") for index in range(len(totals))]
+    parts = {text: 1.0, "b": 0.0}
+    failed = Score(total=math.nan, parts=parts, error=text, note=note)
+    return Group(
+        id="g",
+        rollouts=tuple(Rollout(id=f"g/{i}", prompt=prompt, sequences=(one,)) for i, one in enumerate(played)),
+        scores=tuple(failed if one is None else Score(total=one, parts=parts, note=note) for one in totals),
+    )
 
 
 HOSTILE = [
@@ -159,7 +159,7 @@ def test_hostile_text_stays_data(tmp_path: Path, text: str) -> None:
     assert page.data["summary"]["seed"] == text
 
 
-def test_the_page_allows_its_one_script_and_no_outside_resource(tmp_path: Path) -> None:
+def test_the_page_allows_its_one_script_and_no_outside_resource_and_charts_metrics_of_the_table(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "run", group(1.0), summary=SUMMARY))
     digest = base64.b64encode(hashlib.sha256(page.scripts[""].encode()).digest()).decode()
     assert f"content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in page.source
@@ -167,10 +167,7 @@ def test_the_page_allows_its_one_script_and_no_outside_resource(tmp_path: Path) 
     # text reaches the page as text nodes alone
     assert not re.findall(r"HTML|document\.write|\b(?:eval|Function|fetch|import)\(|href|src", page.scripts[""])
     assert "http" not in page.scripts[""].replace("http://www.w3.org/2000/svg", "")
-
-
-def test_every_charted_metric_is_in_the_table(tmp_path: Path) -> None:
-    names = re.findall('"([a-z]+/[a-z_]+)":', report(tmp_path).scripts[""])
+    names = re.findall('"([a-z]+/[a-z_]+)":', page.scripts[""])
     assert len(names) > 12
     assert set(names) <= {metric.name for metric in TABLE}
 
@@ -184,22 +181,24 @@ def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("totals", "shown"),
     [
-        ([0.0, 0.5, 1.0, None], [("best", "abc2"), ("worst", "abc0")]),  # a score that failed is not the worst one
-        ([1.0, 1.0], [("all alike", "abc0")]),
-        ([None, 0.5], [("only one", "abc1")]),
-        ([None, None], [("only one", "abc0")]),
+        ([[0.0, 0.5, 1.0, None]], [("best", "abc2"), ("worst", "abc0")]),  # a score that failed is not the worst one
+        ([[1.0, 1.0]], [("all alike", "abc0")]),
+        ([[None, 0.5]], [("only one", "abc1")]),
+        ([[None, None]], [("only one", "abc0")]),
+        ([[None], [1.0, 1.0], [0.2, 0.7, 0.9], [0.5, 1.0]], [("best", "abc2"), ("worst", "abc0")]),
     ],
 )
-def test_a_sample_is_best_and_worst_of_a_prompt(totals: list[float | None], shown: list[tuple[str, str]]) -> None:
-    sample = best_and_worst([group(*totals)])
+def test_a_sample_is_best_and_worst_of_the_prompt_whose_rewards_differ_most(
+    totals: list[list[float | None]], shown: list[tuple[str, str]]
+) -> None:
+    sample = best_and_worst([group(*some) for some in totals])
     assert [(one["title"], one["completion"]) for one in sample["rollouts"]] == shown
+    assert sample["rollouts"][0]["error"] == (None if any(totals[0]) or totals[1:] else "abc")
 
 
-def test_the_prompt_whose_rewards_differ_most_is_sampled_and_long_texts_are_cut() -> None:
-    groups = [group(None), group(1.0, 1.0), group(0.2, 0.9, text="n" * 5000), group(0.5, 1.0)]
-    sample = best_and_worst(groups)
-    assert sample["rollouts"][0]["completion"] == f"{'n' * MAX_CHARACTERS} … (3001 more characters)"
-    assert best_and_worst(groups[:1])["rollouts"][0]["error"] == "abc"
+def test_long_texts_are_cut() -> None:
+    (one,) = best_and_worst([group(1.0, text="n" * 5000)])["rollouts"]
+    assert one["completion"] == f"{'n' * MAX_CHARACTERS} … (3001 more characters)"
 
 
 def test_the_newest_step_and_those_that_lie_evenly_before_it_are_shown(tmp_path: Path) -> None:

@@ -114,20 +114,15 @@ def test_the_first_file_that_a_full_disk_refuses_is_named_and_nothing_half_writt
     assert not list(run.rglob(".*"))
 
 
-def test_tensorboard_files_are_off_and_asking_for_them_without_the_package_is_refused(tmp_path: Path) -> None:
-    with RunFolder(settings(tmp_path)) as folder:
-        folder.finish(1, {"x": 1.0})
-    assert not (tmp_path / "runs/a/tensorboard").exists()
-    if importlib.util.find_spec("tensorboard") is None:
-        with pytest.raises(ConfigError, match=r"observe\.tensorboard=true needs .*pip install tensorboard"):
-            RunFolder(settings(tmp_path / "b", "observe.tensorboard=true"))
-
-
-def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
+def test_tensorboard_files_are_off_and_an_interrupted_run_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), RunFolder(settings(tmp_path)) as folder:
         folder.finish(1, {"reward/mean": 0.5})
         raise KeyboardInterrupt
     assert '"summary": null' in (tmp_path / "runs/a/report.html").read_text()
+    assert not (tmp_path / "runs/a/tensorboard").exists()
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(ConfigError, match=r"observe\.tensorboard=true needs .*pip install tensorboard"):
+            RunFolder(settings(tmp_path / "b", "observe.tensorboard=true"))
 
 
 def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
@@ -171,23 +166,16 @@ def test_groups_come_back_as_they_were_and_the_sequences_of_an_agent_s_episode_s
     others = (BASE, replace(BASE, turns=1, dialogue=(), text="half a surrogate pair: \ud800"))
     first = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=scores)
     second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0),), scores=(Score(total=-2.5),))
-    lines = lines_of([first, second]).split("\n")[:-1]
+    silent = rollout("h", 0, mask=(False,) * 5, logprobs=(0.0,) * 5, turns=0, dialogue=())
+    third = Group(id="h", rollouts=(silent,), scores=(Score(total=math.nan, error="math: hung"),))
+    lines = lines_of([first, second, third]).split("\n")[:-1]
     rows = [json.loads(line) for line in lines]
-    assert [row["num_tokens"] for row in rows] == [6, 2, 2]
+    assert [row["num_tokens"] for row in rows] == [6, 2, 2, 0]
     assert [other["id"] for other in rows[0]["others"]] == ["g/0.0", "g/0.1"]
-    assert groups_of(lines) == [first, second]
-
-
-def test_a_score_that_failed_stays_one_and_a_rollout_may_have_no_sampled_token() -> None:
-    silent = rollout("g", 0, mask=(False,) * 5, logprobs=(0.0,) * 5, turns=0, dialogue=())
-    group = Group(id="g", rollouts=(silent,), scores=(Score(total=math.nan, error="math: hung"),))
-    (read,) = groups_of(lines_of([group]).split("\n")[:-1])
-    assert read.scores[0].error == "math: hung"
-    assert math.isnan(read.scores[0].total)
-    assert read.rollouts[0].prompt.token_ids == (1, 2, 3, 4, 5)  # all that is there was told
-
-
-def test_a_line_that_is_no_row_is_an_error() -> None:
+    *read, last = groups_of(lines)
+    assert read == [first, second]
+    assert (last.scores[0].error, math.isnan(last.scores[0].total)) == ("math: hung", True)  # it stays a failed one
+    assert last.rollouts[0].prompt.token_ids == (1, 2, 3, 4, 5)  # all that is there was told
     for line, said in (('{"group_id": "g"}', "'completion' must be a text"), ("{", "Expecting")):
         with pytest.raises(ValueError, match=said):
             groups_of([line])
