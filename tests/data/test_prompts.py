@@ -57,21 +57,18 @@ def test_a_hugging_face_folder_and_a_saved_data_set_are_read_by_split(
     tokenizer: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "folder"
+    folder, saved = tmp_path / "folder", tmp_path / "saved"
     folder.mkdir()
     write_jsonl(*ROWS, name="folder/train.jsonl")
-    check_rows(load(f"hf:{folder}", tokenizer))
-    with pytest.raises(DataError, match=r"can't load hf:.*data\.split=test"):
-        load(f"hf:{folder}", tokenizer, split="test")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(saved))
+    for source in (folder, saved):
+        check_rows(load(f"hf:{source}", tokenizer))
+        with pytest.raises(DataError, match=r"can't load hf:.*data\.split=test"):
+            load(f"hf:{source}", tokenizer, split="test")
     (folder / "README.md").write_text("---\nconfigs: [{config_name: mine, data_files: train.jsonl}]\n---\n")
     check_rows(load(f"hf:{folder}:mine", tokenizer))
     with pytest.raises(DataError, match=r"can't load hf:.*:other, data\.split=train: .*'mine'"):
         load(f"hf:{folder}:other", tokenizer)
-    saved = tmp_path / "saved"
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(saved))
-    check_rows(load(f"hf:{saved}", tokenizer))
-    with pytest.raises(DataError, match=r"can't load hf:.*data\.split=test"):
-        load(f"hf:{saved}", tokenizer, split="test")
 
 
 def test_a_prompt_is_rendered_as_the_chat_template_says(tokenizer: Any, write_jsonl: Write) -> None:
@@ -137,15 +134,11 @@ def test_the_first_offenders_are_shown_and_all_are_counted(tokenizer: Any, write
     source = write_jsonl(*({"prompt": "x", "answer": f"= {i}" if i < 3 else str(i)} for i in range(12)))
     with pytest.raises(DataError) as caught:
         load(source, tokenizer, answer_pattern="= (.+)")
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("9 of 12 rows")
-    assert "repair or remove them" in lines[0]
-    assert [line.split(": ")[0] for line in lines[1:6]] == [f"  {source}:{i}" for i in (4, 5, 6, 7, 8)]
-    assert "data.answer_pattern '= (.+)' finds no answer in column 'answer': '3'" in lines[1]
-    assert lines[6] == "  ... and 4 more"
-
-
-def test_where_no_row_has_the_column_the_rows_are_not_to_blame(tokenizer: Any, write_jsonl: Write) -> None:
+    heading, first, *others, more = str(caught.value).splitlines()
+    assert heading == f"9 of 12 rows of {source} can't be used; repair or remove them (line):"
+    assert first == f"  {source}:4: data.answer_pattern '= (.+)' finds no answer in column 'answer': '3'"
+    assert [line.split(": ")[0] for line in others] == [f"  {source}:{i}" for i in (5, 6, 7, 8)]
+    assert more == "  ... and 4 more"
     with pytest.raises(DataError, match=r"2 of 2 rows of \S+ can't be used \(line\):\n.*set eval\.data\.prompt_column"):
         load_prompts(HeldOutConfig(source=write_jsonl({"q": "a"}, {"q": "b"})), tokenizer, max_prompt_tokens=9)
 
@@ -168,18 +161,19 @@ def test_tasks_and_jsonl_load_no_data_library() -> None:
         "from hocket.data.sources import read_rows; list(read_rows(DataConfig()))\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'pandas', 'numpy') if m in sys.modules])"
     )
-    source = ROOT / "src"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(source)}
-    )
-    assert done.stdout.strip() == "[]"
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment) == "[]\n"
+
+
+def shipped(template: str | None) -> Any:
+    """The tokenizer that ships, with another template."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def renderer(template: str | None) -> Renderer:
-    """One of the tokenizer that ships, with another template."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
-    tokenizer.chat_template = template
-    return Renderer(DataConfig(chat_template=template is not None), tokenizer)
+    return Renderer(DataConfig(chat_template=template is not None), shipped(template))
 
 
 @pytest.mark.parametrize(
@@ -187,21 +181,25 @@ def renderer(template: str | None) -> Renderer:
     [
         (CHATML.partition("{% if add")[0], "<|assistant|>"),
         (STRIPPING.replace(" or add_generation_prompt", "").partition("{% if add")[0], "<|end|>assistant:"),
-        (NO_END, None),  # opens it always
-        ("{% for m in messages %}{{ m.content | upper }} {% endfor %}", None),  # shows no turn as it was said
-        ("{% if messages[1:] %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}", None),
     ],
 )
 def test_a_template_that_does_not_open_the_models_turn_is_refused(
-    write_jsonl: Write, template: str, opening: str | None
+    write_jsonl: Write, template: str, opening: str
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
-    tokenizer.chat_template = template
-    if opening is None:
-        assert len(load(write_jsonl(*ROWS), tokenizer)) == 2
-        return
     with pytest.raises(DataError, match=re.escape(f"begins the model's turn with {opening!r}, but ends no prompt so")):
-        load(write_jsonl(*ROWS), tokenizer)
+        load(write_jsonl(*ROWS), shipped(template))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        NO_END,  # opens it always
+        "{% for m in messages %}{{ m.content | upper }} {% endfor %}",  # shows no turn as it was said
+        "{% if messages[1:] %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}",
+    ],
+)
+def test_a_template_of_which_it_is_not_known_is_taken(write_jsonl: Write, template: str) -> None:
+    assert len(load(write_jsonl(*ROWS), shipped(template))) == 2
 
 
 USER = {"role": "user", "content": "go"}
