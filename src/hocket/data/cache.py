@@ -72,10 +72,15 @@ def load(
         if origin() != known:
             raise OSError("the data changed while it was read")
 
-    table = None if known is None else _kept(_key(known), rows)
-    if table is not None:
-        kept = KeptPrompts(table, longest)
-        return kept, kept.lengths
+    if known is not None:
+        try:
+            kept = KeptPrompts(_table(_key(known), rows), longest)
+            return kept, kept.lengths
+        except Exception as error:  # of disks, of JSON and of `datasets`, which wraps those of the rows
+            cause = error.__cause__ or error
+            if isinstance(cause, DataError):
+                raise cause from None
+            log.warning("can't keep the prepared prompts for the next start: %s", cause)
     prompts = list(prepare())
     lengths = [len(prompt.token_ids) for prompt in prompts]
     return Prompts(prompt for prompt in prompts if len(prompt.token_ids) <= longest), lengths
@@ -93,7 +98,7 @@ def _key(origin: object) -> str:
     return _sha256(repr([code, versions, origin]))[:32]
 
 
-def _kept(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any | None:
+def _table(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any:
     import datasets
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"
@@ -103,21 +108,14 @@ def _kept(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any | None:
     text = datasets.Value("string")
     features = datasets.Features(token_ids=datasets.List(number), length=number, digest=text, others=text)
     datasets.disable_progress_bars()  # there is one of the rows
-    try:
-        _remove_unused(folder)
-        if seal.exists() and seal.read_text() != _contents(home):
-            shutil.rmtree(home)
-        table = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(home), fingerprint=key)
-        if not seal.exists():
-            write_atomically(seal, _contents(home))
-        os.utime(home)
-        return table
-    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, DataError):
-            raise cause from None
-        log.warning("can't keep the prepared prompts for the next start: %s", cause)
-        return None
+    _remove_unused(folder)
+    if seal.exists() and seal.read_text() != _contents(home):
+        shutil.rmtree(home)
+    table = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(home), fingerprint=key)
+    if not seal.exists():
+        write_atomically(seal, _contents(home))
+    os.utime(home)
+    return table
 
 
 def _remove_unused(folder: Path) -> None:
