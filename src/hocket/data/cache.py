@@ -73,10 +73,12 @@ def load(
             raise OSError("the data changed while it was read")
 
     if known is not None:
+        from datasets.exceptions import DatasetGenerationError
+
         try:
             kept = KeptPrompts(_table(_key(known), rows), longest)
             return kept, kept.lengths
-        except Exception as error:  # of disks, of JSON and of `datasets`, which wraps those of the rows
+        except (OSError, RuntimeError, ValueError, DatasetGenerationError) as error:
             cause = error.__cause__ or error
             if isinstance(cause, DataError):
                 raise cause from None
