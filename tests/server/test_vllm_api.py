@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -408,7 +409,17 @@ def test_what_ends_the_engine_s_process_is_kept_for_the_server(
     from vllm.v1.engine.core import EngineCoreProc
 
     def fail() -> None:
-        raise RuntimeError("Unsupported CPU attention configuration\nand more")
+        try:
+            raise RuntimeError("Unsupported CPU attention configuration\nand more")
+        except RuntimeError:
+            logger.exception("EngineCore encountered a fatal error.")  # before it tells the server
+            assert vllm_api.last_words(llm)
+            raise
+
+    logger = logging.getLogger("vllm.v1.engine.core")
+    monkeypatch.setattr(logger, "filters", [])
+    source = inspect.getsource(EngineCoreProc.run_engine_core)
+    assert re.search(r'exception\("EngineCore .*"\)\n +engine_core._send_engine_dead\(\)', source)
 
     for name in ("die_with_parent_process", "allow_amx", "os.setpgid"):
         monkeypatch.setattr(f"hocket.server.vllm_api.{name}", lambda *_: None)

@@ -15,7 +15,7 @@ from hocket.config import Config
 from hocket.errors import RewardError
 from hocket.observe.rows import rollout_of
 from hocket.rewards.scorer import RewardCalls, RewardScorer
-from hocket.server.main import bind, check, http_server
+from hocket.server.main import bind, http_server
 from hocket.server.middleware import Guard, unless_client_leaves
 from hocket.types import Rollout
 
@@ -27,10 +27,9 @@ def serve(config: Config) -> None:
     """Serve until Ctrl-C or SIGTERM; async rewards are set up before the first request is read."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn gives it back when it has shut down
     load_plugins(config.plugins)
-    check(config.server.host, config.token, random_init=False)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        contextlib.closing(bind(config.server.host, config.server.port)) as sock,
+        contextlib.closing(bind(config.server.host, config.server.port, config.token)) as sock,
         RewardCalls(config.rewards, config.rewards.functions) as calls,
     ):
         asyncio.run(_serve(calls, sock, config.own_url, config.server.host, config.token))

@@ -49,9 +49,14 @@ Sample = Callable[[Ask, Any, Any, str], AsyncGenerator[Any, None]]
 
 # Without this, Python searches all of vLLM and torch for garbage once more at its end, for seconds.
 atexit.register(gc.freeze)
-if TRACEBACK not in os.environ:  # what ends an engine is in `last_words`
-    for _name in ("core", "async_llm"):
-        logging.getLogger(f"vllm.v1.engine.{_name}").addFilter(lambda record: record.exc_info is None)
+
+
+def _shown(record: logging.LogRecord) -> bool:
+    """Return whether to show what vLLM logs: what ends an engine is in `last_words`."""
+    return record.exc_info is None or TRACEBACK in os.environ
+
+
+logging.getLogger("vllm.v1.engine.async_llm").addFilter(_shown)
 
 
 def die_with_parent_process() -> None:
@@ -173,14 +178,20 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     from vllm.v1.engine import core
     from vllm.v1.engine.core import EngineCoreProc
 
+    def keep(record: logging.LogRecord) -> bool:
+        if record.exc_info and str(record.msg).startswith("EngineCore"):  # vLLM tells the server only after this
+            words = f"{cause_of(record.exc_info[1])}\n\n{traceback.format_exc()}"
+            last_words.write_text(words, encoding="utf-8")
+        return _shown(record)
+
+    logging.getLogger("vllm.v1.engine.core").addFilter(keep)
     core.get_kv_cache_configs = bounded(core.get_kv_cache_configs)
     die_with_parent_process()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
     try:
         getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - the server says it
-        last_words.write_text(f"{cause_of(error)}\n\n{traceback.format_exc()}", encoding="utf-8")
+    except Exception:  # noqa: BLE001 - the server says it
         sys.exit(1)
 
 
