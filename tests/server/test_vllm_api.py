@@ -391,16 +391,17 @@ def test_vllms_parsers_find_the_calls_in_token_ids(
 @pytest.mark.parametrize(
     ("parser", "tools", "said"),
     [
-        ("herms", [CALCULATE], "no tool parser 'herms'; known: .*hermes"),
-        ("llama3_json", [CALCULATE], "'llama3_json' can't be used here: .*bot token"),
+        ("herms", [CALCULATE], "tool parser 'herms' can't be used: .*not found"),
+        ("llama3_json", [CALCULATE], "'llama3_json' can't be used: .*bot token"),
         ("hermes", [{"name": "calculate"}], "tools.0.function"),
     ],
 )
 def test_tools_that_could_not_be_parsed_are_refused(
     tools_tokenizer: Any, parser: str, tools: list[Any], said: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"(?s){said}"):
+    with pytest.raises(ApiError, match=f"(?s){said}") as refused:
         vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=tuple(tools)))
+    assert "vLLM has the parsers " in refused.value.body.hint
 
 
 def test_what_ends_the_engine_s_process_is_kept_for_the_server(

@@ -3,12 +3,13 @@
 import base64
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, Self, TypeVar
 
 import numpy as np
 import pydantic
 from pydantic import Field
 from pydantic_core import CoreSchema, core_schema
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from hocket.types import FinishReason, InFlight, VersionSpan
 
@@ -45,7 +46,18 @@ class Column:
         return base64.b64encode(np.array(values, self._dtype).tobytes()).decode() if info.context else tuple(values)
 
 
-PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
+@pydantic.with_config(extra="forbid", strict=True)
+class ChatMessage(TypedDict):
+    """One message for the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+    name: NotRequired[Any]
+    tool_calls: NotRequired[Any]
+    tool_call_id: NotRequired[Any]
+
+
+PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[ChatMessage], FAIL_FAST]
 """Text, token ids, or messages for the chat template."""
 MAX_PROMPTS = 1024
 MAX_SAMPLES = 128

@@ -45,27 +45,21 @@ def parse(message: type[M], body: bytes) -> M:
 
 
 def _explained(error: pydantic.ValidationError) -> ApiError:
-    """Return the first of pydantic's errors in one sentence with the fix."""
-    listed = "the fields and their types are listed at /docs"
+    """Return the most specific of pydantic's errors in one sentence with the fix."""
+    hint = "the fields and their types are listed at /docs"
     if error.error_count() > MAX_EXPLAINED:
-        return invalid(f"body: {error.error_count()} fields are wrong or unknown", listed)
+        return invalid(f"body: {error.error_count()} fields are wrong or unknown", hint)
     errors = error.errors(include_url=False, include_input=False)
-    first = errors[0]
-    where = errors[0]["loc"]
-    if first["type"] == "json_invalid":
-        return ApiError(400, "malformed_json", first["msg"], "send one JSON object, encoded as UTF-8")
-    if where[:1] == ("prompts",) and len(where) >= 3:
-        # Each of the three kinds of a prompt complains in its own words; one sentence says it better.
-        message = f"prompts.{where[1]}: a prompt must be text, a list of token ids, or a list of chat messages"
-        return invalid(message, "token ids are whole numbers from 0, messages are objects")
-    if not where:
-        return invalid(f"body: {first['msg']}", "send one JSON object")
-    unknown = first["type"] == "extra_forbidden"
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    message = f"{'.'.join(map(str, where))}: {'unknown field' if unknown else first['msg']}{more}"
-    if unknown and error.title == "GenerateRequest" and where[0] in SamplingParams.model_fields:
-        return invalid(message, f'put it under sampling: {{"prompts": [...], "sampling": {{"{where[0]}": ...}}}}')
-    return invalid(message, listed)
+    wrong = max(errors, key=lambda one: len(one["loc"]))  # each kind of a prompt complains; the one that was meant last
+    if wrong["type"] == "json_invalid":
+        return ApiError(400, "malformed_json", wrong["msg"], "send one JSON object, encoded as UTF-8")
+    message = wrong["msg"]
+    where = wrong["loc"]
+    if wrong["type"] == "extra_forbidden":
+        message = "unknown field"
+        if error.title == "GenerateRequest" and where[0] in SamplingParams.model_fields:
+            hint = f'put it under sampling: {{"prompts": [...], "sampling": {{"{where[0]}": ...}}}}'
+    return invalid(f"{'.'.join(map(str, where)) or 'body'}: {message}", hint)
 
 
 def cause_of(error: Exception) -> str:

@@ -21,9 +21,7 @@ from hocket.server.errors import ApiError, invalid, parse
 MIN_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when asked for a lower one."""
 RESTART = "restart the server; its log says more"
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _NUMBERS = itertools.count()
-OPTIONAL_MESSAGE_KEYS = frozenset({"name", "tool_calls", "tool_call_id"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,23 +68,20 @@ class Sampler:
         if request.seeds is not None and (request.n != 1 or len(request.seeds) != len(request.prompts)):
             message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
             raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
-        if (count := sum(len(_seeds(request, number)) for number in range(len(request.prompts)))) > MAX_COMPLETIONS:
+        seeds: Sequence[Sequence[int | None]] = request.seeds or _seeds(request)
+        if (count := sum(map(len, seeds))) > MAX_COMPLETIONS:
             raise invalid(f"{count} completions are more than the {MAX_COMPLETIONS} of one request", "send several")
         self.check_sampling(request.sampling)
-        try:
-            tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
-        except ValueError as error:
-            hint = "the parser must be one of vLLM's, each tool as in OpenAI's API"
-            raise invalid(f"tools: {error}", hint) from error
+        tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
         jobs = []
-        for number, prompt in enumerate(request.prompts):
+        for number, (prompt, own_seeds) in enumerate(zip(request.prompts, seeds, strict=True)):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
             sampling = request.sampling
             room = max(1, self._max_length - len(token_ids))
             if request.fit and sampling.max_tokens > room:
                 sampling = sampling.model_copy(update={"max_tokens": room})
             self._check_length(token_ids, sampling.max_tokens, f"prompts.{number}")
-            for index, seed in enumerate(_seeds(request, number)):
+            for index, seed in enumerate(own_seeds):
                 jobs.append(Job(number, index, token_ids, sampling, seed, tools))
         return request, jobs
 
@@ -173,8 +168,6 @@ class Sampler:
             raise invalid(message, "shorten the prompt", code="context_too_long")
 
     def _render(self, messages: Any, where: str) -> list[int]:
-        for number, message in enumerate(messages):
-            _check_message(message, f"{where}.{number}")
         self._check_characters(sum(len(message["content"]) for message in messages), where)
         if not self._reader.chat_template:
             message = f"{where}: this model has no chat template"
@@ -189,21 +182,10 @@ class Sampler:
             raise invalid(message, hint, code="chat_template_error") from error
 
 
-def _seeds(request: GenerateRequest, number: int) -> Sequence[int | None]:
-    """Return the seed of each completion of a prompt, None where the engine draws one."""
-    if request.seeds is not None:
-        return request.seeds[number]
+def _seeds(request: GenerateRequest) -> list[list[int | None]]:
+    """Return the seeds of each prompt's completions, None where the engine draws one."""
     first = request.sampling.seed
+    n = request.n
     if first is None:
-        return [None] * request.n
-    return [(first + number * request.n + index) % 2**63 for index in range(request.n)]
-
-
-def _check_message(message: dict[str, Any], where: str) -> None:
-    hint = "a message has role and content"
-    if unknown := sorted(message.keys() - OPTIONAL_MESSAGE_KEYS - {"role", "content"}):
-        raise invalid(f"{where}: unknown field {unknown[0]!r}", hint)
-    if message.get("role") not in ROLES:
-        raise invalid(f"{where}.role: must be one of {', '.join(ROLES)}", hint)
-    if not isinstance(message.get("content"), str):
-        raise invalid(f"{where}.content: must be text", hint)
+        return [[None] * n] * len(request.prompts)
+    return [[(first + number * n + index) % 2**63 for index in range(n)] for number in range(len(request.prompts))]

@@ -25,7 +25,7 @@ from typing import Any
 from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK
 from hocket.protocol import SamplingParams, Toolbox, ToolCall
-from hocket.server.errors import ApiError, cause_of, encodable
+from hocket.server.errors import ApiError, cause_of, encodable, invalid
 from hocket.server.vllm_arguments import is_cpu_build
 from hocket.server.vllm_weights import adapter_request
 from hocket.types import InFlight, VersionSpan
@@ -61,7 +61,8 @@ logging.getLogger("vllm.v1.engine.async_llm").addFilter(_shown)
 
 def die_with_parent_process() -> None:
     """Kill this child as soon as its parent is gone: vLLM's own would outlive it and keep its memory."""
-    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+    parent: Any = multiprocessing.parent_process()
+    if parent is not None:
         die_with_parent(parent.pid, signal.SIGKILL)
 
 
@@ -237,8 +238,8 @@ def sampling_params(sampling: SamplingParams, seed: int | None) -> Any:
     return VllmParams(
         n=1,
         **sampling.model_dump(include=SHARED),
-        stop=list(sampling.stop) or None,
-        stop_token_ids=list(sampling.stop_token_ids) or None,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
@@ -286,8 +287,8 @@ def call_params(params: Any, sampling: SamplingParams) -> Any:
     return VllmParams(
         **{name: getattr(params, name) for name in AGENT_PARAMS},
         **sampling.model_dump(include=SHARED),
-        stop=[*(params.stop or ()), *sampling.stop],
-        stop_token_ids=[*(params.stop_token_ids or ()), *sampling.stop_token_ids],
+        stop=[*params.stop, *sampling.stop],
+        stop_token_ids=[*params.stop_token_ids, *sampling.stop_token_ids],
         seed=sampling.seed,
         logprobs=max(params.logprobs or 0, 0),
     )
@@ -351,17 +352,18 @@ async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
-    """Return a function that finds calls of these tools in a completion by vLLM's parser; ValueError without one."""
+    """Return a function that finds calls of these tools in a completion by vLLM's parser. Raises ApiError without."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    if tools.parser not in (known := ToolParserManager.list_registered()):
-        raise ValueError(f"vLLM has no tool parser {tools.parser!r}; known: {', '.join(known)}")
-    request = ChatCompletionRequest(messages=[], tools=list(tools.tools))
     try:
+        request = ChatCompletionRequest(messages=[], tools=list(tools.tools))
         parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
-    except (ImportError, RuntimeError, ValueError) as error:  # a package or a token of its own is missing
-        raise ValueError(f"vLLM's tool parser {tools.parser!r} can't be used here: {error}") from error
+    # It has no such parser, a tool is none of OpenAI's API, a package or a token of the parser's own is missing.
+    except (KeyError, ImportError, RuntimeError, ValueError) as error:
+        known = ", ".join(ToolParserManager.list_registered())
+        message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
+        raise invalid(message, f"vLLM has the parsers {known}; each tool is as in OpenAI's API") from error
     request = parser.adjust_request(request)
 
     def find(token_ids: Sequence[int], ended: bool) -> list[ToolCall]:

@@ -47,59 +47,69 @@ def engine_arguments(config: Config) -> Namespace:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    cpu = is_cpu_build()
+    model = config.model
     server = config.server
     engine = dict(server.engine)
-    lora_rank = config.model.lora.rank if config.model.lora is not None else 0
     settings: dict[str, Any] = {
-        "model": config.model.path,
-        "served_model_name": [config.model.path],
-        "dtype": config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16",
-        "max_model_len": config.model.max_length,
+        "model": model.path,
+        "served_model_name": [*dict.fromkeys((engine.pop("served_model_name", model.path), model.path))],
+        "max_model_len": model.max_length,
         "seed": config.trainer.seed,
         "trust_remote_code": False,
         "generation_config": "vllm",  # or generation_config.json would change top_p and the like behind the caller
         "logprobs_mode": "processed_logprobs",
-        "max_num_seqs": engine.pop("max_num_seqs", CPU_SEQUENCES if cpu else None),
         "tensor_parallel_size": server.tensor_parallel_size,
-        "gpu_memory_utilization": server.gpu_memory_utilization,
-        "enable_lora": lora_rank > 0,
-        "enable_sleep_mode": config.launch.share_gpu and not cpu,  # whose worker has nothing to take off a GPU
+        "enable_lora": model.lora is not None,
         "worker_extension_cls": "hocket.server.worker.WorkerExtension",
         "use_tqdm_on_load": False,
-        "default_chat_template_kwargs": config.data.template_options or None,  # for an agent's calls
+        "default_chat_template_kwargs": config.data.template_options,  # for an agent's calls
         "host": server.host,
         "port": server.port,
     }
-    if config.model.float32_head:
+    if model.dtype != "auto":
+        settings["dtype"] = model.dtype
+    if model.float32_head:
         settings["hf_overrides"] = {"head_dtype": "float32"}
-    if lora_rank > 0:
-        settings["max_lora_rank"] = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= lora_rank)
-    name = engine.pop("served_model_name", None)
-    if name is not None:
-        settings["served_model_name"].insert(0, name)
-    parser = engine.pop("tool_call_parser", None)
-    if parser is not None:
-        if parser not in ToolParserManager.list_registered():
-            known = ", ".join(ToolParserManager.list_registered())
+    if model.lora is not None:
+        rank = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= model.lora.rank)
+        settings["max_lora_rank"] = rank
+    if server.kv_cache_mib is not None:
+        settings["kv_cache_memory_bytes"] = server.kv_cache_mib << 20
+    if "tool_call_parser" in engine:
+        parser = engine.pop("tool_call_parser")
+        if parser not in (parsers := ToolParserManager.list_registered()):
+            known = ", ".join(parsers)
             raise ValueError(f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}")
         settings |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
-    kv_cache_mib = server.kv_cache_mib or (CPU_KV_CACHE_MIB if cpu else None)
-    if kv_cache_mib is not None:
-        settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
-        if not cpu:  # else vLLM wants that share of the GPU to be free, of which it then uses nothing
-            settings["gpu_memory_utilization"] = 0.01
     owned = dict.fromkeys(OWNED | settings.keys(), "") | OWN_NAMES
-    known = AsyncEngineArgs.__dataclass_fields__
-    refuse_owned("server.engine.", engine, owned, known, ": vLLM has no such engine argument")
-    if cpu:
-        settings["enforce_eager"] = True
-        # With a seeded request whose prompt it cuts into chunks, vLLM's CPU worker dies ("does not use offset").
-        settings["enable_chunked_prefill"] = False
-        settings["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model))
-        if server.tensor_parallel_size == 1:
-            settings["distributed_executor_backend"] = "uni"
-    if unknown := settings.keys() - vars(args).keys():
-        raise ValueError(f"this release of vLLM has no setting {min(unknown)!r}; install the one in requirements.txt")
-    vars(args).update(settings | engine)
+    arguments = AsyncEngineArgs.__dataclass_fields__
+    refuse_owned("server.engine.", engine, owned, arguments, ": vLLM has no such engine argument")
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    vars(args).update(_build_defaults(config) | chosen | engine)
     return args
+
+
+def _build_defaults(config: Config) -> dict[str, Any]:
+    """Return what the installed build takes where nothing else is set."""
+    server = config.server
+    if not is_cpu_build():
+        # With a size of the KV cache, vLLM would want its share of the GPU to be free, of which it then uses nothing.
+        share = server.gpu_memory_utilization if server.kv_cache_mib is None else 0.01
+        return {
+            "dtype": "bfloat16",
+            "gpu_memory_utilization": share,
+            "enable_sleep_mode": config.launch.share_gpu,
+        }
+    defaults = {
+        "dtype": "float32",
+        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "max_num_seqs": CPU_SEQUENCES,
+        "kv_cache_memory_bytes": CPU_KV_CACHE_MIB << 20,
+        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model)),
+        "enforce_eager": True,
+        # With a seeded request whose prompt it cuts into chunks, vLLM's CPU worker dies ("does not use offset").
+        "enable_chunked_prefill": False,
+    }
+    if server.tensor_parallel_size == 1:
+        defaults["distributed_executor_backend"] = "uni"
+    return defaults
