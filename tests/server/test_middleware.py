@@ -73,11 +73,6 @@ async def run(guard: Guard, scope: Any, message: Any) -> list[Any]:
     return sent
 
 
-async def test_a_websocket_without_the_token_is_closed() -> None:
-    sent = await run(guard(), {"type": "websocket", "headers": []}, {"type": "websocket.connect"})
-    assert sent == [{"type": "websocket.close", "code": 1008}]
-
-
 async def test_a_body_is_read_up_to_the_limit_whatever_content_length_says_and_must_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

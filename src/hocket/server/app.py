@@ -22,9 +22,8 @@ logger = logging.getLogger("hocket")
 
 
 def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> Guard:
-    """Add hocket's routes to an app, in front of its own, and put the guard in front of all."""
+    """Add hocket's routes to an app that has others, and put the guard in front of all."""
     guard = Guard(app, host=host, token=token)
-    known = len(app.router.routes)
     app.include_router(_router(engine))
     deltas.install(engine)
     collective.install(engine)
@@ -32,7 +31,6 @@ def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> G
     sleeper.install(app, engine)
     openai.install(guard, engine.require_ready)
     sessions.install(app, engine, guard)
-    app.router.routes[:] = app.router.routes[known:] + app.router.routes[:known]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     for stumbled in (AssertionError, AttributeError, LookupError):

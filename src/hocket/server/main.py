@@ -142,9 +142,16 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
 def http_server(app: "ASGIApp") -> "uvicorn.Server":
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
-    config.timeout_keep_alive = KEEP_ALIVE_S
-    return uvicorn.Server(config)
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
 
 
 async def _serve(config: Config, args: Namespace, llm: Any, sock: socket.socket, start: float) -> None:

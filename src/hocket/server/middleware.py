@@ -3,10 +3,11 @@
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
-from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +22,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Guard:
-    """Answers, in place of the app, requests that no route may see; closes such a websocket.
+    """Answers, in place of the app, requests that no route may see.
 
     Without a token it refuses pages of other sites; with one, all but GET /health that brings neither the token nor a
     key of its path. It reads each body before the route does, but for those of PUT: files, which their routes read and
@@ -30,19 +31,20 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, host: str, token: str | None) -> None:
         self.app = app
-        self.keys: list[Callable[[str, bytes], bool]] = []  # (path, key) -> whether it opens it
+        self.opens: Callable[[str, bytes], bool] = lambda path, key: False  # whether the key opens the path
         self.checks: list[Callable[[str, bytes], Awaitable[None]]] = []  # (path, body); raise ApiError
-        self._hosts = {"localhost", "127.0.0.1", "::1", host}
+        self._hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the app's life: servers take no websockets
+            return await self.app(scope, receive, send)
         try:
-            if scope["type"] != "lifespan":
-                if self._digest is None:
-                    self._require_own_page(scope)
-                else:
-                    self._require_token(scope, self._digest)
-            if scope["type"] == "http" and scope["method"] != "PUT":
+            if self._digest is None:
+                self._require_own_page(Headers(scope=scope))
+            elif (scope["method"], scope["path"]) != ("GET", "/health"):
+                self._require_token(scope["path"], Headers(scope=scope), self._digest)
+            if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
                 for check in self.checks:
                     await check(scope["path"], body)
@@ -51,33 +53,22 @@ class Guard:
         except ClientDisconnect:
             pass
         except ApiError as error:
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            else:
-                await error.response()(scope, receive, send)
+            await error.response()(scope, receive, send)
 
-    def _require_token(self, scope: Scope, digest: bytes) -> None:
-        if (scope.get("method"), scope["path"]) == ("GET", "/health"):
-            return
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    def _require_token(self, path: str, headers: Headers, digest: bytes) -> None:
+        scheme, _, given = ", ".join(headers.getlist("authorization")).partition(" ")  # two are no token
+        token = given.encode("latin-1")
         # Digests have one length, so that the comparison takes the same time for any guess.
-        known = hmac.compare_digest(hashlib.sha256(token).digest(), digest)
-        known = known or any(opens(scope["path"], token) for opens in self.keys)
-        if scheme.lower() != b"bearer" or not known:
+        known = hmac.compare_digest(hashlib.sha256(token).digest(), digest) or self.opens(path, token)
+        if scheme.lower() != "bearer" or not known:
             hint = "send the header 'Authorization: Bearer TOKEN' with the server's server.token"
             raise ApiError(401, "unauthorized", "this route needs the server's token", hint)
 
-    def _require_own_page(self, scope: Scope) -> None:
+    def _require_own_page(self, headers: Headers) -> None:
         """Refuse a browser on a page of another site, even one whose name leads to this machine."""
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "")
-        origin = headers.get(b"origin")
-        try:
-            own = urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}")
-        except ValueError:  # it is no name of a host, "[" for one
-            own = False
-        if not own:
+        host = headers.get("host", "")
+        origin = headers.get("origin")
+        if re.sub(r":\d*$", "", host.lower()) not in self._hosts or origin not in (None, f"http://{host}"):
             message = f"a page of {origin or host!r} may not use this server"
             raise ApiError(403, "foreign_page", message, "set server.token to let it")
 

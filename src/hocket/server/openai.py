@@ -3,7 +3,6 @@
 Its own validation explains every wrong value in the words of ten kinds of messages: a body of 1 MiB took 6 GB.
 """
 
-import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -22,7 +21,13 @@ MAX_VALUES = 20_000
 _PATH = re.compile(r"(/sessions/[^/]+)?/v1/.*")
 _TokenIds = Annotated[list[TokenId], FAIL_FAST]
 _Prompts = Annotated[list[str | _TokenIds], pydantic.Field(max_length=MAX_PROMPTS, fail_fast=True)]
-_PROMPT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(None | str | _TokenIds | _Prompts)
+
+
+class _Asked(pydantic.BaseModel):
+    """What decides how much a body of /v1/completions has vLLM do."""
+
+    prompt: str | _TokenIds | _Prompts | None = None
+    n: int | None = pydantic.Field(1, le=MAX_SAMPLES)
 
 
 def install(guard: Guard, require_ready: Callable[[], None]) -> None:
@@ -42,25 +47,25 @@ def _check(content: bytes) -> None:
     if len(content) > MAX_BYTES:
         raise ApiError(413, "body_too_large", f"the body is larger than {MAX_BYTES >> 20} MiB", "send less at a time")
     try:
-        body = pydantic_core.from_json(content)  # not of half a surrogate pair, nor nested deeply
-        json.dumps(body, allow_nan=False)
+        # not of half a surrogate pair, nor nested deeply
+        body = pydantic_core.from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, "malformed_json", f"body: {error}", "send one JSON object, encoded as UTF-8") from error
     if isinstance(body, dict):
-        _check_prompts(body.pop("prompt", None), body.get("n"))
-        _check_values([body])
+        _check_prompts(body)
+        _check_values([{**body, "prompt": None}])
 
 
-def _check_prompts(prompt: Any, n: Any) -> None:
+def _check_prompts(body: dict[str, Any]) -> None:
     try:
-        _PROMPT.validate_python(prompt, strict=True)
+        asked = _Asked.model_validate(body)
     except pydantic.ValidationError as error:
-        message = f"prompt: must be text, a list of token ids, or up to {MAX_PROMPTS} of them"
-        raise invalid(message, "token ids are whole numbers from 0") from error
-    several = [one for one in prompt if not isinstance(one, int)] if isinstance(prompt, list) else []
-    if isinstance(n, int) and (n > MAX_SAMPLES or n * len(several) > MAX_COMPLETIONS):
-        message = f"n: {n} is more than {MAX_SAMPLES}, or all prompts together have more than {MAX_COMPLETIONS}"
-        raise invalid(message, "send several requests")
+        message = f"prompt must be text, token ids, or up to {MAX_PROMPTS} of them, and n at most {MAX_SAMPLES}"
+        raise invalid(message, "token ids are whole numbers from 0; send several requests") from error
+    prompts = asked.prompt if isinstance(asked.prompt, list) else []
+    count = (asked.n or 1) * sum(not isinstance(one, int) for one in prompts)
+    if count > MAX_COMPLETIONS:
+        raise invalid(f"{count} completions are more than the {MAX_COMPLETIONS} of one request", "send several")
 
 
 def _check_values(values: list[Any]) -> None:

@@ -31,7 +31,7 @@ from hocket.server.routes import router
 CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)
 """The session of the request that is being served."""
 MAX_SESSIONS = 4096
-ROUTES = frozenset({("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models")})
+ROUTES = ("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions")
 """The routes of vLLM that an agent may use."""
 TOO_LONG = frozenset({"input_tokens", "input_text"})
 """Parameters that vLLM's routes blame for a prompt that leaves no room for an answer."""
@@ -191,7 +191,7 @@ class OpenSessions:
 def install(app: FastAPI, engine: Engine, guard: Guard) -> None:
     """Add the routes of sessions, and let requests to vLLM's routes through the guard in a session."""
     sessions = OpenSessions()
-    guard.keys.append(sessions.admits)
+    guard.opens = sessions.admits
     guard.app = RouteSessions(guard.app, sessions, engine.model)
     routes = router()
 
@@ -231,14 +231,14 @@ class RouteSessions:
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
         session = None
+        match = _PATH.fullmatch(scope.get("path", ""))  # the app's life has none
         if match is not None:
             session = self._sessions.get(match["id"])
-            if (scope["method"], match["route"]) not in ROUTES:
-                known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
-                text = f"a session has no {scope['method']} {match['route']}"
-                raise ApiError(404, "not_found", text, f"it has {known}")
+            wanted = f"{scope['method']} {match['route']}"
+            if wanted not in ROUTES:
+                text = f"a session has no {wanted}"
+                raise ApiError(404, "not_found", text, f"it has {', '.join(ROUTES)}")
             message = await receive()  # it has the whole body, if there is one
             message["body"] = await run_in_thread(self._checked, message["body"])
             receive = replay(message, receive)
@@ -267,15 +267,10 @@ class RouteSessions:
 
 def _watched(send: Send, session: OpenSession) -> Send:
     """Return a send that marks the session as cut off where vLLM itself refuses a prompt as too long."""
-    refused = False
 
     async def watched(message: Message) -> None:
-        nonlocal refused
-        if message["type"] == "http.response.start":
-            refused = message["status"] == 400
-        elif refused:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # an error of another kind
-                session.cut_off |= json.loads(message["body"])["error"]["param"] in TOO_LONG
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # it is no error, or one of another kind
+            session.cut_off |= json.loads(message["body"])["error"]["param"] in TOO_LONG
         await send(message)
 
     return watched
