@@ -63,9 +63,10 @@ def ensure(command: str, *, install: bool = True) -> None:
 def builds() -> list[str]:
     """Return the builds ("cpu", "cuda") that suit this machine, the one to install first."""
     chosen = os.environ.get("HOCKET_DEVICE", "").lower()
-    if chosen not in ("", "cpu", "cuda"):
+    suited = {"": ["cuda"] if has_cuda() else ["cpu", "cuda"], "cpu": ["cpu"], "cuda": ["cuda"]}
+    if chosen not in suited:
         raise SetupError(f"HOCKET_DEVICE={chosen!r} is neither cpu nor cuda")
-    return [chosen] if chosen else ["cuda"] if has_cuda() else ["cpu", "cuda"]
+    return suited[chosen]
 
 
 def has_cuda() -> bool:

@@ -62,12 +62,11 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the object called `name`. Raise ConfigError that lists the known names."""
         if not self._has(name):
-            plugins = [module for key, module in sys.modules.items() if key.startswith(PLUGIN_PREFIX)]
-            files = [Path(str(one.__file__)).name for one in plugins if callable(getattr(one, name, None))]
-            forgotten = f'{files[0]} has a function {name} without @{self.kind}("{name}")' if files else ""
+            forgotten = (key for key in _PLUGINS if callable(getattr(sys.modules[key], name, None)))
+            hints = [f'{_PLUGINS[key].path} has a function {name} without @{self.kind}("{name}")' for key in forgotten]
             raise ConfigError(
                 f"there is no {self.kind} {name!r}{nearest(name, self.names)}; known: "
-                f"{', '.join(sorted(self.names))}; {forgotten or 'add your own as a Python file under plugins'}"
+                f"{', '.join(sorted(self.names))}; {[*hints, 'add your own as a Python file under plugins'][0]}"
             )
         return self.items[name]
 
@@ -113,7 +112,7 @@ def options_of(
 
     def wrong(item: Any) -> str:
         key = ".".join(map(str, item["loc"]))
-        if item["type"] == "extra_forbidden" and key in given:
+        if item["type"] == "extra_forbidden":
             return f"{plugin} has no option {key!r}{nearest(key, [*parameters, *keys])}"
         if item["type"] == "missing" and key in kinds:
             close = nearest(key, {*keys} - parameters.keys())
@@ -207,12 +206,10 @@ def _load_plugin(path: str) -> Plugin:
         del sys.modules[name]  # a later attempt must import it again, not find half a module
         for registry, names in before:
             registry.unfinished |= registry.items.keys() - names
-        line = 1
-        for frame, number in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename == str(file):
-                line = number
-        if isinstance(error, SyntaxError) and error.filename == str(file):
-            line = error.lineno or 1
+        places = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):
+            places.append((str(error.filename), error.lineno or 1))
+        line = [1, *(number for path, number in places if path == str(file))][-1]
         cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
     registers = [f"{registry.kind} {one}" for registry, names in before for one in sorted(registry.names - names)]

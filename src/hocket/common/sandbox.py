@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from hocket.common.processes import kill_with_parent
 
@@ -88,10 +88,12 @@ def run(code: str, stdin: str = "", timeout_s: float = 10.0) -> Ending:
             finally:
                 process.terminate()
                 process.wait(KILL_TIMEOUT_S)
-            for file in (out, err):
-                file.seek(0)
-            written = [file.read(MAX_OUTPUT).decode("utf-8", "replace") for file in (out, err)]
-    return Ending(status, *written)
+            return Ending(status, _start_of(out), _start_of(err))
+
+
+def _start_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MAX_OUTPUT).decode("utf-8", "replace")
 
 
 @functools.cache

@@ -72,33 +72,25 @@ async def as_completed(
 
     At most `at_once` run at the same time. Raises what one of them raises.
     """
-    todo = iter(items)
-    results = asyncio.Queue[T | Exception]()
+    slots = asyncio.Semaphore(at_once)
 
-    async def work() -> None:
-        try:
-            for item in todo:
-                results.put_nowait(await function(item))
-        except Exception as error:  # noqa: BLE001 - raised below
-            results.put_nowait(error)
+    async def work(item: S) -> T:
+        async with slots:
+            return await function(item)
 
-    tasks = [asyncio.create_task(work()) for _ in range(min(at_once, len(items)))]
+    tasks = [asyncio.create_task(work(item)) for item in items]
     try:
-        for _ in items:
-            if isinstance(result := await results.get(), Exception):
-                raise result
-            yield result
+        for done in asyncio.as_completed(tasks):
+            yield await done
     finally:
         await cancel(tasks)
 
 
 async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended, whatever with."""
     for task in tasks:
         task.cancel()
-    if running := [task for task in tasks if not task.done()]:
-        await asyncio.wait(running)
-    for task in tasks:
-        retrieve(task)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def retrieve(task: asyncio.Task[Any]) -> None:

@@ -77,9 +77,9 @@ class Sampler:
         for number, (prompt, own_seeds) in enumerate(zip(request.prompts, seeds, strict=True)):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
             sampling = request.sampling
-            room = max(1, self._max_length - len(token_ids))
-            if request.fit and sampling.max_tokens > room:
-                sampling = sampling.model_copy(update={"max_tokens": room})
+            if request.fit:
+                room = max(1, self._max_length - len(token_ids))
+                sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)})
             self._check_length(token_ids, sampling.max_tokens, f"prompts.{number}")
             for index, seed in enumerate(own_seeds):
                 jobs.append(Job(number, index, token_ids, sampling, seed, tools))
@@ -147,9 +147,10 @@ class Sampler:
         self._check_ids(token_ids, where)
 
     def _check_ids(self, token_ids: Sequence[int], where: str) -> None:
-        if token_ids and max(token_ids) >= self._vocab_size:
+        largest = max(token_ids, default=0)
+        if largest >= self._vocab_size:
             raise invalid(
-                f"{where}: token id {max(token_ids)} is outside the vocabulary of {self._vocab_size}",
+                f"{where}: token id {largest} is outside the vocabulary of {self._vocab_size}",
                 "do trainer and server use the same tokenizer? /health tells the server's tokenizer_sha256",
                 code="token_out_of_vocabulary",
             )

@@ -59,8 +59,7 @@ def serve(config: Config) -> None:
         threads = cpu_threads(config.model.path, processes=workers)
         prepare_environment(server.tensor_parallel_size, threads)
         bound_nccl(config.sync.bucket_timeout_s)
-        for number in SIGNALS:
-            signal.signal(number, _end_at_once)
+        _on_signals(_end_at_once)
         print(f"hocket: loading model {config.model.path}", flush=True)
         args, llm = _load(config)
         try:
@@ -72,7 +71,7 @@ def serve(config: Config) -> None:
             message = f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}"
             raise ServerError(message, code=error.body.code) from error
         finally:
-            _ignore_signals()  # an impatient second Ctrl-C must not leave anything behind
+            _on_signals(signal.SIG_IGN)  # an impatient second Ctrl-C must not leave anything behind
             llm.shutdown(timeout=GRACE_S)
     print("hocket: stopped", flush=True)
 
@@ -207,10 +206,9 @@ def _ending_children() -> Iterator[None]:
     try:
         yield
     finally:
-        _ignore_signals()
+        _on_signals(signal.SIG_IGN)
         _kill_children()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _on_signals(signal.SIG_DFL)
 
 
 def _kill_children() -> None:
@@ -221,9 +219,9 @@ def _kill_children() -> None:
                 child.kill()
 
 
-def _ignore_signals() -> None:
+def _on_signals(handler: Any) -> None:
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, handler)
 
 
 def _end_at_once(number: int, frame: Any) -> None:

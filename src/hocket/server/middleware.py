@@ -34,16 +34,16 @@ class Guard:
         self.opens: Callable[[str, bytes], bool] = lambda path, key: False  # whether the key opens the path
         self.checks: list[Callable[[str, bytes], Awaitable[None]]] = []  # (path, body); raise ApiError
         self._hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
-        self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the app's life: servers take no websockets
             return await self.app(scope, receive, send)
         try:
-            if self._digest is None:
+            if self._token is None:
                 self._require_own_page(Headers(scope=scope))
             elif (scope["method"], scope["path"]) != ("GET", "/health"):
-                self._require_token(scope["path"], Headers(scope=scope), self._digest)
+                self._require_token(scope["path"], Headers(scope=scope), self._token)
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
                 for check in self.checks:
@@ -55,11 +55,11 @@ class Guard:
         except ApiError as error:
             await error.response()(scope, receive, send)
 
-    def _require_token(self, path: str, headers: Headers, digest: bytes) -> None:
+    def _require_token(self, path: str, headers: Headers, token: str) -> None:
         scheme, _, given = ", ".join(headers.getlist("authorization")).partition(" ")  # two are no token
-        token = given.encode("latin-1")
+        key = given.encode("latin-1")
         # Digests have one length, so that the comparison takes the same time for any guess.
-        known = hmac.compare_digest(hashlib.sha256(token).digest(), digest) or self.opens(path, token)
+        known = hmac.compare_digest(_digest(key), _digest(token.encode())) or self.opens(path, key)
         if scheme.lower() != "bearer" or not known:
             hint = "send the header 'Authorization: Bearer TOKEN' with the server's server.token"
             raise ApiError(401, "unauthorized", "this route needs the server's token", hint)
@@ -86,6 +86,10 @@ class Guard:
             text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise ApiError(408, "body_timeout", text, "send it again, or in parts over a faster connection") from None
         return bytes(body)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def replay(message: Message, receive: Receive) -> Receive:

@@ -165,8 +165,7 @@ def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         length = config.model_config.max_model_len
         each = sum(math.ceil(length / group.kv_cache_spec.block_size) for group in planned[0].kv_cache_groups)
         most = 1 + SLOTS * config.scheduler_config.max_num_seqs * each  # vLLM keeps one block for itself
-        is_set = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
-        if is_set or planned[0].num_blocks <= most:
+        if cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override or planned[0].num_blocks <= most:
             return planned
         cache.num_gpu_blocks_override = most
         return plan(config, specs, memory)
