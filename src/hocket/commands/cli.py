@@ -194,13 +194,13 @@ def _sft(args: argparse.Namespace) -> None:
 def _generate(args: argparse.Namespace) -> None:
     from hocket.client.discover import find_servers
     from hocket.client.server import ServerClient
-    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
+    from hocket.protocol import ChatMessage, GenerateRequest, GenerateResponse, PromptInput, SamplingParams
 
     config: Config = args.config
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
-    inputs: list[PromptInput] = prompts if args.text else [[{"role": "user", "content": one}] for one in prompts]
+    inputs: list[PromptInput] = prompts if args.text else [[ChatMessage(role="user", content=one)] for one in prompts]
     most = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
     try:
         sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=most)

@@ -62,7 +62,7 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
     return invalid(f"{'.'.join(map(str, where)) or 'body'}: {message}", hint)
 
 
-def cause_of(error: Exception) -> str:
+def cause_of(error: BaseException | None) -> str:
     """Return the first line of an error: vLLM appends the traceback of its worker."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
