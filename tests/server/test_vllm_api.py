@@ -217,7 +217,7 @@ async def test_only_a_call_that_ended_well_has_a_completion(second: float) -> No
 
     session = OpenSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
     call = session.begin([1], 4)
-    told = recorded(outputs(), session, call)
+    told = recorded(outputs, session, call)
     await anext(told)
     assert (session.running, call.completion) == ([call.request_id], None)
     with pytest.raises(ApiError, match="not finite") if math.isnan(second) else contextlib.nullcontext():

@@ -4,6 +4,7 @@
 interrupted installation the environment is made anew, from uv's cache.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -86,8 +87,11 @@ def driver() -> int | None:
 
 def missing(build: str, command: str) -> list[str]:
     """Return the requirements that this interpreter does not meet: "name>=1", or "name>=1 (has 0.9)"."""
-    paths = [LISTS[build], *([FOLDER / "dev.txt"] if command == "test" else [])]
-    text = "\n".join(path.read_text("utf-8") for path in paths if path.exists())  # `pip install .` sees to its own
+    text = ""
+    with contextlib.suppress(FileNotFoundError):  # `pip install .` sees to its own
+        text = LISTS[build].read_text("utf-8")
+        if command == "test":
+            text += (FOLDER / "dev.txt").read_text("utf-8")
     if command in ("train", "sft"):
         text = text.partition(SERVER_ALONE)[0]
     lines = re.findall(r"(?m)^\w[^ #\n]*", text)

@@ -206,10 +206,8 @@ def _load_plugin(path: str) -> Plugin:
         del sys.modules[name]  # a later attempt must import it again, not find half a module
         for registry, names in before:
             registry.unfinished |= registry.items.keys() - names
-        places = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-        if isinstance(error, SyntaxError):
-            places.append((str(error.filename), error.lineno or 1))
-        line = [1, *(number for path, number in places if path == str(file))][-1]
+        told = "".join(traceback.format_exception(error))
+        line = ["1", *re.findall(f'File "{re.escape(str(file))}", line ([0-9]+)', told)][-1]
         cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
     registers = [f"{registry.kind} {one}" for registry, names in before for one in sorted(registry.names - names)]

@@ -129,27 +129,6 @@ class OpenSession:
             self.used = time.monotonic()
 
 
-async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-    """Yield a call's outputs; begin again where new weights abort it before the first one, raise ApiError later."""
-    streamed = False
-    while True:
-        async with contextlib.aclosing(sample()) as outputs:
-            async for output in outputs:
-                if output.outputs[0].finish_reason == "abort":
-                    break
-                streamed = True
-                yield output
-            else:
-                return
-        if streamed:
-            sample()  # raises another reason, if there is one
-            message = (
-                "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
-                "can't be taken back: set sync.in_flight=keep"
-            )
-            raise ApiError(503, "aborted", message, "or have the agent ask again")
-
-
 class OpenSessions:
     """All sessions of a server, at most MAX_SESSIONS; idle ones are forgotten."""
 
@@ -288,32 +267,46 @@ def recording(ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str) -> A
         session.require_open()
         return ask(vllm_api.call_params(params, call.sampling), call.request_id)
 
-    return recorded(uninterrupted(sample), session, call)
+    return recorded(sample, session, call)
 
 
 async def recorded(
-    outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall
+    sample: Callable[[], AsyncGenerator[Any, None]], session: OpenSession, call: SampledCall
 ) -> AsyncGenerator[Any, None]:
-    """Yield and record a call's outputs; one that is left early is not recorded as completed."""
+    """Yield and record a call's outputs; one that is left early is not recorded as completed.
+
+    It begins again where new weights abort it before its first output; later that raises ApiError.
+    """
     token_ids = list[int]()
     logprobs = list[float]()
     text = ""
     with session.serving(call):
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                (done,) = output.outputs
-                new = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
-                if not math.isfinite(sum(new)):
-                    raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
-                token_ids += done.token_ids
-                logprobs += new
-                text += done.text
-                if done.finish_reason in ("stop", "length"):
-                    call.completion = Completion(
-                        token_ids=tuple(token_ids),
-                        logprobs=tuple(logprobs),
-                        text=text,
-                        finish_reason=done.finish_reason,
-                        versions=vllm_api.version_spans(done),
-                    )
-                yield output
+        while not token_ids:
+            async with contextlib.aclosing(sample()) as outputs:
+                async for output in outputs:
+                    (done,) = output.outputs
+                    if done.finish_reason == "abort":
+                        break
+                    new = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
+                    if not math.isfinite(sum(new)):
+                        raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
+                    token_ids += done.token_ids
+                    logprobs += new
+                    text += done.text
+                    if done.finish_reason in ("stop", "length"):
+                        call.completion = Completion(
+                            token_ids=tuple(token_ids),
+                            logprobs=tuple(logprobs),
+                            text=text,
+                            finish_reason=done.finish_reason,
+                            versions=vllm_api.version_spans(done),
+                        )
+                    yield output
+                else:
+                    return
+        sample()  # raises another reason, if there is one
+        message = (
+            "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
+            "can't be taken back: set sync.in_flight=keep"
+        )
+        raise ApiError(503, "aborted", message, "or have the agent ask again")
