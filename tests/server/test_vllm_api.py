@@ -7,11 +7,8 @@ import inspect
 import json
 import logging
 import math
-import multiprocessing
 import os
 import re
-import signal
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,46 +163,6 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     )
 
 
-TIED: list[Any] = []
-"""(process, signal) that this process was tied to."""
-
-
-class FakeCore:
-    """What vLLM runs in the engine's process."""
-
-    @staticmethod
-    def run_engine_core(*, answer: Any, dp_rank: int) -> None:
-        answer.send((dp_rank, os.getpgid(0) == os.getpid(), [(os.getppid(), signal.SIGKILL)] == TIED))
-
-
-class FakeLLM:
-    """Starts that process; the engine is what it says."""
-
-    @classmethod
-    def from_vllm_config(cls, config: Any) -> Any:
-        context = multiprocessing.get_context("fork")
-        receiver, answer = context.Pipe(duplex=False)
-        process = context.Process(target=FakeCore.run_engine_core, kwargs={"answer": answer, "dp_rank": 3})
-        process.start()
-        try:
-            return receiver.recv() if receiver.poll(60) else None
-        finally:
-            process.kill()
-            process.join(60)
-
-
-def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_api, "die_with_parent", lambda *what: TIED.append(what))
-    engine_arguments = Mock()
-    make = engine_arguments.from_cli_args.return_value.create_engine_config
-    make.return_value.scheduler_config.max_num_seqs = 4
-    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", engine_arguments)
-    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
-    monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)
-    assert [vllm_api.start_engine(Namespace()) for _ in range(2)] == [(3, True, True)] * 2
-    make.assert_called_with("OPENAI_API_SERVER")  # else vLLM takes a quarter of the batched tokens on an H100
-
-
 @pytest.mark.parametrize("second", [-0.25, float("nan")])
 async def test_only_a_call_that_ended_well_has_a_completion(second: float) -> None:
     async def outputs() -> Any:
@@ -248,8 +205,7 @@ def test_the_kv_cache_has_no_more_blocks_than_all_requests_can_fill(model: str) 
     from vllm.v1.engine import core
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    settings = [f"model.path={model}", "model.max_length=100", "server.engine.max_num_seqs=8", "server.kv_cache_mib=64"]
-    args = vllm_arguments.engine_arguments(load(None, settings))
+    args = arguments(model, "model.max_length=100", "server.engine.max_num_seqs=8")
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     config.cache_config.kv_cache_layout = "NHD"  # as the engine chooses it
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
@@ -275,50 +231,52 @@ def test_a_load_frees_its_memory_for_a_kv_cache_that_wakes_up(monkeypatch: pytes
     free.assert_called_once_with()
 
 
-def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def arguments(*settings: str) -> Any:
-        return vllm_arguments.engine_arguments(load(None, [f"model.path={model}", "server.kv_cache_mib=64", *settings]))
+def arguments(model: str, *settings: str) -> Any:
+    return vllm_arguments.engine_arguments(load(None, [f"model.path={model}", "server.kv_cache_mib=64", *settings]))
 
-    args = arguments("launch.share_gpu=true")
+
+def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(model, "launch.share_gpu=true")
     assert (args.model, args.served_model_name, args.trust_remote_code) == (model, [model], False)
     assert (args.generation_config, args.logprobs_mode) == ("vllm", "processed_logprobs")
-    assert args.kv_cache_memory_bytes == 64 * 1024 * 1024
+    assert (args.kv_cache_memory_bytes, args.max_num_seqs) == (64 << 20, vllm_arguments.CPU_SEQUENCES)
     assert (args.enable_lora, args.hf_overrides or {}, args.enable_sleep_mode) == (False, {}, False)
-    assert arguments("server.engine={served_model_name: mine}").served_model_name == ["mine", model]
-    with_lora = arguments("model.lora.rank=8", "model.dtype=bfloat16")
-    assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
-    assert arguments("model.lora.rank=12").max_lora_rank == 16  # vLLM takes 8, 16, 32, ...
-    assert arguments("model.float32_head=true").hf_overrides == {"head_dtype": "float32"}
-    tools = arguments("server.engine={tool_call_parser: hermes}")
-    assert (tools.enable_auto_tool_choice, tools.tool_call_parser) == (True, "hermes")
-    with pytest.raises(ValueError, match=r"tool_call_parser=hermesse: vLLM has no such parser; it has .*hermes"):
-        arguments("server.engine={tool_call_parser: hermesse}")
+    with_lora = arguments(model, "model.lora.rank=12", "model.dtype=bfloat16")
+    assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 16, "bfloat16")  # 8, 16, 32 ...
+    assert arguments(model, "model.float32_head=true").hf_overrides == {"head_dtype": "float32"}
+    # What the engine's own arguments say comes before hocket's own choice.
+    own = "{served_model_name: mine, tool_call_parser: hermes, max_num_batched_tokens: 4096, enforce_eager: false}"
+    args = arguments(model, f"server.engine={own}")
+    assert (args.served_model_name, args.enable_auto_tool_choice, args.tool_call_parser) == (
+        ["mine", model],
+        True,
+        "hermes",
+    )
+    assert (args.max_num_batched_tokens, args.enforce_eager) == (4096, False)
     monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
-    on_gpu = arguments("launch.share_gpu=true")
+    on_gpu = arguments(model, "launch.share_gpu=true")
     assert on_gpu.enable_sleep_mode
     assert (on_gpu.max_num_seqs, on_gpu.gpu_memory_utilization) == (None, 0.01)  # vLLM's own; no share must be free
-    assert not arguments().enable_sleep_mode
+    assert not arguments(model).enable_sleep_mode
+
+
+OWNED = "can't be set, as hocket sets it:"
 
 
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ("{max_model_len: 9}", "server.engine.max_model_len can't be set, as hocket sets it: set model.max_length"),
-        ("{generation_config: auto}", "server.engine.generation_config can't be set, as hocket sets it: leave it out"),
-        ("{worker_cls: mine}", "server.engine.worker_cls can't be set, as hocket sets it: leave it out"),
+        ("{max_model_len: 9}", f"server.engine.max_model_len {OWNED} set model.max_length"),
+        ("{generation_config: auto}", f"server.engine.generation_config {OWNED} leave it out"),
+        ("{worker_cls: mine}", f"server.engine.worker_cls {OWNED} leave it out"),
         ("{enforce_eage: 1}", "server.engine.enforce_eage: vLLM has no such engine argument (did you mean 'enforce_e"),
         ("{chat_template: x}", "server.engine.chat_template: vLLM has no such engine argument"),  # but its server has
+        ("{tool_call_parser: hermesse}", "tool_call_parser=hermesse: vLLM has no such parser; it has "),
     ],
 )
 def test_an_engine_argument_that_hocket_owns_or_vllm_lacks_is_refused(model: str, engine: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        vllm_arguments.engine_arguments(load(None, [f"model.path={model}", f"server.engine={engine}"]))
-
-
-def test_engine_arguments_are_passed_on_before_hocket_s_own_choice(model: str) -> None:
-    engine = "{max_num_batched_tokens: 4096, kv_cache_dtype: fp8, enforce_eager: false}"
-    args = vllm_arguments.engine_arguments(load(None, [f"model.path={model}", f"server.engine={engine}"]))
-    assert (args.max_num_batched_tokens, args.kv_cache_dtype, args.enforce_eager) == (4096, "fp8", False)
+        arguments(model, f"server.engine={engine}")
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:
@@ -330,7 +288,7 @@ def test_sampling_reaches_vllm_unchanged() -> None:
 
 
 async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(kit: Any, model: str) -> None:
-    args = vllm_arguments.engine_arguments(load(None, [f"model.path={model}"]))
+    args = arguments(model)
     app = vllm_api.app_without_engine(args, ("generate",), None)
     door = kit.wrap(app, kit.idle_engine(), token=kit.TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
