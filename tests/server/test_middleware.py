@@ -58,7 +58,7 @@ async def test_without_the_token_only_get_health_answers() -> None:
             assert (await http.request(method, path)).status_code == 401, (method, path)
 
 
-async def run(guard: Guard, scope: Any, message: Any) -> list[Any]:
+async def run(message: Any) -> list[Any]:
     """Returns what a guard sends that receives the same message again and again, or waits for ever for None."""
     sent: list[Any] = []
 
@@ -69,7 +69,7 @@ async def run(guard: Guard, scope: Any, message: Any) -> list[Any]:
         return message or await asyncio.Event().wait()
 
     headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
-    await guard({"type": "http", "method": "POST", "path": "/x", "headers": headers} | scope, receive, send)
+    await guard()({"type": "http", "method": "POST", "path": "/x", "headers": headers}, receive, send)
     return sent
 
 
@@ -83,9 +83,9 @@ async def test_a_body_is_read_up_to_the_limit_whatever_content_length_says_and_m
         refused = await http.post("/x", content=b"a" * 1001)
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
     endless = {"type": "http.request", "body": b"a" * 100, "more_body": True}
-    assert (await run(guard(), {}, endless))[0]["status"] == 413
-    assert (await run(guard(), {}, None))[0]["status"] == 408
-    assert await run(guard(), {}, {"type": "http.disconnect"}) == []
+    assert (await run(endless))[0]["status"] == 413
+    assert (await run(None))[0]["status"] == 408
+    assert await run({"type": "http.disconnect"}) == []
 
 
 @pytest.mark.parametrize(

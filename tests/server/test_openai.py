@@ -52,6 +52,7 @@ BAD: dict[str, tuple[bytes, int]] = {
     "a prompt of negative ids": (b'{"prompt": [[5], [-1]]}', 422),
     "too many prompts": (b'{"prompt": [' + b'"a",' * 1024 + b'"a"]}', 422),
     "too many completions": (b'{"prompt": "a", "n": 10000}', 422),
+    "as many, as vLLM reads it": (b'{"prompt": "a", "n": "10000"}', 422),
     "too many in all": (json.dumps({"prompt": [[5]] * 1024, "n": 17}).encode(), 422),
     "deep": (b"[" * 200_000, 400),
     "no JSON": (b'{"prompt": ', 400),

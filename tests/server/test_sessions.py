@@ -1,6 +1,5 @@
 """Sessions: the store and the door alone, then an unmodified `openai` client against a real engine."""
 
-import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +19,18 @@ from hocket.server.sessions import CURRENT, OpenSessions, RouteSessions
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
 
 
-def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is() -> None:
-    session = OpenSessions().open(REQUEST)
-    calls = [session.begin([1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (5, None))]
-    assert [call.sampling.max_tokens for call in calls] == [3, 5, 8]  # the agent's own, 20 - 15, the session's
+def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is_and_a_limit_cuts_it_off() -> None:
+    session, other = (OpenSessions().open(REQUEST) for _ in range(2))
+    calls = [session.begin([1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (19, None))]
+    assert [call.sampling.max_tokens for call in calls] == [3, 5, 1]  # the agent's own, 20 - 15, 20 - 19
+    assert not session.record().cut_off
     with pytest.raises(ApiError, match="made its 3 calls") as refused:
         session.begin([1], 1)
     assert refused.value.status == 400  # clients would send it again after any other
     with pytest.raises(ApiError, match="20 prompt tokens leave no room in 20"):
-        OpenSessions().open(REQUEST).begin([1] * 20, 1)
+        other.begin([1] * 20, 1)
+    assert session.record().cut_off
+    assert other.record().cut_off
 
 
 def test_a_prompt_and_how_often_it_was_asked_decide_the_seed_so_that_calls_at_the_same_time_repeat() -> None:
@@ -50,19 +52,6 @@ def test_a_call_that_the_server_ended_does_not_count_and_leaves_its_seed_to_the_
     ids = {call.request_id for call in (first, second, third, again)}
     assert len(ids) == 4  # the engine may still be ending the one that does not count
     assert ids.isdisjoint(OpenSessions().open(REQUEST).begin([1], 4).request_id for _ in range(3))
-
-
-@pytest.mark.parametrize("length", [19, 20])
-def test_a_session_says_whether_a_limit_has_cut_it_off(length: int) -> None:
-    session = OpenSessions().open(REQUEST)
-    assert not session.record().cut_off
-    with contextlib.suppress(ApiError):
-        session.begin([1] * length, 1)
-    assert session.record().cut_off is (length == 20)  # of 20 tokens in all
-    for number in range(3):
-        with contextlib.suppress(ApiError):
-            session.begin([number], 1)
-    assert session.record().cut_off
 
 
 def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,17 +100,11 @@ async def test_requests_reach_vllm_s_routes_with_their_session_and_its_model(doo
     session = store.open(REQUEST)
     url = f"/sessions/{session.id}/v1"
     answer = (await client.post(f"{url}/chat/completions", json={"model": "gpt", "messages": [], "n": 1})).json()
-    assert answer == {
-        "route": "chat/completions",
-        "body": {"model": "the model", "messages": [], "n": 1},
-        "session": session.id,
-    }
+    body = {"model": "the model", "messages": [], "n": 1}
+    assert answer == {"route": "chat/completions", "body": body, "session": session.id}
     assert (await client.get(f"{url}/models")).json()["session"] == session.id
-    assert (await client.post("/v1/completions", json={"n": 2})).json() == {
-        "route": "completions",
-        "body": {"n": 2},
-        "session": None,
-    }
+    plain = (await client.post("/v1/completions", json={"n": 2})).json()
+    assert plain == {"route": "completions", "body": {"n": 2}, "session": None}
     token = CURRENT.set(session)  # as in the task of a request that was sent before the last one was answered
     try:
         assert (await client.get("/v1/models")).json()["session"] is None
@@ -183,11 +166,8 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
     assert client.models.list().data[0].id == whole.model
 
     calls = server.record_of(session_id).calls
-    assert [call.completion.text for call in calls] == [
-        whole.choices[0].message.content,
-        streamed,
-        plain.choices[0].text,
-    ]
+    told = [whole.choices[0].message.content, streamed, plain.choices[0].text]
+    assert [call.completion.text for call in calls] == told
     rendered = kit.make_tokenizer()("user:hello;assistant:")["input_ids"]
     assert [list(call.prompt_token_ids) for call in calls] == [rendered, rendered, [5, 6, 7]]
     assert len({call.seed for call in calls}) == 3
@@ -212,14 +192,9 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
 def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tuple[str, openai.OpenAI]) -> None:
     session_id, client = opened
     chat: list[Any] = [{"role": "user", "content": "hello"}]
-    refused: list[dict[str, Any]] = [
-        {"logit_bias": {"5": 3}},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_object"}, "stream": True},
-        {"extra_body": {"min_tokens": 3}},
-        {"extra_body": {"bad_words": ["a"]}},
-    ]
-    for wish in refused:
+    as_json = {"response_format": {"type": "json_object"}}
+    refused: list[dict[str, Any]] = [{"logit_bias": {"5": 3}}, as_json, {**as_json, "stream": True}]
+    for wish in [*refused, {"extra_body": {"min_tokens": 3}}, {"extra_body": {"bad_words": ["a"]}}]:
         with pytest.raises(openai.BadRequestError, match=r"can't be trained|can be trained"):
             client.chat.completions.create(model="x", messages=chat, **wish)
     assert server.record_of(session_id).calls == ()
