@@ -30,12 +30,16 @@ case "$FAIL" in hang) exec sleep 600;; yes) echo "no network"; exit 1;; esac
 
 
 class Place:
-    """A clone of the project in an empty folder, with a Python that has no packages."""
+    """A clone of the project in a folder, with a Python that has no packages."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.venv = root / ".venv"
+        self.folder = root / "requirements"
         self.started: list[str] = []
+        environment.ROOT, environment.VENV, environment.FOLDER = root, self.venv, self.folder
+        environment.LISTS = {"cpu": self.folder / "cpu.txt", "cuda": root / "requirements.txt"}
+        vars(sys)["_base_executable"] = str(root / "python")
 
     def calls(self) -> list[str]:
         return [Path(line).name for line in (self.root / "calls").read_text().splitlines()]
@@ -57,32 +61,25 @@ class Place:
             environment.ensure(command)
 
 
-def paths(root: Path) -> dict[str, object]:
-    """Return the constants of `environment` for a clone in this folder."""
-    folder = root / "requirements"
-    lists = {"cpu": folder / "cpu.txt", "cuda": root / "requirements.txt"}
-    return {"ROOT": root, "VENV": root / ".venv", "FOLDER": folder, "LISTS": lists}
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name in ("ROOT", "VENV", "FOLDER", "LISTS"):
+        monkeypatch.setattr(environment, name, None)
+    monkeypatch.setattr(sys, "_base_executable", None)
     place = Place(tmp_path)
-    (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements/cpu.txt").write_text("not-on-this-machine>=1\n# The server alone: ...\nvllm-cpu==0.99\n")
-    (tmp_path / "requirements.txt").write_text("vllm==0.99\nnot-on-this-machine>=1\n")
-    (tmp_path / "requirements/dev.txt").write_text("not-a-test-tool>=8\n")
-    for name in ("requirements/cpu.lock", "requirements/cuda.lock", "calls"):
-        (tmp_path / name).write_text("")
-    python = tmp_path / "python"
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
-    for name, value in paths(tmp_path).items():
-        monkeypatch.setattr(environment, name, value)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)  # as torch leaves it behind
+    place.folder.mkdir()
+    files = {
+        "requirements/cpu.txt": "not-on-this-machine>=1\n# The server alone: ...\nvllm-cpu==0.99\n",
+        "requirements.txt": "vllm==0.99\nnot-on-this-machine>=1\n",
+        "requirements/dev.txt": "not-a-test-tool>=8\n",
+        "python": FAKE_PYTHON,
+    }
+    for name, text in (files | dict.fromkeys(("requirements/cpu.lock", "requirements/cuda.lock", "calls"), "")).items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(environment, "has_cuda", lambda: False)
-    monkeypatch.setattr(sys, "_base_executable", str(python))
     monkeypatch.setenv("CALLS", f"{tmp_path}/calls")
-    for name in ("HOCKET_DEVICE", "HOCKET_EXEC_PID", "FAIL"):
+    for name in ("LOCAL_RANK", "HOCKET_DEVICE", "HOCKET_EXEC_PID", "FAIL"):  # torch leaves the first one behind
         monkeypatch.delenv(name, raising=False)
 
     def execv(path: object, args: list[str]) -> None:
@@ -174,7 +171,7 @@ def test_any_interpreter_that_has_everything_is_used(place: Place, monkeypatch: 
 
 def test_missing_requirements_are_listed_with_what_is_there(place: Place) -> None:
     version = pytest.__version__
-    (place.root / "requirements/cpu.txt").write_text(
+    place.folder.joinpath("cpu.txt").write_text(
         f"# comment\npytest=={version}\npytest[x]>=1,<999 # why\npytest<1\npytest==999\nnothing-like-this\n"
     )
     lacks = [f"pytest<1 (has {version})", f"pytest==999 (has {version})", "nothing-like-this"]
@@ -251,11 +248,9 @@ PROCESS = """
 import os, sys
 from pathlib import Path
 from hocket.common import environment
-environment.ROOT = Path(sys.argv[1])
-environment.VENV = environment.ROOT / ".venv"
-environment.FOLDER = environment.ROOT / "requirements"
-environment.LISTS = {"cpu": environment.FOLDER / "cpu.txt"}
-sys._base_executable = str(environment.ROOT / "python")
+sys.path.append("tests/common")
+from test_environment import Place
+Place(Path(sys.argv[1]))
 os.execv = lambda *_: sys.exit(0)
 environment.ensure("serve")
 """
@@ -264,7 +259,8 @@ environment.ensure("serve")
 def start(place: Place) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", PROCESS, str(place.root)],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "HOCKET_DEVICE": "cpu"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "HOCKET_DEVICE": "cpu"},
+        cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
     )
