@@ -120,7 +120,7 @@ def test_the_tools_of_a_request_are_looked_for_in_each_of_its_completions(reader
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     _, jobs = read(reader, prompts=["a", "b"], n=2, tools={"parser": "pythonic", "tools": [tool]})
     token_ids = [ord(character) - 30 for character in "[f(x=1)]"]
-    assert [job.tools(token_ids, False) for job in jobs] == [[ToolCall(name="f", arguments='{"x": 1}')]] * 4
+    assert [job.tools(token_ids) for job in jobs] == [[ToolCall(name="f", arguments='{"x": 1}')]] * 4
     with pytest.raises(ApiError, match="tool parser 'x' can't be used") as caught:
         read(reader, prompts=["a"], tools={"parser": "x", "tools": [tool]})
     assert caught.value.status == 422

@@ -107,13 +107,13 @@ class Sampler:
         if not math.isfinite(sum(output.logprobs.logprobs)):
             raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
         token_ids = list(output.token_ids)
-        stopped = output.finish_reason == "stop"
         if not token_ids:
             raise ApiError(500, "empty", "the engine gave no tokens", RESTART)
+        # The token that ended it is no part of the text.
+        shown = token_ids[:-1] if output.finish_reason == "stop" else token_ids
         calls = []
         if job.tools is not None:  # in the reading thread, whose tokenizer it uses
-            calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, token_ids, stopped)
-        shown = token_ids[:-1] if stopped else token_ids  # the token that ended it is no part of the text
+            calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, shown)
         completion = Completion(
             token_ids=array("I", token_ids),
             logprobs=array("d", output.logprobs.logprobs),

@@ -39,8 +39,8 @@ ABORT_TIMEOUT_S = 2.0
 LOOK_S = 1.0  # between looks at whether the engine lives
 SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
-FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
-"""(token ids, whether the last one ended the text) -> the tool calls in them."""
+FindCalls = Callable[[Sequence[int]], list[ToolCall]]
+"""(token ids of a text) -> the tool calls in them."""
 Ask = Callable[[Any, str], AsyncGenerator[Any, None]]
 """(vLLM's SamplingParams, id of the request) -> vLLM's RequestOutputs."""
 Sample = Callable[[Ask, Any, Any, str], AsyncGenerator[Any, None]]
@@ -365,8 +365,8 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
         raise invalid(message, f"vLLM has the parsers {known}; each tool is as in OpenAI's API") from error
     request = parser.adjust_request(request)
 
-    def find(token_ids: Sequence[int], ended: bool) -> list[ToolCall]:
-        text = tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=request.skip_special_tokens)
+    def find(token_ids: Sequence[int]) -> list[ToolCall]:
+        text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
         try:
             calls = parser.extract_tool_calls(text, request=request).tool_calls
         # The parsers read what a model wrote, and some raise where it is malformed: then there is no call in it.
