@@ -11,13 +11,7 @@ from hocket.common.machine import SMALL_MODEL, cpu_threads, free_memory, return_
 
 @pytest.mark.parametrize(
     ("size", "processes", "expected"),
-    [
-        (SMALL_MODEL, 1, 12),
-        (SMALL_MODEL, 4, 3),
-        (SMALL_MODEL, 16, 1),
-        (SMALL_MODEL - 2, 1, 6),
-        (0, 1, 12),
-    ],  # 0: a hub's
+    [(SMALL_MODEL, 4, 3), (SMALL_MODEL, 16, 1), (SMALL_MODEL - 2, 1, 6), (0, 1, 12)],  # 0: a hub's
 )
 def test_every_process_gets_its_share_of_all_cores_and_a_small_model_half_of_them(
     size: int, processes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

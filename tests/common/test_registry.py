@@ -13,22 +13,6 @@ from hocket.data.sources import TASKS
 from hocket.errors import ConfigError
 
 
-def test_what_was_registered_stays_what_it_was_and_an_unknown_name_lists_it() -> None:
-    rewards: Registry[object] = Registry("reward")
-    length, math = object(), object()
-    assert rewards.register("length")(length) is length
-    rewards.register("math")(math)
-    with pytest.raises(ConfigError, match="'math' is registered twice"):
-        rewards.register("math")(length)
-    assert (rewards.get("length"), rewards.get("math")) == (length, math)
-    with pytest.raises(
-        ConfigError, match=r"no reward 'mth' \(did you mean 'math'\?\); known: length, math; add your own"
-    ):
-        rewards.get("mth")
-    with pytest.raises(ConfigError, match="no reward 'zzz'; known"):
-        rewards.get("zzz")
-
-
 def plugin(answer: str, words: set[str], share: float = 1.0, unit: Literal["tokens", "characters"] = "tokens") -> None:
     """Has an argument that is no option."""
 
@@ -60,19 +44,23 @@ def test_an_annotation_that_can_not_be_checked_is_refused_in_words() -> None:
         options_of("task", odd, {}, section="task")
 
 
-def test_modules_are_imported_when_one_of_their_names_is_used_or_taken(
+def test_an_unknown_name_lists_the_known_ones_and_modules_are_imported_when_one_of_theirs_is_used_or_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry: Registry[object] = Registry("reward", lazy="lazy_of_tests", lazier="lazy_of_tests")
     monkeypatch.setitem(vars(builtins), "registry_of_tests", registry)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lazy_of_tests.py").write_text("for name in 'lazy', 'lazier': registry_of_tests.register(name)(name)")
-    with pytest.raises(ConfigError, match=r"no reward 'laz' \(did you mean 'lazy'\?\); known: lazier, lazy;"):
+    with pytest.raises(ConfigError, match=r"no reward 'laz' \(did you mean 'lazy'\?\); known: lazier, lazy; add your"):
         registry.get("laz")
+    with pytest.raises(ConfigError, match="no reward 'zzz'; known"):
+        registry.get("zzz")
     assert "lazy_of_tests" not in sys.modules
     with pytest.raises(ConfigError, match="'lazy' is registered twice"):
         registry.register("lazy")(object())
-    assert [registry.get(name) for name in ("lazy", "lazier")] == ["lazy", "lazier"]
+    own = object()
+    assert registry.register("own")(own) is own
+    assert [registry.get(name) for name in ("lazy", "lazier", "own")] == ["lazy", "lazier", own]
 
 
 def test_a_plugin_runs_once_however_often_it_is_named_and_two_of_one_name_are_two(tmp_path: Path) -> None:

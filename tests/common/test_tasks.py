@@ -29,6 +29,7 @@ async def test_a_cancelled_call_ends_once_its_thread_has() -> None:
         may_end.wait(30)
         ended.set()
 
+    assert (await run_in_thread(threading.current_thread)).name.startswith("hocket")  # no thread of asyncio's
     task = asyncio.create_task(run_in_thread(work))
     while not begun.is_set():
         await asyncio.sleep(0.001)
@@ -65,10 +66,3 @@ async def test_a_coroutine_runs_inside_a_running_loop_too_and_an_interrupt_cance
         run(work(60))
     signal.signal(signal.SIGINT, before)
     assert ended == [0, 30, 60]
-
-
-async def test_a_call_in_a_thread_returns_or_raises_and_leaves_asyncios_threads_alone() -> None:
-    assert await run_in_thread(divmod, 7, 2) == (3, 1)
-    with pytest.raises(ZeroDivisionError):
-        await run_in_thread(divmod, 7, 0)
-    assert (await run_in_thread(threading.current_thread)).name.startswith("hocket")
