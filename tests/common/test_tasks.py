@@ -1,4 +1,4 @@
-"""Coroutines, threads and tasks; their seconds."""
+"""Coroutines, threads and tasks."""
 
 import asyncio
 import os
@@ -7,18 +7,7 @@ import threading
 
 import pytest
 
-from hocket.common.tasks import event_loop, run_in_thread, timed
-
-
-def test_seconds_are_added_up_also_those_before_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    passing = iter([1.0, 3.0, 10.0, 10.5])
-    monkeypatch.setattr("time.perf_counter", lambda: next(passing))
-    metrics: dict[str, float] = {}
-    with timed(metrics, "a"):
-        assert metrics == {}
-    with pytest.raises(OSError, match="no space"), timed(metrics, "a"):
-        raise OSError("no space")
-    assert metrics == {"a": 2.5}
+from hocket.common.tasks import event_loop, run_in_thread
 
 
 async def test_a_cancelled_call_ends_once_its_thread_has() -> None:

@@ -21,7 +21,7 @@ REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_leng
 
 def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is_and_a_limit_cuts_it_off() -> None:
     session, other = (OpenSessions().open(REQUEST) for _ in range(2))
-    calls = [session.begin([1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (19, None))]
+    calls = [session.begin([1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (19, 99))]
     assert [call.sampling.max_tokens for call in calls] == [3, 5, 1]  # the agent's own, 20 - 15, 20 - 19
     assert not session.record().cut_off
     with pytest.raises(ApiError, match="made its 3 calls") as refused:

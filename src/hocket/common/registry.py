@@ -144,7 +144,7 @@ def explain(item: Mapping[str, Any]) -> str:
     value = item["input"]
     if item["type"] in ("dict_type", "model_type"):  # pydantic's text names the class
         message = "must be a mapping of key: value"
-        if ":" in (value if isinstance(value, str) else str(item["loc"][-1])):
+        if ":" in f"{item['loc'][-1:]}{value}":
             message += "; write a space after the colon"
     if item["type"] == "literal_error":
         message += nearest(str(value), re.findall("'(.*?)'", message))

@@ -99,11 +99,12 @@ def _start_of(file: IO[bytes]) -> str:
 @functools.cache
 def _enter() -> list[str]:
     """Return the command that runs another one in namespaces of its own, without rights; [] if there is no way."""
-    root = os.geteuid() == 0
-    drop = ["--reuid=65534", "--regid=65534", "--clear-groups"] if root else []
-    drop += ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
-    unshare = ["unshare", "-mpnui" if root else "-Urmpnui", "--kill-child"]
-    command = [*unshare, "sh", "-c", _ENTER, "sandbox", "setpriv", *drop]
+    unshare = ["unshare", "-Urmpnui", "--kill-child"]
+    setpriv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
+    if os.geteuid() == 0:
+        unshare[1] = "-mpnui"
+        setpriv += ["--reuid=65534", "--regid=65534", "--clear-groups"]
+    command = [*unshare, "sh", "-c", _ENTER, "sandbox", *setpriv]
     with TemporaryDirectory(prefix="hocket-") as folder:
         python = [os.path.realpath(sys.executable), "-I", "-c", ""]
         try:

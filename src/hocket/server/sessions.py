@@ -71,7 +71,7 @@ class OpenSession:
     def idle(self) -> bool:
         return not self._running and time.monotonic() - self.used > self._request.idle_timeout_s
 
-    def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> SampledCall:
+    def begin(self, prompt_token_ids: list[int], max_tokens: int) -> SampledCall:
         """Return a new call with the session's sampling parameters; `max_tokens` is the agent's own limit.
 
         Its seed follows from the prompt and the calls with the same prompt before it: simultaneous calls repeat
@@ -88,7 +88,7 @@ class OpenSession:
             self.cut_off = True
             message = f"{length} prompt tokens leave no room in {limit} (model.max_length)"
             raise ApiError(400, "context_too_long", message, "have the agent say less, or raise model.max_length")
-        most = min(sampling.max_tokens, limit - length, max_tokens or limit)
+        most = min(sampling.max_tokens, limit - length, max_tokens)
         taken = {call.number for call in self.calls if call.prompt_token_ids == prompt_token_ids}
         number = next(number for number in itertools.count() if number not in taken)
         seed = None if sampling.seed is None else seed_of(sampling.seed, number, *prompt_token_ids)
