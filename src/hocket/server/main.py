@@ -145,6 +145,7 @@ def http_server(app: "ASGIApp") -> "uvicorn.Server":
         uvicorn.Config(
             app,
             ws="none",
+            reset_contextvars=True,  # a pipelined request would inherit the session of the one before it
             log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,

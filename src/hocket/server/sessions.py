@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.common.tasks import run_in_thread, seed_of
@@ -31,11 +32,11 @@ from hocket.server.routes import router
 CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)
 """The session of the request that is being served."""
 MAX_SESSIONS = 4096
-ROUTES = ("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions")
+ROUTES = {"/v1/models": "GET", "/v1/chat/completions": "POST", "/v1/completions": "POST"}
 """The routes of vLLM that an agent may use."""
 TOO_LONG = frozenset({"input_tokens", "input_text"})
 """Parameters that vLLM's routes blame for a prompt that leaves no room for an answer."""
-_PATH = re.compile(r"/sessions/(?P<id>[^/]+)(?P<route>/v1/.*)")
+_PATH = re.compile(r"/sessions/([^/]+)/v1/.*")
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -157,7 +158,7 @@ class OpenSessions:
     def admits(self, path: str, key: bytes) -> bool:
         """Return whether this key opens a path: one below its session's base URL."""
         match = _PATH.fullmatch(path)
-        session = self._sessions.get(match["id"]) if match is not None else None
+        session = self._sessions.get(match[1]) if match is not None else None
         return session is not None and hmac.compare_digest(session.key.encode(), key)
 
     def close(self, session_id: str) -> OpenSession:
@@ -168,10 +169,9 @@ class OpenSessions:
 
 
 def install(app: FastAPI, engine: Engine, guard: Guard) -> None:
-    """Add the routes of sessions, and let requests to vLLM's routes through the guard in a session."""
+    """Add the routes of sessions, and let their keys open these."""
     sessions = OpenSessions()
     guard.opens = sessions.admits
-    guard.app = RouteSessions(guard.app, sessions, engine.model)
     routes = router()
 
     @routes.post("/sessions")
@@ -198,37 +198,33 @@ def install(app: FastAPI, engine: Engine, guard: Guard) -> None:
         return record
 
     app.include_router(routes)
+    add_forwarding(app, sessions, engine.model)
     engine.llm.sample = recording
 
 
-class RouteSessions:
-    """Sends requests to /sessions/ID/v1/... on to vLLM's /v1/..., in that session and with the name `model`."""
+def add_forwarding(app: FastAPI, sessions: OpenSessions, model: str) -> None:
+    forward = Forward(app.router, sessions, model)
+    for route, method in ROUTES.items():
+        app.router.routes.append(Route(f"/sessions/{{session_id}}{route}", forward, methods=[method]))
+
+
+class Forward:
+    """Send requests to /sessions/ID/v1/... on to vLLM's /v1/..., in that session and with the name `model`."""
 
     def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
-        self.app = app
+        self._app = app
         self._sessions = sessions
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session = None
-        match = _PATH.fullmatch(scope.get("path", ""))  # the app's life has none
-        if match is not None:
-            session = self._sessions.get(match["id"])
-            wanted = f"{scope['method']} {match['route']}"
-            if wanted not in ROUTES:
-                text = f"a session has no {wanted}"
-                raise ApiError(404, "not_found", text, f"it has {', '.join(ROUTES)}")
-            message = await receive()  # it has the whole body, if there is one
-            message["body"] = await run_in_thread(self._checked, message["body"])
-            receive = replay(message, receive)
-            scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
-            send = _watched(send, session)
-        # None is set, too: a pipelined request would inherit the context of the one before it on its connection.
-        token = CURRENT.set(session)
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            CURRENT.reset(token)
+        session_id = scope["path_params"]["session_id"]
+        session = self._sessions.get(session_id)
+        message = await receive()  # it has the whole body, if there is one
+        message["body"] = await run_in_thread(self._checked, message["body"])
+        route = scope["path"].removeprefix(f"/sessions/{session_id}")
+        CURRENT.set(session)  # in the request's own context (main.http_server)
+        scope = {**scope, "path": route, "raw_path": route.encode()}
+        await self._app(scope, replay(message, receive), _watched(send, session))
 
     def _checked(self, content: bytes) -> bytes:
         """Return a body with the right name of the model. Raises ApiError where it can't be recorded."""
