@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def ensure(command: str, *, install: bool = True) -> None:
-    """Return if this interpreter has all packages of `command`; else go on in .venv, made or repaired where `install`.
+    """Return if this interpreter has the command's packages; else go on in .venv, made or repaired where `install`.
 
     Raises:
         SetupError: there is no environment, and none can be made.

@@ -35,7 +35,7 @@ def bound_nccl(timeout_s: float) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give memory that the C library keeps back to the system if the process has > KEPT_MEMORY."""
+    """Give memory that the C library keeps back to the system, unless it would soon be needed again."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > KEPT_MEMORY:
         with suppress(AttributeError):  # not glibc
@@ -58,7 +58,7 @@ def free_memory() -> int:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host name or address is one of this machine's own: whether a socket can be bound to it."""
+    """Return whether a host is this machine: whether a socket can be bound to it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -48,7 +48,7 @@ def nobody_reads() -> bool:
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:
-    """Have the kernel send `signum` to this process when `parent`, which started it, ends; exit if it has (Linux)."""
+    """Have the kernel send `signum` to this process when its parent ends; exit if it has (Linux)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
@@ -104,7 +104,7 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
 
 
 def _limit_tasks() -> None:
-    """Have the kernel refuse this user, unless it is root, more than SPARE_TASKS further processes and threads."""
+    """Refuse this user, unless it is root, more than SPARE_TASKS further processes and threads."""
     import resource  # not on Windows
 
     with open("/proc/loadavg", encoding="ascii") as file, contextlib.suppress(ValueError):  # it is lower already

@@ -53,8 +53,8 @@ def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Corou
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return function(*args, **kwargs) from a thread, so that the event loop goes on.
 
-    The threads are hocket's own: tools that hang may hold all of asyncio's. A cancelled call ends once the function
-    has: its objects are in use until then.
+    Tools that hang may hold all of asyncio's own threads. A cancelled call ends once the function has, which uses its
+    objects until then.
     """
     call = partial(function, *args, **kwargs)
     running = asyncio.get_running_loop().run_in_executor(_THREADS, call)

@@ -107,7 +107,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _stumbled(request: Request, error: Exception) -> Response:
-    """Answer where Python itself failed; in vLLM's routes by a value that vLLM did not expect."""
+    """Answer where Python failed; in vLLM's routes by a value that vLLM did not expect."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     message = f"{type(error).__name__}: {cause_of(error)}"
     if request.url.path.startswith("/v1/"):

@@ -28,12 +28,12 @@ _NUMBERS = itertools.count()
 class Job:
     """One completion to sample."""
 
-    prompt: int  # position of its prompt in the request
-    index: int  # position among the completions of that prompt
+    prompt: int  # number of its prompt in the request
+    index: int  # among the completions of that prompt
     token_ids: list[int]
     sampling: SamplingParams
     seed: int | None = None
-    tools: vllm_api.FindCalls | None = None  # finds tool calls in the text
+    tools: vllm_api.FindCalls | None = None
     request_id: str = dataclasses.field(default_factory=lambda: f"hocket-{next(_NUMBERS)}")
 
 
@@ -176,7 +176,7 @@ class Sampler:
         try:
             options = {"add_generation_prompt": True, "return_dict": False, **self._template}
             return list(self._reader.apply_chat_template(messages, **options))
-        # A template is a small program: besides its own refusals it fails in these ways on messages it did not expect.
+        # A template is a program: besides its own refusals it fails in these ways.
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             message = f"{where}: the chat template refused these messages: {error}"
             hint = "look at the model's chat template for the roles and their order"

@@ -29,8 +29,7 @@ from hocket.server.errors import ApiError
 from hocket.server.middleware import Guard, replay
 from hocket.server.routes import router
 
-CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)
-"""The session of the request that is being served."""
+CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)  # of the request being served
 MAX_SESSIONS = 4096
 ROUTES = {"/v1/models": "GET", "/v1/chat/completions": "POST", "/v1/completions": "POST"}
 """The routes of vLLM that an agent may use."""
@@ -73,7 +72,7 @@ class OpenSession:
         return not self._running and time.monotonic() - self.used > self._request.idle_timeout_s
 
     def begin(self, prompt_token_ids: list[int], max_tokens: int) -> SampledCall:
-        """Return a new call with the session's sampling parameters; `max_tokens` is the agent's own limit.
+        """Return a new call that is sampled as the session says; `max_tokens` is the agent's own limit.
 
         Its seed follows from the prompt and the calls with the same prompt before it: simultaneous calls repeat
         exactly, and so does one that the server ended. Raises ApiError: too many calls, or too long a prompt.
@@ -131,7 +130,7 @@ class OpenSession:
 
 
 class OpenSessions:
-    """All sessions of a server, at most MAX_SESSIONS; idle ones are forgotten."""
+    """The sessions of a server; idle ones are forgotten."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, OpenSession] = {}

@@ -75,7 +75,7 @@ def allow_amx() -> None:
 
 
 def start_engine(args: Namespace) -> Any:
-    """Start the engine's processes, wait until they have loaded the model, and return the AsyncLLM.
+    """Return the AsyncLLM of an engine that has loaded the model.
 
     Call it outside an event loop, where a signal can interrupt it. Where the engine can hold an adapter, each request
     uses it, so `drop_adapter` must follow.
@@ -101,7 +101,7 @@ def start_engine(args: Namespace) -> Any:
 
 
 def _admitting_llm(num_slots: int) -> Any:
-    """Return AsyncLLM with a door: requests, those of vLLM's own routes too, wait for one of `num_slots` slots.
+    """Return AsyncLLM with a door: requests, vLLM's routes' too, wait for one of `num_slots` slots.
 
     Each first calls `require_ready`, which may raise; `in_flight` counts those that have a slot.
     """
@@ -230,7 +230,7 @@ SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
 
 
 def sampling_params(sampling: SamplingParams, seed: int | None) -> Any:
-    """Return vLLM's parameters for one completion: one log-prob per sampled token, one output at the end."""
+    """Return vLLM's parameters for one completion, whose output comes at the end."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmParams
 
@@ -295,7 +295,7 @@ def call_params(params: Any, sampling: SamplingParams) -> Any:
 
 def version_spans(output: Any) -> tuple[VersionSpan, ...]:
     """Return (weight version, start, end) over the tokens of vLLM's CompletionOutput."""
-    return tuple((int(span.version), span.start, span.end) for span in output.weight_versions or ())
+    return tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
 
 
 async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, seed: int | None, request_id: str) -> Any:
@@ -321,7 +321,7 @@ async def abort(llm: Any, request_ids: Sequence[str]) -> None:
 
 async def abort_all(llm: Any) -> None:
     """End every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
-    # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
+    # vLLM reports failures of the engine as plain Exceptions. This is on the way out of another one.
     with contextlib.suppress(Exception):
         await asyncio.wait_for(llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
 
@@ -358,7 +358,7 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     try:
         request = ChatCompletionRequest(messages=[], tools=list(tools.tools))
         parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
-    # It has no such parser, a tool is none of OpenAI's API, a package or a token of the parser's own is missing.
+    # there is no such parser, it lacks a package or token, or a tool is none of OpenAI's API
     except (KeyError, ImportError, RuntimeError, ValueError) as error:
         known = ", ".join(ToolParserManager.list_registered())
         message = f"tools: vLLM's tool parser {tools.parser!r} can't be used: {error}"
@@ -369,7 +369,7 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
         text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
         try:
             calls = parser.extract_tool_calls(text, request=request).tool_calls
-        # The parsers read what a model wrote, and some raise where it is malformed: then there is no call in it.
+        # Some parsers raise where what a model wrote is malformed: then there is no call in it.
         except Exception:
             logger.exception("vLLM's tool parser %s failed on %.200r", tools.parser, text)
             return []

@@ -27,7 +27,7 @@ OWN_NAMES = {
 }
 """vLLM's names of what has a setting of its own."""
 OWNED = {"pipeline_parallel_size", "weight_transfer_config", "worker_cls"}
-"""Further arguments that can't be chosen: a hand-over counts on them."""
+"""Further arguments that a hand-over counts on."""
 
 
 def is_cpu_build() -> bool:
