@@ -49,12 +49,8 @@ class FakeEngine(Engine):
             await asyncio.sleep(0)
             if number == self.break_after:
                 raise ApiError(503, "engine_dead", "it broke", "restart")
-            end: dict[str, Any] = {
-                "text": f"{job.prompt}{self.ends}",
-                "finish_reason": "length",
-                "versions": ((3, 0, 1),),
-            }
-            yield job, Completion(token_ids=(job.index,), logprobs=(-0.5,), **end)
+            how: dict[str, Any] = {"finish_reason": "length", "versions": ((3, 0, 1),)}
+            yield job, Completion(token_ids=(job.index,), logprobs=(-0.5,), text=f"{job.prompt}{self.ends}", **how)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +75,8 @@ async def http(
 
 async def test_completions_come_back_in_the_order_of_the_request(http: httpx.AsyncClient) -> None:
     answer = (await http.post("/generate", json={"prompts": ["a", "b"], "n": 3})).json()
-    assert [[(c["text"], *c["token_ids"]) for c in row] for row in answer["completions"]] == [
-        [("0", 0), ("0", 1), ("0", 2)],
-        [("1", 0), ("1", 1), ("1", 2)],
-    ]
+    told = [[(c["text"], *c["token_ids"]) for c in row] for row in answer["completions"]]
+    assert told == [[(prompt, index) for index in range(3)] for prompt in "01"]
 
 
 async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
