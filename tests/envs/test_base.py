@@ -61,8 +61,8 @@ def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"messages": [{}], "text": "a"}, "not both"),
-        ({"messages": [{}], "goes_on": True}, "goes_on puts text into the model's mouth, messages end its turn"),
+        ({"messages": [{}], "text": "a"}, "messages end the model's turn: leave them out, or text and goes_on"),
+        ({"messages": [{}], "goes_on": True}, "messages end the model's turn"),
         ({"max_tokens": 0}, "max_tokens\n  Input should be greater than or equal to 1"),
         ({"max_tokens": 2.5}, "max_tokens\n  Input should be a valid integer"),
         ({"text": b"hi"}, "text\n  Input should be a valid string"),

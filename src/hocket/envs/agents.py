@@ -11,7 +11,8 @@ import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import IO, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -58,38 +59,36 @@ class Agent(Environment):
         if (function is None) == (command is None):
             raise ValueError("set either function or command")
         self.concurrency = concurrency
-        self._function = AGENTS.get(function) if function is not None else None
-        self._command = shlex.split(command or "")
-        if command is not None and (not self._command or shutil.which(self._command[0]) is None):
-            raise ValueError(f"there is no program {command!r}; is it installed, and on the PATH?")
+        self._play: Callable[[Task], Awaitable[Any]]
+        if function is not None:
+            called = AGENTS.get(function)
+            self._play = lambda task: invoke(called, {"task": task})
+        if command is not None:
+            words = shlex.split(command)
+            if shutil.which(next(iter(words), "")) is None:
+                raise ValueError(f"there is no program {command!r}; is it installed, and on the PATH?")
+            self._play = partial(_run, words)
 
     def player(self, players: Any) -> Any:
         return players.agents(self)
 
     async def run(self, task: Task) -> float | str | None:
         """Play one episode. Raise whatever the agent raises; cancellation ends a program."""
-        if self._function is None:
-            return await _run(self._command, task)
-        returned = await invoke(self._function, {"task": task})
-        if returned is None or isinstance(returned, str):
+        returned = await self._play(task)
+        if isinstance(returned, numbers.Real):
+            return float(returned)
+        if isinstance(returned, str | None):
             return returned
-        if not isinstance(returned, numbers.Real):
-            raise TypeError(f"an agent returns a number, text or None, not {type(returned).__name__}")
-        return float(returned)
+        raise TypeError(f"an agent returns a number, text or None, not {type(returned).__name__}")
 
 
 async def _run(command: Sequence[str], task: Task) -> float | str | None:
     """Run a program: task as JSON on stdin, the model in its environment, the result as its last line."""
-    given = {key: getattr(task, key) for key in ("messages", "text", "answer", "meta", "seed")}
-    host = urlsplit(task.base_url).hostname or ""
-    environment = {
-        **without_secrets(),
-        "OPENAI_BASE_URL": task.base_url,
-        "OPENAI_API_KEY": task.api_key,
-        "OPENAI_MODEL": task.model,
-        # A proxy knows nothing of servers on this machine or network.
-        **{key: ",".join(filter(None, (os.environ.get(key), host))) for key in ("NO_PROXY", "no_proxy")},
-    }
+    given = {"messages": task.messages, "text": task.text, "answer": task.answer, "meta": task.meta, "seed": task.seed}
+    variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": task.model}
+    for name in ("NO_PROXY", "no_proxy"):  # a proxy knows nothing of servers on this machine or network
+        hosts = os.environ.get(name), urlsplit(task.base_url).hostname
+        variables[name] = ",".join(filter(None, hosts))
     # Files, not pipes: a process that the program leaves running can't keep us waiting for their end.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(given, default=str).encode())
@@ -99,7 +98,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            env=environment,
+            env=without_secrets() | variables,
             start_new_session=True,
         )
         try:
@@ -129,5 +128,5 @@ async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> i
 
 def _last_line(file: IO[bytes]) -> str:
     file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-    lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+    lines = ["", *file.read().decode("utf-8", "replace").rstrip().splitlines()]
+    return lines[-1].strip()

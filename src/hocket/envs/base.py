@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import inspect
+import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -33,12 +34,11 @@ class Action:
 
 
 def _encodable(value: Any) -> Any:
-    """Replace what UTF-8 can't encode in all strings of the value."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, Mapping):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
+    """Replace what UTF-8 can't encode in all strings of the value; what is no JSON is refused later."""
+    try:
+        return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except TypeError:
+        return value
 
 
 @pydantic_dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,9 @@ class Observation:
     goes_on: bool = False  # the model's turn is not over: the text is put in its mouth, and it goes on behind it
 
     def __post_init__(self) -> None:
-        if self.messages and self.text:
-            raise ValueError("an observation is messages or text, not both")
-        if self.messages and self.goes_on:
-            raise ValueError("goes_on puts text into the model's mouth, messages end its turn: leave one of them out")
+        if self.messages and (self.text or self.goes_on):
+            advice = "leave them out, or text and goes_on, which put words into its mouth"
+            raise ValueError(f"messages end the model's turn: {advice}")
 
 
 @pydantic_dataclass(frozen=True, slots=True, kw_only=True)
