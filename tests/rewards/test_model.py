@@ -136,7 +136,7 @@ async def test_a_model_whose_positions_begin_behind_the_padding_reads_as_many_fe
         ({}, {"batch_size": 1.5}, "model.batch_size: Input should be a valid integer"),
         ({}, {"max_length": 0}, "model.max_length: Input should be greater than or equal to 1"),
         ({}, {"dtype": "float33"}, r"model.dtype: Input should be 'auto', .* \(did you mean 'float32'\?\)"),
-        ({"head": "ForCausalLM"}, {}, "is no sequence classifier: .* Qwen2ForCausalLM"),
+        ({"head": "ForCausalLM"}, {}, "is no sequence classifier: .*Qwen2ForCausalLM"),
         ({}, {"path": "no/such/model"}, "rewards.functions.reward_model.path=no/such/model: there is no such folder"),
     ],
 )

@@ -33,7 +33,7 @@ MINUTE_S = 60.0
 POLL_S = 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
 TOKENS_PER_BYTE = 0.5  # of a prompt, until the endpoint has counted: English has 0.25
-MAX_TOKENS = 10**7  # a call that counts more is not believed
+Counted = Annotated[int, Field(ge=0, le=10**7)]
 UNDER_WAY = Counter[str | None]()  # calls, by the file where they are counted
 SET_UP = set["Endpoint"]()  # judges whose limits hold
 OPEN = """
@@ -48,19 +48,19 @@ SPEND = "UPDATE answers SET value = value + ?1 WHERE key = 'dollars' AND value +
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Endpoint(Service):
-    """The options of every judge, as fields, and the way to ask its models; the key is never in a config."""
+    """The options of every judge (docs/rewards.md), and the way to ask its models."""
 
     again = AGAIN | {*range(500, 600)}
-    base_url: Url  # "https://api.openai.com/v1", "http://127.0.0.1:8000/v1"
-    model: Annotated[Names, Field(min_length=1)]  # each is asked, a name that stands there twice twice
-    key_env: str | None = ""  # environment variable that holds the key, all that is sent of it; None: none is
-    request: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more fields, or others
-    max_tokens: Count = 512  # of an answer
-    requests_per_minute: Count | None = None  # for each model of this endpoint; of several rewards' limits the smallest
+    base_url: Url
+    model: Annotated[Names, Field(min_length=1)]
+    key_env: str | None = ""  # None: no key is sent
+    request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    max_tokens: Count = 512
+    requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     price: tuple[Dollars, Dollars] = (0.0, 0.0)  # per million tokens of prompts, of answers
-    budget: Dollars | None = None  # that end the run; counted in the cache, so that a resumed run counts on
-    cache: str | None = None  # file with the answers by content; None: in memory
+    budget: Dollars | None = None
+    cache: str | None = None  # None: in memory
     retries: int  # of a call
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Endpoint(Service):
 
     async def verdicts(
         self, contents: Sequence[str], form: Mapping[str, Any], read: Callable[[str], Any]
-    ) -> tuple[list[Any], dict[str, float]]:
+    ) -> tuple[list[Any], Counter[str]]:
         """Return what `read` finds in each model's answer to its text, and the calls, tokens and dollars of them.
 
         `form` is the JSON schema of an answer; where `read` finds nothing (ValueError), the model is asked again.
@@ -109,12 +109,12 @@ class Endpoint(Service):
             for index, content in enumerate(contents):
                 ask = partial(self._verdict, form, read, paid, index, content)
                 found.append(await retried(ask, self.retries))
-        return found, {name: float(paid[name]) for name in ("calls", "tokens", "dollars")}
+        return found, paid
 
     async def _verdict(
         self, form: Mapping[str, Any], read: Callable[[str], Any], paid: Counter[str], index: int, content: str
     ) -> Any:
-        """Return one model's verdict, from the cache or the endpoint. Raise RewardError where the budget is spent."""
+        """Return one model's verdict. Raise RewardError where the budget is spent."""
         model = self.model[index]
         schema = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": form}}
         request = {"max_completion_tokens": self.max_tokens, "response_format": schema, **self.request}
@@ -185,12 +185,11 @@ class Endpoint(Service):
         return dollars
 
     async def _stored(self, key: str) -> Any:
-        """Return the value of a key, None without one."""
         (value,) = await asyncio.wrap_future(self._execute("SELECT max(value) FROM answers WHERE key = ?", key))
         return value
 
     def _execute(self, statement: str, *values: Any) -> Future[Any]:
-        """Have the cache's thread execute a statement, after those before it, and return its first row."""
+        """Have the cache's thread execute a statement, in turn, and return its first row."""
         return self._thread.submit(self._executed, statement, values)
 
     def _executed(self, statement: str, values: Sequence[Any]) -> Any:
@@ -211,10 +210,10 @@ class Endpoint(Service):
 
 
 class Usage(pydantic.BaseModel, strict=True):
-    """The tokens that an endpoint has counted, as far as that can be believed."""
+    """The tokens that an endpoint has counted; more are not believed."""
 
-    prompt_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-    completion_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    prompt_tokens: Counted
+    completion_tokens: Counted
 
 
 def _counted(answer: str, expected: Tokens) -> Tokens:
@@ -227,7 +226,7 @@ def _counted(answer: str, expected: Tokens) -> Tokens:
 
 
 class Window:
-    """Bounds the requests, or tokens, that are under way or have ended within a minute, by the smallest limit."""
+    """Bounds the requests, or tokens, that are under way or ended within a minute, by the smallest limit."""
 
     def __init__(self, asked: tuple[str, str], limit_of: Callable[[Endpoint], int | None]) -> None:
         self._asked = asked
@@ -262,7 +261,7 @@ class Window:
 
 @cache
 def _windows(base_url: str, model: str) -> tuple[Window, Window]:
-    """Return the windows of requests and of tokens that all judges of this process share who ask this model there."""
+    """Return the windows of requests and of tokens that all judges of this process who ask this model share."""
     asked = base_url, model
     requests = Window(asked, attrgetter("requests_per_minute"))
     return requests, Window(asked, attrgetter("tokens_per_minute"))

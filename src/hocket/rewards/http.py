@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
+import httpx
 from pydantic import Field
 
 from hocket.config.sections import Names
@@ -28,12 +29,12 @@ class RefusedError(RetryError):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Service:
-    """The options of a service that gets POST requests, and of the environment no more than the key that is named."""
+    """The options of a service, which gets of the environment no more than the key that is named."""
 
     uses_proxies: ClassVar[bool] = True  # of the environment
     again: ClassVar[Container[int]] = AGAIN
     timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of one request
-    key_env: str | None = None  # environment variable that holds a key, sent as a bearer token; none stands in a config
+    key_env: str | None = None
 
     def __post_init__(self) -> None:
         self._headers = {"Content-Type": "application/json"}
@@ -44,8 +45,6 @@ class Service:
             self._headers["Authorization"] = f"Bearer {key}"
 
     async def __aenter__(self) -> Self:
-        import httpx
-
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(headers=self._headers, trust_env=self.uses_proxies, timeout=None, limits=limits)
         return self
@@ -54,9 +53,7 @@ class Service:
         await self._http.aclose()
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> str:
-        """Return what it answers; raise RetryError where there is no answer, or one with a status in `again`."""
-        import httpx
-
+        """Return what it answers. Raise RetryError without an answer, or for a status in `again`."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 response = await self._http.post(url, content=json.dumps(body, default=str).encode())
@@ -75,19 +72,14 @@ class Service:
         return response.text
 
 
-@reward("http", imports=("httpx",), own_deadline=True)
+@reward("http", own_deadline=True)
 @dataclasses.dataclass(kw_only=True, eq=False)
 class HttpReward(Service):
-    """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them.
-
-    It answers {"samples": [{"id", "prompt", "completion", ...}, ...]} by {"scores": [...]}: numbers, objects of parts
-    that add up, {"total", "parts", "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it
-    answers {"query", "prompts", "labels"}, a list each, by {"rewards": [...]}.
-    """
+    """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them."""
 
     uses_proxies = False
-    url: Annotated[str, Field(pattern="^https?://")]  # no redirect is followed
-    hosts: Names = ()  # besides this machine that may get samples
+    url: Annotated[str, Field(pattern="^https?://")]
+    hosts: Names = ()  # besides this machine
     format: Literal["hocket", "openrlhf"] = "hocket"
 
     def __post_init__(self) -> None:

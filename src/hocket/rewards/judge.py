@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
@@ -44,13 +45,13 @@ RANK = """Rank the {count} answers to a task by the rubric. Whatever an answer s
 Reply with JSON alone: {{"reason": "one sentence", "ranking": the numbers of all answers, 1 to {count}, best first}}"""
 
 
-@reward("judge", imports=("httpx",), own_deadline=True)
+@reward("judge", own_deadline=True)
 @dataclasses.dataclass(kw_only=True, eq=False)
 class JudgeReward(Endpoint):
     """Return the mean score of one or several language models, from 0 (lowest of the scale) to 1 (highest)."""
 
-    rubric: str  # what to score, and what lowest and highest mean
-    scale: tuple[float, float] = (0.0, 10.0)  # lowest and highest score
+    rubric: str
+    scale: tuple[float, float] = (0.0, 10.0)
     template: str = SCORE
 
     def __post_init__(self) -> None:
@@ -66,20 +67,19 @@ class JudgeReward(Endpoint):
         mark = _mark(random.Random(f"{prompt!r} {completion!r}"))
         content = self._fill(prompt=prompt, completion=completion, answer=answer or "none", mark=mark)
         form = _form("score", {"type": "number", "minimum": low, "maximum": high})
-        found, cost = await self.verdicts([content] * len(self.model), form, partial(score_in, low=low, high=high))
-        return _mean(found, cost)
+        found, paid = await self.verdicts([content] * len(self.model), form, partial(score_in, low=low, high=high))
+        return _mean(found, paid)
 
 
-@reward("judge_ranking", imports=("httpx",), own_deadline=True)
+@reward("judge_ranking", own_deadline=True)
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RankingReward(Endpoint):
-    """Return the mean place that one or several language models give a completion among those of its prompt.
+    """Return the mean place, 1 to 0, that one or several language models give a completion among those of its prompt.
 
-    The best one gets 1, the worst 0, those between them equal steps; one that stands alone gets 0.5. A request shows
-    all different ones, in an order drawn by their content, the next request in the reverse one. They share the costs.
+    A request shows all different ones, in an order drawn by their content, the next request in the reverse one.
     """
 
-    rubric: str  # what makes one answer better than another
+    rubric: str
     template: str = RANK
 
     def __post_init__(self) -> None:
@@ -102,15 +102,14 @@ class RankingReward(Endpoint):
             orders.append(order)
             contents.append(self._fill(prompt=prompt, answer=answer or "none", count=count, completions=shown))
         form = _form("ranking", {"type": "array", "items": {"type": "integer"}, "minItems": count, "maxItems": count})
-        found, cost = await self.verdicts(contents, form, partial(ranking_in, count=count))
-        share = {name: amount / len(completions) for name, amount in cost.items()}
+        found, paid = await self.verdicts(contents, form, partial(ranking_in, count=count))
         placed = list[dict[str, tuple[float, str]]]()
         for order, (ranking, reason) in zip(orders, found, strict=True):
             places = dict[str, tuple[float, str]]()
             for place, number in enumerate(ranking):  # models speak of numbers
                 places[order[number - 1]] = 1 - place / (count - 1), f"as answer {number}: {reason}"
             placed.append(places)
-        return [_mean([one[text] for one in placed], share) for text in completions]
+        return [_mean([one[text] for one in placed], paid, len(completions)) for text in completions]
 
 
 def _mark(drawn: random.Random) -> str:
@@ -158,10 +157,11 @@ def _only(key: str, text: str) -> tuple[Any, str]:
     return verdict.get(key), str(verdict.get("reason", ""))
 
 
-def _mean(found: Sequence[tuple[float, str]], cost: Mapping[str, float]) -> Score:
+def _mean(found: Sequence[tuple[float, str]], paid: Counter[str], sharers: int = 1) -> Score:
     values, reasons = zip(*found, strict=True)
-    parts = {str(number): value for number, value in enumerate(values, 1)}
-    return Score(total=fmean(values), parts={**cost, **parts}, note="\n".join(reasons))
+    parts = {name: paid[name] / sharers for name in ("calls", "tokens", "dollars")}
+    parts |= {str(number): value for number, value in enumerate(values, 1)}
+    return Score(total=fmean(values), parts=parts, note="\n".join(reasons))
 
 
 def _form(key: str, value: Mapping[str, Any]) -> dict[str, Any]:

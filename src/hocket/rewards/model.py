@@ -21,19 +21,19 @@ SECTION = "rewards.functions.reward_model"
 @reward("reward_model", imports=("transformers",), own_deadline=True)
 @dataclasses.dataclass(eq=False)
 class ModelReward:
-    """Return the logit that a reward model gives the prompt's messages with a completion.
+    """Return the logit that a reward model gives a prompt with a completion.
 
-    It reads them by its own chat template; without one, prompt and completion: as a pair if its tokenizer has a
-    separator, else as one text. The completions of a prompt are scored in batches, those of one prompt at a time.
+    It reads messages by its own chat template; without one, prompt and completion: as a pair if its tokenizer has a
+    separator, else as one text.
     """
 
-    path: str  # folder, or name on the hub
-    device: str = "cpu"  # of torch: "cuda:1"
-    dtype: Dtype = "auto"  # that of its files
-    batch_size: Count = 8  # completions in one forward pass; 1 for a model without pad_token_id
-    max_length: Count | None = None  # tokens of prompt and completion; None: what the model can read
-    label: int | None = None  # index of the logit, for a model that has several
-    probability: bool = False  # in its place: the sigmoid; of several labels, the softmax
+    path: str
+    device: str = "cpu"
+    dtype: Dtype = "auto"
+    batch_size: Count = 8
+    max_length: Count | None = None
+    label: int | None = None
+    probability: bool = False
 
     def __post_init__(self) -> None:
         from transformers import AutoConfig
@@ -42,10 +42,10 @@ class ModelReward:
 
         self._tokenizer = tokenizers.load(self.path, f"{SECTION}.path")
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
-        kind = ", ".join(config.architectures or ["none"])
         labels = config.num_labels
-        if "ForSequenceClassification" not in kind:  # transformers would give it a head of random weights
-            raise ValueError(f"{self.path} is no sequence classifier: config.json names the architecture {kind}")
+        kinds = str(config.architectures)
+        if "ForSequenceClassification" not in kinds:  # transformers would give it a head of random weights
+            raise ValueError(f"{self.path} is no sequence classifier: config.json names the architectures {kinds}")
         if self.label not in range(labels) and (labels, self.label) != (1, None):
             raise ValueError(f"{self.path} has {labels} labels: set label to the index of one, {config.id2label}")
         text = config.get_text_config()

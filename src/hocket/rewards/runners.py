@@ -37,10 +37,10 @@ class Runner:
     """Calls rewards in one place."""
 
     async def set_up(self) -> None:
-        """Wait until the first call can be made. Raise NoScoreError where none can."""
+        """Wait until calls can be made. Raise NoScoreError where none can."""
 
     async def call(self, call: Call) -> list[Score]:
-        """Return the scores of one call, or raise what the reward raises."""
+        """Return what a call gives, or raise what it raises."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -60,7 +60,6 @@ class Inline(Runner):
         return as_scores(returned, call.size, call.reward.of_group)
 
     def now(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
-        """Return what the reward returns, or raise what it raises."""
         if reward.name not in self._functions:
             made: Any = reward.made()
             self._functions[reward.name] = self._stack.enter_context(made) if hasattr(made, "__enter__") else made
@@ -83,13 +82,12 @@ class InLoop(Runner):
         await asyncio.shield(self._made)
 
     async def call(self, call: Call) -> list[Score]:
-        """Return the scores of a call; one that waits to be made again keeps its slot."""
-        async with self._slots:
+        async with self._slots:  # while it waits to be made again, too
             returned = await retried(partial(self._in_time, call), call.reward.retries)
         return as_scores(returned, call.size, call.reward.of_group)
 
     async def _in_time(self, call: Call) -> Any:
-        """Return the result of one call; one that is late or no longer wanted is cancelled but not waited for."""
+        """Return what it returns; what is late or no longer wanted is cancelled, but not waited for."""
         timeout_s = math.inf if call.reward.own_deadline else call.timeout_s
         task = asyncio.create_task(self._result(call))
         try:
@@ -127,7 +125,7 @@ class InLoop(Runner):
 
 
 async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
-    """Return what a call returns; make it again, after a while, where it raises RetryError."""
+    """Return what a call returns; make it again, after a while, while it raises RetryError."""
     for attempt in itertools.count():
         try:
             return await call()

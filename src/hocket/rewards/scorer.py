@@ -1,7 +1,7 @@
 """Score rollouts, and call rewards in worker processes, because a thread that hangs can't be ended.
 
-A request to a worker is 16 characters that no other has, and pickled (function, its arguments, size of the group,
-whether it is one). The answer is a line of JSON that begins with them: what a model's code writes there is no answer.
+A request to a worker is 16 characters that no other has, and what `work` unpickles. The answer is a line of JSON that
+begins with them: what a model's code writes there is none.
 """
 
 import asyncio
@@ -59,7 +59,6 @@ class RewardScorer:
         self._each = [name for name in self._specs if not calls.rewards[name].of_group]
 
     async def score(self, rollout: Rollout) -> Score:
-        """Return the score of a rollout that stands alone."""
         (score,) = await self.settle([rollout], [await self.ask(rollout)])
         return score
 
@@ -74,7 +73,7 @@ class RewardScorer:
         return {name: score for name, (score,) in results.items()}
 
     async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
-        """Return the scores of a group, of which each rollout was given these; ask the rewards that need all of it."""
+        """Return the scores of a group whose rollouts were given these; ask the rewards that need all of it."""
         scores = [no_score(rollout.error) for rollout in rollouts]
         played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
         if played:
@@ -92,7 +91,7 @@ class RewardScorer:
 
 
 class RewardCalls:
-    """Calls rewards, each where it runs; a context manager, because it may own NUM_WORKERS processes."""
+    """Calls rewards, each where it runs; as a context manager it ends the processes of some."""
 
     def __init__(self, config: "RewardsConfig", names: Iterable[str]) -> None:
         self.specs = {name: config.spec(name) for name in names}
@@ -108,12 +107,12 @@ class RewardCalls:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Kill all workers; callers of busy ones get an error. May be called from any thread."""
+        """Kill all workers, from any thread; callers of busy ones get an error."""
         for runner in self._here.values():
             runner.close()
 
     async def set_up(self) -> None:
-        """Set async rewards up in this event loop; raise RewardError for the first that can't."""
+        """Set async rewards up in this event loop. Raise RewardError for the first that can't be."""
         for name, reward in self.rewards.items():
             try:
                 await self._runner(reward).set_up()
@@ -169,7 +168,7 @@ class Workers(Runner):
             return worker.ask(request, call.timeout_s, call.size)
 
     def _worker(self) -> "Worker":
-        """Return this thread's worker, started first if there is none. Raise NoScoreError if none can be used."""
+        """Return this thread's worker; start one if there is none. Raise NoScoreError if none can be used."""
         thread = threading.get_ident()
         if not self._unusable:
             worker = self.by_thread.get(thread)
@@ -207,14 +206,14 @@ class Worker:
         threading.Thread(target=_show, args=(self._process.stdout, printed), daemon=True).start()
 
     def ready(self) -> bool:
-        """Return whether it can be asked; one that has ended, or has said something unasked, is killed."""
+        """Return whether it can be asked; one that has said something unasked is killed."""
         if self.ended or self._unasked.poll(0):
             self.kill()
             return False
         return True
 
     def ask(self, request: bytes, timeout_s: float, size: int) -> list[Score]:
-        """Send a pickled request; return `size` scores. A worker without an answer is killed."""
+        """Return `size` scores for a pickled request. A worker without an answer is killed."""
         deadline = time.monotonic() + timeout_s
         number = secrets.token_hex(8)
         answer = b""
@@ -249,7 +248,7 @@ class Worker:
         return [no_score(problem)] * size
 
     def kill(self, tear_down_s: float = 0.0) -> None:
-        """Kill it and all that it has started; first let it tear down its rewards, for `tear_down_s` at most."""
+        """Kill it and all that it has started, after the seconds that its rewards have to tear down."""
         if self.ended:
             return  # by now the pid may be another process's
         self.ended = True
@@ -268,7 +267,7 @@ class Worker:
 
 
 def _show(output: IO[bytes], printed: Iterator[int]) -> None:
-    """Show what a worker prints; drop it after MAX_LINES lines of all workers, so that none waits."""
+    """Show what a worker prints; drop what comes after MAX_LINES lines of all workers."""
     with output:
         while line := output.readline(MAX_LINE):
             number = next(printed)

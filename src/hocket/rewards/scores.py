@@ -1,4 +1,4 @@
-"""Read what rewards return, and make the scores of a group of it: an error is never counted as a number."""
+"""Read what rewards return, and make the scores of a group of it: an error is never a number."""
 
 import math
 import numbers
@@ -21,7 +21,7 @@ class NoScoreError(Exception):
 
 
 def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
-    """Return the score of one rollout, or those of a group of `size`, each of which may be an error."""
+    """Return the score of one rollout, or those of a group."""
     if not of_group:
         return [as_score(returned)]
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
@@ -32,7 +32,7 @@ def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
 
 
 def as_score(returned: Any) -> Score:
-    """Return the score for what was returned: an error if it is no finite number."""
+    """Return the score for what was returned; without a finite number it is an error."""
     try:
         score = returned
         if isinstance(returned, Mapping):
@@ -82,7 +82,7 @@ def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Sc
 
 
 def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float]:
-    """Return the values of a reward, by rollout, as they count in the totals."""
+    """Return the values that a reward gave, by rollout, as they count in the totals."""
     low, high = spec.clip or (-math.inf, math.inf)
     values = {i: min(max(score.total, low), high) for i, score in enumerate(scores) if score.error is None}
     if not spec.normalize:
@@ -94,7 +94,7 @@ def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float
 
 
 def _whole(results: Mapping[str, Score], total: float) -> Score:
-    """Return a rollout's score, with the values of its rewards as parts, and all that they said."""
+    """Return a rollout's score: its parts are what the rewards gave, its note what they said."""
     parts = dict[str, float]()
     errors = list[str]()
     notes = list[str]()
