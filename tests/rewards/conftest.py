@@ -1,11 +1,13 @@
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from batches import scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer
+from hocket.rewards.base import REWARDS, reward
 from hocket.types import Prompt, Rollout, TokenSequence
 
 
@@ -41,3 +43,22 @@ def scorer_of() -> Iterator[Callable[..., RewardScorer]]:
         yield lambda functions, **settings: stack.enter_context(
             scorer_of_all(RewardsConfig.model_validate({"functions": functions, **settings}))
         )
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., None]]:
+    """Registers rewards of one test, in this process if they are not async."""
+    names = []
+
+    def add(name: str, function: Callable[..., Any], **how: Any) -> None:
+        reward(name, **{"inline": True} | how)(function)
+        names.append(name)
+
+    yield add
+    for name in names:
+        REWARDS.forget(name)
+
+
+@pytest.fixture
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)

@@ -1,10 +1,9 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import re
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,21 @@ from service import (
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
+QUIET = FakeJudge(errors=0, stalls=0, lies=0, latency_s=0.05)
+
+
+def saying(*answers: Answer | None) -> Service:
+    """A service that gives these answers in turn, the last one for ever; `bodies` are what it was asked."""
+    given = itertools.chain(answers, itertools.repeat(answers[-1]))
+
+    async def say(headers: Headers, body: Any) -> Answer | None:
+        service.bodies.append(body)  # type: ignore[attr-defined]
+        service.headers = headers  # type: ignore[attr-defined]
+        return next(given)
+
+    service: Any = Service(say)
+    service.bodies = []
+    return service  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["judge", "judge_ranking"])
@@ -40,16 +54,15 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.1)
     limits = {"requests_per_minute": 100, "max_concurrent": 16, "timeout_s": 0.5, "cache": str(tmp_path / "cache.db")}
     size = 1 if name == "judge" else 4
-    groups = [[make_rollout(str(group * size + i)) for i in range(size)] for group in range(200)]
-    values = [i % 11 / 10 for i in range(200)] if name == "judge" else [0, 1 / 3, 2 / 3, 1] * 200
+    groups = [[make_rollout(str(group * size + i)) for i in range(size)] for group in range(120)]
+    values = [i % 11 / 10 for i in range(120)] if name == "judge" else [0, 1 / 3, 2 / 3, 1] * 120
     async with Service(FakeJudge(errors=0.05, stalls=0.02, lies=0.05, latency_s=0.02)).open() as service:
         for _ in range(2):
             rewards = scorer_of(functions(service, name, **limits), timeout_s=0.01)
             scores = sum(await asyncio.gather(*map(rewards.score_group, groups)), ())
             assert [score.error for score in scores if score.error] == []
             assert [score.total for score in scores] == pytest.approx(values)
-            asked = len(service.arrivals)
-    assert asked > 200
+    assert len(service.arrivals) > 120
     assert sum(score.parts[f"{name}/calls"] for score in scores) == 0
     assert service.most_within(1) <= 100
     assert service.most <= 16
@@ -59,44 +72,35 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
-    said = {"a": iter(["8", "2"]), "b": iter([True, "6"])}
-    asked: list[Any] = []
-
-    async def answer(headers: Headers, body: Any) -> Answer:
-        asked.append((headers, body))
-        return completion(f'Here it is: {{"reason": "so", "score": {next(said[body["model"]])}}}')
-
     for variable in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(variable, "of another endpoint")
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Secret: 1")
     monkeypatch.setenv("MY_KEY", "hush")
     options = {"model": ["a", "b", "a"], "key_env": "MY_KEY", "request": {"temperature": 0}, "price": [1.0, 10.0]}
-    async with Service(answer).open() as service:
+    verdict = 'Here it is: {{"reason": "so", "score": {}}}'.format
+    async with saying(*(completion(verdict(said)) for said in (8, True, 6, 2))).open() as service:
         score = await scorer_of(functions(service, **options)).score(make_rollout("so [it] {is}", answer=None))
-    assert (score.total, score.parts["judge/1"], score.parts["judge/2"], score.parts["judge/3"]) == pytest.approx(
-        ((0.8 + 0.6 + 0.2) / 3, 0.8, 0.6, 0.2)
-    )
+    assert score.total == pytest.approx((0.8 + 0.6 + 0.2) / 3)
+    paid = {"judge/calls": 4, "judge/tokens": 4 * 120, "judge/dollars": 4 * (100 * 1 + 20 * 10) / 1e6}
+    assert score.parts == pytest.approx({"judge": score.total, "judge/1": 0.8, "judge/2": 0.6, "judge/3": 0.2} | paid)
     assert score.note == "judge: so\nso\nso"
-    paid = {name: score.parts[f"judge/{name}"] for name in ("calls", "tokens", "dollars")}
-    assert paid == pytest.approx({"calls": 4, "tokens": 4 * 120, "dollars": 4 * (100 * 1 + 20 * 10) / 1e6})
-    asked_headers, body = asked[0]
+    assert [body["model"] for body in service.bodies] == ["a", "b", "b", "a"]
+    body, *_ = service.bodies
     schema = body.pop("response_format")["json_schema"]["schema"]["properties"]["score"]
     content = body.pop("messages")[0]["content"]
-    assert (asked_headers["authorization"], schema) == (
-        "Bearer hush",
-        {"type": "number", "minimum": 0.0, "maximum": 10.0},
-    )
+    assert schema == {"type": "number", "minimum": 0.0, "maximum": 10.0}
     assert body == {"model": "a", "temperature": 0, "max_completion_tokens": 512}
     assert re.search(r"<answer ([0-9a-f]{8})>\nso \[it\] {is}\n</answer \1>", content)  # no answer can know its mark
     for part in ("Sort: dbca", "<reference>\nnone\n", "Is it sorted?", "from 0 to 10"):
         assert part in content
-    assert not {"openai-organization", "openai-project", "x-secret"} & asked_headers.keys()
+    assert service.headers["authorization"] == "Bearer hush"
+    assert not {"openai-organization", "openai-project", "x-secret"} & service.headers.keys()
 
 
 async def test_the_same_completion_is_asked_for_once_even_while_it_is_asked_for(
     scorer_of: Scorers, make_rollout: Make
 ) -> None:
-    async with Service(FakeJudge(errors=0, stalls=0, lies=0, latency_s=0.05)).open() as service:
+    async with Service(QUIET).open() as service:
         scores = await scorer_of(functions(service)).score_group([make_rollout(text) for text in "7797"])
     assert [score.total for score in scores] == [0.7, 0.7, 0.9, 0.7]
     assert sorted(score.parts["judge/calls"] for score in scores) == [0, 0, 1, 1]
@@ -106,12 +110,8 @@ async def test_tokens_are_reserved_for_a_call_and_then_counted_as_the_endpoint_d
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = [(100, 100), (500, 100), (-(10**9), 10**9), (float("nan"), "many"), (None, 1)]
-
-    async def answer(headers: Headers, body: Any) -> Answer:
-        return completion('{"score": 10}', *usage[len(service.arrivals) - 1])
-
     options = {"template": "{completion}", "max_tokens": 500, "tokens_per_minute": 1000}
-    async with Service(answer).open() as service:
+    async with saying(*(completion('{"score": 10}', *counts) for counts in usage)).open() as service:
         rewards, tokens = scorer_of(functions(service, **options)), []
         for i in range(5):
             if i == 2:  # 200 + 600 fit into a minute, 200 + 600 + 600 don't
@@ -125,39 +125,30 @@ async def test_tokens_are_reserved_for_a_call_and_then_counted_as_the_endpoint_d
 
 
 async def test_a_ranking_gives_each_place_its_value_and_shares_the_cost(scorer_of: Scorers, make_rollout: Make) -> None:
-    said = iter(['{"ranking": [1, 2]}', None])
     bodies = []
 
     async def answer(headers: Headers, body: Any) -> Answer:
         bodies.append(body)
-        return completion(next(said, None) or ranked(shown(body)))
+        return completion(ranked(shown(body)) if len(bodies) > 1 else '{"ranking": [1, 2]}')
 
-    options = {"price": [1.0, 10.0], "request": {"temperature": 0}}
+    def rollouts(*texts: str) -> list[Rollout]:
+        return [make_rollout(text, answer=None) for text in texts]
+
     async with Service(answer).open() as service:
-        rewards = scorer_of(functions(service, "judge_ranking", **options, retries=9))
-        scores = await rewards.score_group([make_rollout(text, answer=None) for text in ("7", "3", "7", "11")])
-        again = await rewards.score_group([make_rollout(text, answer=None) for text in ("11", "7", "3")])
-        (alone,) = await rewards.score_group([make_rollout("3")])
+        rewards = scorer_of(functions(service, "judge_ranking", price=[1.0, 10.0], retries=9))
+        scores = await rewards.score_group(rollouts("7", "3", "7", "11"))
+        again = await rewards.score_group(rollouts("11", "7", "3"))
+        (alone,) = await rewards.score_group(rollouts("3"))
     assert [score.total for score in scores] == [0.5, 0.0, 0.5, 1.0]
-    assert scores[3].parts == pytest.approx(
-        {
-            "judge_ranking": 1.0,
-            "judge_ranking/1": 1.0,
-            "judge_ranking/calls": 2 / 4,  # the first one ranked two of three
-            "judge_ranking/tokens": 2 * 120 / 4,
-            "judge_ranking/dollars": 2 * (100 * 1 + 20 * 10) / 1e6 / 4,
-        }
-    )
+    paid = {"calls": 2 / 4, "tokens": 2 * 120 / 4, "dollars": 2 * (100 * 1 + 20 * 10) / 1e6 / 4}
+    parts = {"judge_ranking": 1.0, "judge_ranking/1": 1.0} | {f"judge_ranking/{name}": it for name, it in paid.items()}
+    assert scores[3].parts == pytest.approx(parts)  # the first answer ranked two of three
     assert [(one.total, one.parts["judge_ranking/calls"]) for one in again] == [(1, 0), (0.5, 0), (0, 0)]
     assert (alone.total, len(bodies)) == (0.5, 2)
     assert scores[3].note == f"judge_ranking: as answer {shown(bodies[1]).index(11) + 1}: so"
     content, form = bodies[0]["messages"][0]["content"], bodies[0]["response_format"]["json_schema"]["schema"]
-    assert form["properties"]["ranking"] == {
-        "type": "array",
-        "items": {"type": "integer"},
-        "minItems": 3,
-        "maxItems": 3,
-    }
+    three = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 3}
+    assert form["properties"]["ranking"] == three
     for part in ("Sort: dbca", "<reference>\nnone\n", "Is it sorted?", "Rank the 3 answers", "all answers, 1 to 3"):
         assert part in content
 
@@ -165,74 +156,18 @@ async def test_a_ranking_gives_each_place_its_value_and_shares_the_cost(scorer_o
 async def test_where_an_answer_stands_is_drawn_by_content_and_turned_round_for_the_next_judge(
     scorer_of: Scorers, make_rollout: Make
 ) -> None:
-    orders = []
-
-    async def likes_the_first(headers: Headers, body: Any) -> Answer:
-        orders.append(shown(body))
-        return completion(json.dumps({"ranking": list(range(1, len(orders[-1]) + 1))}))
-
-    groups = [[make_rollout(str(10 * group + i)) for i in range(5)] for group in range(40)]
-    async with Service(likes_the_first).open() as service:
+    async with saying(completion('{"ranking": [1, 2, 3, 4, 5]}')).open() as service:
         rewards = scorer_of(functions(service, "judge_ranking", model=["m", "m"]))
-        for group in groups:
-            assert [score.total for score in await rewards.score_group(group)] == [0.5] * 5
+        for group in range(40):
+            scores = await rewards.score_group([make_rollout(str(10 * group + i)) for i in range(5)])
+            assert [score.total for score in scores] == [0.5] * 5
+    orders = list(map(shown, service.bodies))
     assert all(orders[i] == orders[i + 1][::-1] for i in range(0, 80, 2))
     assert {order[0] % 10 for order in orders[::2]} == {0, 1, 2, 3, 4}
 
 
-async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
-) -> None:
-    """A call costs a dollar and may cost as many as `max_tokens`; those that are asked for at once wait their turn."""
-
-    async def answer(headers: Headers, body: Any) -> Answer:
-        return completion('{"score": 10}', 1000, 1)
-
-    cache, price = str(tmp_path / "cache.db"), [0.0, 1e6]
-    async with Service(answer).open() as service:
-        for budget, max_tokens, enough, cost in ((2, 1, "ab", 2), (3, 1, "abc", 3), (8, 5, "d", 4)):
-            options = {"budget": budget, "max_tokens": max_tokens, "price": price, "cache": cache}
-            rewards = scorer_of(functions(service, **options))
-            for text in enough:
-                assert (await rewards.score(make_rollout(text))).total == 1.0
-            spent = f"has cost {cost}.00 dollars .*cache.db.* may cost {max_tokens}, its budget is {budget}: raise"
-            with pytest.raises(RewardError, match=spent):
-                await rewards.score_group([make_rollout(enough[0]), make_rollout("x")])
-        rewards = scorer_of(functions(service, **options | {"budget": 11}))
-        scores = await asyncio.gather(*(rewards.score(make_rollout(str(i))) for i in range(40)), return_exceptions=True)
-    assert len([one for one in scores if isinstance(one, RewardError)]) == 37
-    assert len(service.arrivals) == 7
-    await wait_counted(tmp_path, 7)
-
-
-NO_CHOICE = (200, {}, {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 0}})
-
-
-@pytest.mark.parametrize(
-    ("answer", "dollars"),  # a prompt of one byte and one token to write are 1.5 tokens, a dollar for each
-    [
-        (None, 1.5),
-        (NO_CHOICE, 1000),
-        ((200, {}, "<html>"), 1.5),
-        (completion("a clear 8", 7, 1), 8),
-        ((401, {}, ""), 0),
-        ((503, {}, ""), 0),
-    ],
-)
-def test_a_call_without_a_verdict_is_counted_as_the_endpoint_counts_it_or_as_it_was_estimated(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, answer: Answer | None, dollars: float
-) -> None:
-    async def say(headers: Headers, body: Any) -> Answer | None:
-        return answer
-
-    async def ask() -> Score:
-        timeout_s = 0.3 if answer is None else 60
-        async with Service(say).open() as service:
-            options = functions(service, **counting(tmp_path), retries=0, timeout_s=timeout_s)
-            return await scorer_of(options).score(make_rollout("x"))
-
-    assert asyncio.run(ask()).error
-    assert counted(tmp_path) == dollars
+def counting(folder: Path) -> dict[str, Any]:
+    return {"template": "{completion}", "max_tokens": 1, "price": [1e6, 1e6], "cache": str(folder / "cache.db")}
 
 
 def counted(folder: Path) -> float:
@@ -245,21 +180,58 @@ async def wait_counted(folder: Path, dollars: float) -> None:
         await asyncio.sleep(0.02)
 
 
-def counting(folder: Path) -> dict[str, Any]:
-    return {"template": "{completion}", "max_tokens": 1, "price": [1e6, 1e6], "cache": str(folder / "cache.db")}
+async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
+    """A call costs a dollar and may cost as many as `max_tokens`; those that are asked for at once wait their turn."""
+    options: dict[str, Any] = {"price": [0.0, 1e6], "cache": str(tmp_path / "cache.db")}
+    async with saying(completion('{"score": 10}', 1000, 1)).open() as service:
+        for budget, max_tokens, enough, cost in ((2, 1, "ab", 2), (3, 1, "abc", 3), (8, 5, "d", 4)):
+            rewards = scorer_of(functions(service, budget=budget, max_tokens=max_tokens, **options))
+            for text in enough:
+                assert (await rewards.score(make_rollout(text))).total == 1.0
+            spent = f"has cost {cost}.00 dollars .*cache.db.* may cost {max_tokens}, its budget is {budget}: raise"
+            with pytest.raises(RewardError, match=spent):
+                await rewards.score_group([make_rollout(enough[0]), make_rollout("x")])
+        rewards = scorer_of(functions(service, budget=11, max_tokens=5, **options))
+        scores = await asyncio.gather(*(rewards.score(make_rollout(str(i))) for i in range(40)), return_exceptions=True)
+    assert len([one for one in scores if isinstance(one, RewardError)]) == 37
+    assert len(service.arrivals) == 7
+    await wait_counted(tmp_path, 7)
+
+
+@pytest.mark.parametrize(
+    ("answer", "dollars"),  # a prompt of one byte and one token to write are 1.5 tokens, a dollar for each
+    [
+        (None, 1.5),
+        ((200, {}, {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 0}}), 1000),
+        ((200, {}, "<html>"), 1.5),
+        (completion("a clear 8", 7, 1), 8),
+        ((401, {}, ""), 0),
+        ((503, {}, ""), 0),
+    ],
+)
+def test_a_call_without_a_verdict_is_counted_as_the_endpoint_counts_it_or_as_it_was_estimated(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, answer: Answer | None, dollars: float
+) -> None:
+    async def ask() -> Score:
+        async with saying(answer).open() as service:
+            late_s = 0.3 if answer is None else 60
+            options = functions(service, **counting(tmp_path), retries=0, timeout_s=late_s)
+            return await scorer_of(options).score(make_rollout("x"))
+
+    assert asyncio.run(ask()).error
+    assert counted(tmp_path) == dollars
 
 
 def test_a_cancelled_call_is_counted_though_the_event_loop_ends_with_it(
     scorer_of: Scorers, make_rollout: Make, tmp_path: Path
 ) -> None:
     async def ask() -> None:
-        async def stall(headers: Headers, body: Any) -> None:
-            asked.set()
-
-        asked = asyncio.Event()
-        async with Service(stall).open() as service:
+        async with saying(None).open() as service:
             task = asyncio.create_task(scorer_of(functions(service, **counting(tmp_path))).score(make_rollout("x")))
-            await asked.wait()
+            while not service.bodies:
+                await asyncio.sleep(0.01)
             assert not task.done()
 
     asyncio.run(ask())
@@ -269,18 +241,19 @@ def test_a_cancelled_call_is_counted_though_the_event_loop_ends_with_it(
 async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_else_up(
     scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def answer(headers: Headers, body: Any) -> Answer:
-        return completion('{"score": 7}')
+    def judge(**options: Any) -> Callable[[str], Awaitable[Score]]:
+        scorer = scorer_of(functions(service, **counting(tmp_path) | options))
+        return lambda text: scorer.score(make_rollout(text))
 
-    async with Service(answer).open() as service:
-        rewards = scorer_of(functions(service, **counting(tmp_path)))
-        await rewards.score(make_rollout("1"))
+    async with saying(completion('{"score": 7}')).open() as service:
+        score = judge()
+        await score("1")
         with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
             while other.execute("SELECT count(*) FROM answers").fetchone() != (2,):  # dollars and answer are written
                 await asyncio.sleep(0.01)
             other.execute("BEGIN IMMEDIATE")
-            assert (await rewards.score(make_rollout("7"))).total == 0.7  # not held up either
-            waits = asyncio.create_task(rewards.score(make_rollout("7")))
+            assert (await score("7")).total == 0.7  # not held up either
+            waits = asyncio.ensure_future(score("7"))
             await asyncio.sleep(0.2)
             assert not waits.done()
             other.execute("COMMIT")
@@ -288,16 +261,15 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
         await wait_counted(tmp_path, 240)
         assert len(service.arrivals) == 2
         monkeypatch.setattr(endpoint, "LOCKED_S", 0.1)
-        rewards = scorer_of(functions(service, **counting(tmp_path)))
-        await rewards.score(make_rollout("1"))
+        score = judge()
+        await score("1")
         with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            await rewards.score(make_rollout("8"))
+            await score("8")
             with pytest.raises(RewardError, match=r"cache .*cache.db can't be used: database is locked"):
-                await rewards.score(make_rollout("9"))
+                await score("9")
             for cache in (tmp_path / "cache.db", tmp_path, tmp_path / "no" / "such.db"):
-                unusable = scorer_of(functions(service, cache=str(cache)))
-                error = str((await unusable.score(make_rollout("9"))).error)
+                error = str((await judge(cache=str(cache))("9")).error)
                 assert f"can't be set up: RewardError: the judge's cache {cache} can't be used" in error
                 assert "it must be a file that no other process holds, in a folder that is there" in error
 
@@ -305,12 +277,7 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
 async def test_the_next_rollout_with_a_text_whose_calls_have_failed_does_not_pay_for_them(
     scorer_of: Scorers, make_rollout: Make
 ) -> None:
-    said = iter(["no", '{"score": 7}'])
-
-    async def answer(headers: Headers, body: Any) -> Answer:
-        return completion(next(said))
-
-    async with Service(answer).open() as service:
+    async with saying(completion("no"), completion('{"score": 7}')).open() as service:
         rewards = scorer_of(functions(service, retries=0))
         assert (await rewards.score(make_rollout("x"))).error
         assert (await rewards.score(make_rollout("x"))).parts["judge/calls"] == 1
@@ -320,11 +287,9 @@ async def test_rewards_that_ask_one_model_share_the_smallest_of_their_limits(
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "MINUTE_S", 0.5)
-    async with Service(FakeJudge(errors=0, stalls=0, lies=0, latency_s=0)).open() as service:
-        both = functions(service, requests_per_minute=9) | functions(
-            service, "judge_ranking", requests_per_minute=3, base_url=f"{service.url}/v1/"
-        )
-        rewards = scorer_of(both)
+    async with Service(QUIET).open() as service:
+        slower = functions(service, "judge_ranking", requests_per_minute=3, base_url=f"{service.url}/v1/")
+        rewards = scorer_of(functions(service, requests_per_minute=9) | slower)
         for group in range(3):
             await rewards.score_group([make_rollout(str(2 * group + i)) for i in range(2)])
     assert (len(service.arrivals), service.most_within(0.5)) == (9, 3)
@@ -343,41 +308,22 @@ def test_limits_end_with_their_run(scorer_of: Scorers, make_rollout: Make) -> No
         (completion(LIES[1]), 2, 'RetryError: m wrote \'{"reason": "so", "score": "8"}\': its score must be a number'),
         (completion(None), 2, "m wrote '': it must hold one score"),  # and is counted, as it was paid
         ((200, {}, "<html>"), 2, "URL/v1 answered no chat completion: '<html>'"),
-        ((429, {"retry-after": "301"}, {"error": {"message": "slow down"}}), 1, "429"),
-        (
-            (401, {}, {"error": {"message": "who are you?"}}),
-            1,
-            'answered 401: {"error": {"message": "who are you?"}}',
-        ),
-        ((307, {"location": "http://127.0.0.2/"}, ""), 1, "307"),
-        (None, 2, "URL/v1/chat/completions gave no answer within 0.3 s"),
+        ((500, {}, "oops"), 2, "RefusedError: URL/v1/chat/completions answered 500: oops"),
+        ((401, {}, {"error": "who are you?"}), 1, 'answered 401: {"error": "who are you?"}'),
     ],
 )
 async def test_what_an_endpoint_answers_instead_of_a_score_is_the_error_of_the_sample(
-    scorer_of: Scorers,
-    make_rollout: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: Answer | None,
-    calls: int,
-    error: str,
+    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch, answer: Answer, calls: int, error: str
 ) -> None:
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
-
-    async def say(headers: Headers, body: Any) -> Answer | None:
-        return answer
-
-    timeout_s = 60 if answer else 0.3
-    async with Service(say).open() as service:
-        score = await scorer_of(functions(service, retries=1, timeout_s=timeout_s)).score(make_rollout())
+    async with saying(answer).open() as service:
+        score = await scorer_of(functions(service, retries=1)).score(make_rollout())
     assert error.replace("URL", service.url) in str(score.error)
     assert len(service.arrivals) == calls
 
 
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [(partial(score_in, low=0, high=10), one) for one in LIES + WRONG_RANKINGS]
-    + [(partial(ranking_in, count=4), one) for one in LIES + WRONG_RANKINGS],
-)
+@pytest.mark.parametrize("read", [partial(score_in, low=0, high=10), partial(ranking_in, count=4)])
+@pytest.mark.parametrize("text", LIES + WRONG_RANKINGS)
 def test_a_lie_is_no_verdict(read: Callable[[str], Any], text: str) -> None:
     with pytest.raises(ValueError, match=r"score|ranking|delimiter|value|string"):
         read(text)
@@ -401,21 +347,17 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
         ({"key_env": ""}, "set key_env: the variable that holds the key of http://127.0.0.1:1/v1"),
         ({"key_env": "", "base_url": "https://api.openai.com.example/v1"}, "set key_env"),
         ({"key_env": "", "base_url": "https://api.openai.com/v1"}, "OPENAI_API_KEY is not set"),
-        ({"key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
         ({"template": "{compleshun}"}, "template: 'compleshun'; its fields are {completion}, {rubric}"),
         ({"template": "{rubric}"}, "template: it lacks {completion}"),
         ({"template": '{completion} {"score": 1}'}, "any other brace is written twice"),
-        ({"scale": 5}, "judge.scale: Input should be a valid tuple"),
         ({"model": []}, "judge.model: Value should have at least 1 item"),
         ({"model": ["m", ""]}, "judge.model.1: String should have at least 1 character"),
         ({"base_url": "127.0.0.1:1"}, r"judge.base_url: String should match pattern '\^https"),
         ({"request": 5}, "judge.request: must be a mapping of key: value"),
         ({"requests_per_minute": 0}, "judge.requests_per_minute: Input should be greater than or equal to 1"),
         ({"tokens_per_minute": 512}, "set it above max_tokens, which is 512"),
-        ({"price": 3}, "judge.price: Input should be a valid tuple"),
         ({"price": [1]}, "judge.price.1: Field required"),
         ({"price": [1, -1]}, "judge.price.1: Input should be greater than or equal to 0"),
-        ({"budget": "much"}, "judge.budget: Input should be a valid number"),
     ],
 )
 def test_options_that_can_not_work_are_refused(

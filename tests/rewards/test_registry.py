@@ -1,25 +1,29 @@
 """What a reward may be: a function or a class, of one rollout or of a group; how many at once, again, and composed."""
 
 import asyncio
+import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy
 import psutil
 import pytest
 
 import fakes
 from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
+from hocket.config.sections import RewardSpec
 from hocket.errors import ConfigError
 from hocket.rewards import RetryError, RewardCalls, RewardScorer
-from hocket.rewards.base import REWARDS, reward
+from hocket.rewards.base import bind
 from hocket.rewards.runners import clock, clocked
 from hocket.rewards.scorer import Workers
-from hocket.types import Rollout, Score
+from hocket.rewards.scores import as_score
+from hocket.types import Rollout, Score, TokenSequence
 from processes import wait_for
 
 Make = Callable[..., Rollout]
@@ -83,45 +87,79 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_plugins([str(file)])
 
 
-@pytest.fixture
-def register() -> Iterator[Callable[..., None]]:
-    """Registers rewards of one test."""
-    names = []
+def test_a_function_gets_only_what_it_names(make_rollout: Make, register: Callable[..., None]) -> None:
+    register("few", lambda meta, completion, share=0.5: share)
+    register("all", lambda completion, prompt, messages, answer, token_ids, finish_reason, rollout: 0.0)
+    register("open", lambda completion, **options: options)
+    rollout = make_rollout("abdc")
+    few, opened, every = bind("few", RewardSpec(share=0.25)), bind("open", RewardSpec(any=1)), bind("all", RewardSpec())
+    assert few.arguments([rollout]) == {"meta": {"level": 2}, "completion": "abdc"}
+    assert few.made()(**few.arguments([rollout])) == 0.25
+    assert opened.made()(**opened.arguments([rollout])) == {"any": 1}
+    assert every.arguments([rollout]) == {
+        "completion": "abdc",
+        "prompt": "Sort: dbca",
+        "messages": ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}),
+        "answer": "abcd",
+        "token_ids": (10, 11, 12),
+        "finish_reason": "stop",
+        "rollout": rollout,
+    }
+    other = TokenSequence(token_ids=(7, 8, 9), mask=(False, True, True), logprobs=(0.0,) * 3)
+    both = dataclasses.replace(rollout, sequences=(other, *rollout.sequences))
+    assert every.arguments([both])["token_ids"] == (8, 9, 10, 11, 12)
 
-    def add(name: str, function: Callable[..., Any], **how: bool) -> None:
-        reward(name, **how)(function)
-        names.append(name)
 
-    yield add
-    for name in names:
-        REWARDS.forget(name)
-
-
-async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_torn_down_at_the_end(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (lambda completion, target: 0.0, {}, "needs the option 'target': set rewards.functions.mine.target"),
+        (lambda completion: 0.0, {"completion": "x"}, "'completion' comes from the rollout"),
+        (lambda completion, /, answer: 0.0, {}, r"mine\(completion, answer\) gets its arguments by name: remove the /"),
+        (lambda completions, completion: [0.0], {}, "takes a batch, but here .* or rollouts, and return a list"),
+        (lambda completion, clip=1: 0.0, {}, "'clip' is a key of every reward's section; rename the argument"),
+        (lambda completion: 0.0, {"max_concurrent": 2}, "'mine' is not async: leave its max_concurrent out"),
+        (lambda completion: 0.0, {"retries": 2}, "'mine' is not async: leave its retries out"),
+        (None, {"log": "", "word": ["a"]}, r"lexicon\(log, words\) has no option 'word' \(did you mean"),
+    ],
+)
+def test_wrong_arguments_and_options_are_answered_with_the_fix(
+    register: Callable[..., None], function: Callable[..., Any] | None, options: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
+    if function is not None:
+        register("mine", function)
+    with pytest.raises(ConfigError, match=message):
+        bind("mine" if function else "lexicon", RewardSpec.model_validate(options))
+
+
+def test_a_package_that_a_reward_needs_and_that_is_not_there_is_named(register: Callable[..., None]) -> None:
+    register("needy", lambda completion: 0.0, imports=("no_such_package",))
+    with pytest.raises(ConfigError, match="needs the package no_such_package"):
+        bind("needy", RewardSpec())
+
+
+def test_numbers_of_any_kind_are_values_and_a_dict_adds_up_and_a_score_has_its_total() -> None:
+    for number in (1, True, numpy.float32(1), numpy.int64(1)):
+        assert as_score(number) == Score(total=1.0)
+    assert as_score({"style": 0.25, "sense": 1}) == Score(total=1.25, parts={"style": 0.25, "sense": 1.0})
+    assert as_score(Score(total=3.0, parts={"style": 0.5})) == Score(total=3.0, parts={"style": 0.5})
+    assert as_score(Score(total=math.nan, error="the judge refused")).error == "the judge refused"
+
+
+@pytest.mark.usefixtures("one_worker")
+async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_again_in_the_next_and_torn_down_at_the_end(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a", "b"]}}, timeout_s=60)
     assert [(await scorer.score(make_rollout(text))).total for text in ("a c b", "c", "a")] == [2, 0, 1]
-    scorer._calls.__exit__()
-    (pid, *set_up), (same, *torn_down) = [line.split() for line in log.read_text().splitlines()]
-    assert (pid == same != str(os.getpid()), set_up, torn_down) == (True, ["set", "up"], ["torn", "down", "after", "3"])
-    with pytest.raises(ConfigError, match=r"reward lexicon\(log, words\) has no option 'word' \(did you mean"):
-        scorer_of({"lexicon": {"log": "", "word": ["a"]}})
-
-
-async def test_a_class_in_a_worker_that_ended_is_set_up_again_in_the_next(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
-    log = tmp_path / "log"
-    scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a"]}}, timeout_s=60)
-    assert (await scorer.score(make_rollout("a"))).total == 1
     (worker,) = scorer._calls._workers.values()
     worker.kill()
     assert (await scorer.score(make_rollout("a a"))).total == 2
-    assert [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()] == ["set up"] * 2
+    scorer._calls.__exit__()
+    did = [line.split(maxsplit=1) for line in log.read_text().splitlines()]
+    assert [what for _, what in did] == ["set up", "set up", "torn down after 1"]
+    assert did[0][0] != did[1][0] == did[2][0] != str(os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -129,106 +167,88 @@ async def test_a_class_in_a_worker_that_ended_is_set_up_again_in_the_next(
     [
         ("made", "sleepy: no result within 0.5 s; its worker process was ended"),
         ("raised", "sleepy: SystemExit: 3"),
-        ("left", None),
+        ("left", ""),
     ],
 )
+@pytest.mark.usefixtures("one_worker")
 async def test_a_class_that_hangs_or_exits_in_set_up_or_tear_down_costs_its_score_and_leaves_nothing(
-    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch, where: str, error: str | None
+    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch, where: str, error: str
 ) -> None:
-    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
     monkeypatch.setattr("hocket.rewards.scorer.TEAR_DOWN_S", 0.5)
     before = set(psutil.Process().children(recursive=True))
-    scorer = scorer_of({"sleepy": {"where": where}}, timeout_s=0.5 if error and where == "made" else 60)
+    scorer = scorer_of({"sleepy": {"where": where}}, timeout_s=0.5 if where == "made" else 60)
     score = await scorer.score(make_rollout())
-    assert score.error == (starts(error) if error else None)
+    assert (score.error or "").startswith(error)
     scorer._calls.__exit__()
     wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before, "no process is left", 60)
 
 
-async def test_an_async_class_that_hangs_in_set_up_is_late_and_ends_with_its_loop(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
-) -> None:
-    class Hangs:
-        async def __aenter__(self) -> None:
+class Judge:
+    """Says when it is set up, called and torn down; `fails`: what set-up does instead."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __init__(self, share: float = 1.0, fails: str = "") -> None:
+        self.share, self.fails = share, fails
+
+    async def __aenter__(self) -> "Judge":
+        if self.fails == "hangs":
             await asyncio.sleep(3600)
+        if self.fails:
+            raise OSError(self.fails)
+        self.seen.append("set up")
+        return self
 
-        async def __aexit__(self, *exc_info: object) -> None:
-            raise AssertionError("it was never entered")
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.sleep(0)
+        self.seen.append("torn down")
 
-        async def __call__(self, completion: str) -> float:
-            return 1.0
-
-    register("hangs_async", Hangs)
-    scorer = scorer_of({"hangs_async": 1.0, "exact_match": 1.0}, timeout_s=0.2)
-    for score in await scorer.score_group([make_rollout()] * 2):
-        assert (score.error, score.parts) == ("hangs_async: no result within 0.2 s", {"exact_match": 1.0})
+    async def __call__(self, completion: str) -> float:
+        self.seen.append(completion)
+        return self.share * len(completion)
 
 
 def test_an_async_class_lives_as_long_as_its_event_loop(
     scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
 ) -> None:
-    seen: list[str] = []
-
-    class Judge:
-        def __init__(self, share: float = 1.0) -> None:
-            self.share = share
-
-        async def __aenter__(self) -> "Judge":
-            seen.append("set up")
-            return self
-
-        async def __aexit__(self, *exc_info: object) -> None:
-            await asyncio.sleep(0)
-            seen.append("torn down")
-
-        async def __call__(self, completion: str) -> float:
-            seen.append(completion)
-            return self.share * len(completion)
-
-    class Broken(Judge):
-        async def __aenter__(self) -> "Judge":
-            raise OSError("no route")
-
     register("grader", Judge)
-    register("broken", Broken)
     scorer = scorer_of({"grader": {"share": 0.5}})
 
     async def both() -> list[float]:
         return [(await scorer.score(make_rollout(text))).total for text in ("ab", "c")]
 
+    Judge.seen.clear()
     for _ in range(2):
         assert asyncio.run(both()) == [1.0, 0.5]
-    assert seen == ["set up", "ab", "c", "torn down"] * 2
-    error = asyncio.run(scorer_of({"broken": 1.0}).score(make_rollout())).error
-    assert "can't be set up: OSError: no route" in str(error)
+    assert Judge.seen == ["set up", "ab", "c", "torn down"] * 2
+
+
+@pytest.mark.parametrize(
+    ("fails", "error"), [("no route", "can't be set up: OSError: no route"), ("hangs", "no result within 0.2 s")]
+)
+async def test_an_async_class_that_hangs_or_fails_in_set_up_costs_its_score_alone(
+    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], fails: str, error: str
+) -> None:
+    register("grader", Judge)
+    scorer = scorer_of({"grader": {"fails": fails}, "exact_match": 1.0}, timeout_s=0.2)
+    for score in await scorer.score_group([make_rollout()] * 2):
+        assert (score.error, score.parts) == (f"grader: {error}", {"exact_match": 1.0})
 
 
 async def test_training_and_evaluation_share_calls_and_each_counts_its_own_rewards(
     make_rollout: Make, register: Callable[..., None]
 ) -> None:
-    made: list[int] = []
-
-    class Counts:
-        async def __aenter__(self) -> "Counts":
-            made.append(0)
-            return self
-
-        async def __aexit__(self, *exc_info: object) -> None: ...
-
-        async def __call__(self, completion: str) -> float:
-            made[-1] += 1
-            return made[-1]
-
-    register("counts", Counts)
-    config = RewardsConfig.model_validate({"functions": {"counts": {"weight": 0.5}, "exact_match": 1.0}})
+    register("grader", Judge)
+    config = RewardsConfig.model_validate({"functions": {"grader": {"weight": 0.5}, "exact_match": 1.0}})
+    Judge.seen.clear()
     with RewardCalls(config, [*config.functions, "think_format"]) as calls:
-        training, counts, other = (
-            RewardScorer(calls, names) for names in (config.functions, ["counts"], ["think_format"])
+        training, judged, other = (
+            RewardScorer(calls, names) for names in (config.functions, ["grader"], ["think_format"])
         )
-        assert (await training.score(make_rollout())).parts == {"counts": 1.0, "exact_match": 1.0}
-        assert (await counts.score(make_rollout())).total == 1.0  # 0.5 · 2, by the same instance
+        assert (await training.score(make_rollout())).parts == {"grader": 4.0, "exact_match": 1.0}
+        assert (await judged.score(make_rollout())).total == 2.0
         assert (await other.score(make_rollout())).parts == {"think_format": 0.0}
-    assert made == [2]
+    assert Judge.seen == ["set up", "abcd", "abcd"]
 
 
 async def test_a_group_is_ranked_in_one_call_without_the_rollouts_that_failed(
@@ -246,8 +266,7 @@ async def test_a_group_is_ranked_in_one_call_without_the_rollouts_that_failed(
     [
         ("raise", ["KeyError: 'no such word'"] * 2),
         ("[1.0]", ["returned 1 results for 2 completions"] * 2),
-        ("1.0", ["returned float instead of a list of 2 results, one per completion"] * 2),
-        ("None", ["returned None instead of a list of 2"] * 2),
+        ("None", ["returned None instead of a list of 2 results, one per completion"] * 2),
         ("'ab'", ["returned str instead of a list of 2"] * 2),
         ("[float('nan'), {'good': 2}]", ["returned nan, which is not a finite number", None]),
         ("[3, None]", [None, "returned None instead of a number"]),
@@ -261,22 +280,6 @@ async def test_what_a_group_does_not_get_is_the_error_of_each_that_lacks_it(
     for score, error in zip(scores, errors, strict=True):
         assert (score.error or "").startswith(f"longest: {error}" if error else ""), score
         assert math.isnan(score.total) == (error is not None)
-
-
-def test_a_group_has_no_single_completion_and_keys_of_every_reward_are_no_options(
-    scorer_of: Scorers, register: Callable[..., None]
-) -> None:
-    register("mixed", lambda completions, completion: [0.0], inline=True)
-    register("clips", lambda completion, clip=1: 0.0, inline=True)
-    register("plain", lambda completion: 0.0, inline=True)
-    for functions, message in (
-        ({"mixed": 1.0}, "takes a batch, but here .* or rollouts, and return a list"),
-        ({"clips": 1.0}, "'clip' is a key of every reward's section; rename the argument"),
-        ({"plain": {"max_concurrent": 2}}, "'plain' is not async: leave its max_concurrent out"),
-        ({"plain": {"retries": 2}}, "'plain' is not async: leave its retries out"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            scorer_of(functions)
 
 
 async def test_at_most_max_concurrent_calls_run_and_the_refused_are_made_again(
@@ -318,7 +321,8 @@ async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_
     scorer = scorer_of({"refuses": {"retries": 4}})
     for text, number in (("", 4), ("7", 4), ("1e9", 0)):
         waits.clear()
-        assert (await scorer.score(make_rollout(text))).error == starts("refuses: RetryError: overloaded")
+        error = (await scorer.score(make_rollout(text))).error
+        assert str(error).startswith("refuses: RetryError: overloaded")
         assert len(waits) == number
         if text == "":
             assert all(2**i / 2 <= seconds <= 2**i for i, seconds in enumerate(waits))
@@ -326,6 +330,7 @@ async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_
             assert set(waits) <= {7.0}
 
 
+@pytest.mark.usefixtures("one_worker")
 async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
     scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,16 +361,14 @@ async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
 
     monkeypatch.setattr("hocket.rewards.runners.time", time)
     monkeypatch.setattr("hocket.rewards.runners.asyncio.sleep", wait)
-    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
     asks = lambda *_: passes(3.0) and [Score(total=1.0)]  # noqa: E731
     monkeypatch.setattr(Workers, "_worker", lambda workers: SimpleNamespace(ask=asks))
     register("refuses_once", refuses_once)
     register("queues", Queues)
-    register("inline", lambda completion: passes(4.0), inline=True)
+    register("inline", lambda completion: passes(4.0))
     functions = {"refuses_once": {"max_concurrent": 1}, "queues": 1.0, "inline": 1.0, "lexicon": {"log": ""}}
     scorer = scorer_of(functions)
-    scores = await asyncio.gather(*(scorer.score(make_rollout()) for _ in range(3)))
-    assert [score.error for score in scores] == [None] * 3
+    assert [one.error for one in await scorer.score_group([make_rollout()] * 3)] == [None] * 3
     taken = {name: list(seconds) for name, seconds in scorer._calls.seconds.items()}
     assert taken == {"refuses_once": [2.0] * 4, "queues": [5.0] * 3, "inline": [4.0] * 3, "lexicon": [3.0] * 3}
 
@@ -383,36 +386,36 @@ async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
     ],
 )
 async def test_gates_limits_and_normalised_values(
-    scorer_of: Scorers,
-    make_rollout: Make,
-    register: Callable[..., None],
-    specs: dict[str, Any],
-    totals: list[float],
+    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], specs: dict[str, Any], totals: list[float]
 ) -> None:
-    register("right", lambda completion: float(completion.split()[0]), inline=True)
-    register("long", lambda completion: float(completion.split()[1]), inline=True)
+    register("right", lambda completion: float(completion.split()[0]))
+    register("long", lambda completion: float(completion.split()[1]))
     scores = await scorer_of(specs).score_group([make_rollout(text) for text in ("1 0.5", "0 3", "0 -1", "1 0")])
     assert [score.total for score in scores] == pytest.approx(totals, abs=1e-4)
     assert [score.parts["long"] for score in scores] == [0.5, 3.0, -1.0, 0.0]  # as they were returned
 
 
+@pytest.mark.parametrize(
+    ("texts", "spec", "total"),
+    [
+        (["0.1"] * 3, {"normalize": True}, 0.0),
+        (["5"], {"normalize": True}, 0.0),
+        (["1e308"] * 2, {"normalize": True}, "the weighted sum is "),
+        (["1e308"], {}, "the weighted sum is 1e+308, and neither it nor a value may be beyond ±1e+30"),
+        (["1e308"], {"weight": 0.0}, "the weighted sum is 0.0, and neither it nor a value may be beyond ±1e+30"),
+    ],
+)
 async def test_equal_values_and_too_large_ones_are_no_accident_of_normalising(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
+    scorer_of: Scorers,
+    make_rollout: Make,
+    register: Callable[..., None],
+    texts: list[str],
+    spec: dict[str, Any],
+    total: float | str,
 ) -> None:
-    register("value", lambda completion: float(completion), inline=True)
-    scorer = scorer_of({"value": {"normalize": True}})
-    for one in await scorer.score_group([make_rollout("0.1")] * 3):
-        assert one.total == pytest.approx(0.0, abs=1e-9)
-    assert (await scorer.score_group([make_rollout("5")]))[0].total == 0.0
-    huge = await scorer.score_group([make_rollout("1e308"), make_rollout("1e308")])
-    assert all("nor a value may be beyond ±1e+30" in str(one.error) for one in huge)
-    for weight, total in ((1.0, "1e+308"), (0.0, "0.0")):
-        (alone,) = await scorer_of({"value": {"weight": weight}}).score_group([make_rollout("1e308")])
-        assert str(alone.error).startswith(f"the weighted sum is {total}, and neither it nor a value may be beyond")
-
-
-class starts(str):  # noqa: N801 - reads as a word
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and other.startswith(str(self))
-
-    __hash__ = str.__hash__
+    register("value", lambda completion: float(completion))
+    for one in await scorer_of({"value": spec}).score_group([make_rollout(text) for text in texts]):
+        if isinstance(total, str):
+            assert str(one.error).startswith(total)
+        else:
+            assert one.total == pytest.approx(total, abs=1e-9)
