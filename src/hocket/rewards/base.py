@@ -1,8 +1,9 @@
 """Register rewards, and bind them to the config.
 
 A reward is a function, or a class whose instances are called, and set up and torn down as context managers. It scores
-one rollout, or a whole group where it names `completions` or `rollouts`. It gets the `_ARGUMENTS` that it names; every
-other one is an option of the config, which a class gets when it is made.
+one rollout, or a whole group where it names `completions` or `rollouts`. It gets the
+arguments of `_OF_PROMPT`, `_OF_ONE` and `_OF_GROUP` that it names; every other one is an option of the config, which a
+class gets when it is made.
 """
 
 import dataclasses
@@ -42,7 +43,6 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "rollouts": list,
 }
 _OF_FIRST = _OF_PROMPT | _OF_ONE
-_ARGUMENTS = _OF_FIRST.keys() | _OF_GROUP.keys()
 _ROW = "; the row's answer is the argument answer, its other columns are in meta"
 
 
@@ -149,6 +149,7 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
         groups = "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
         raise ConfigError(f"{called} takes a batch, but here it scores one rollout: {advice}; {groups}")
+    known = _OF_PROMPT.keys() | (_OF_GROUP if of_group else _OF_ONE)
     fields = set(type(spec).model_fields)
     options = spec.model_dump(exclude=fields)
     reserved = fields & inspect.signature(found.function).parameters.keys() - {"retries"}
@@ -160,16 +161,16 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         retries = 0
     if found.is_class:
         options = options_of(called, found.function, options, section=section)
-        options_of(called, scores, {}, section=section, keys=_ARGUMENTS)  # a call gets none
+        options_of(called, scores, {}, section=section, keys=known)  # a call gets none
     else:
-        taken = _ARGUMENTS & options.keys()
+        taken = known & options.keys()
         if taken:
             raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-        options = options_of(called, scores, options, section=section, keys=_ARGUMENTS, row=_ROW)
+        options = options_of(called, scores, options, section=section, keys=known, row=_ROW)
     bound = dataclasses.replace(
         found,
         options=options,
-        asks_for=asks_for & _ARGUMENTS,
+        asks_for=asks_for & known,
         of_group=of_group,
         max_concurrent=spec.max_concurrent,
         retries=retries,
