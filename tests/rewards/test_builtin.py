@@ -1,6 +1,7 @@
 import json
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,25 +13,48 @@ Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
 
 
-def test_exact_match_ignores_only_the_spaces_around_and_needs_an_answer() -> None:
-    for completion, answer, value in (
-        ("abcd", "abcd", 1.0),
-        (" abcd\n", "abcd ", 1.0),
-        ("abdc", "abcd", 0.0),
-        ("Abcd", "abcd", 0.0),
-        ("", "abcd", 0.0),
-    ):
-        assert builtin.exact_match(completion, answer) == value, completion
-    with pytest.raises(ValueError, match=r"the prompt has no answer to compare with; set data\.answer_column"):
-        builtin.exact_match("abcd", None)
+@pytest.mark.parametrize(
+    ("name", "arguments", "value"),
+    [
+        ("exact_match", ("abcd", "abcd"), 1.0),
+        ("exact_match", (" abcd\n", "abcd "), 1.0),
+        ("exact_match", ("abdc", "abcd"), 0.0),
+        ("exact_match", ("Abcd", "abcd"), 0.0),
+        ("exact_match", ("", "abcd"), 0.0),
+        ("position_match", ("dcba", "dcba"), 1.0),
+        ("position_match", ("dcab", "dcba"), 0.5),
+        ("position_match", ("dcb", "dcba"), 0.75),
+        ("position_match", ("dcbaz", "dcba"), 0.8),
+        ("position_match", ("", "dcba"), 0.0),
+        ("position_match", ("", ""), 0.0),
+        ("think_format", ("<think>d is last</think>abcd",), 1.0),
+        ("think_format", ("\n<think>\nb\nc\n</think>\n\nabcd",), 1.0),
+        ("think_format", ("abcd",), 0.0),
+        ("think_format", ("<think>  </think>abcd",), 0.0),
+        ("think_format", ("<think>x</think> \n",), 0.0),
+        ("think_format", ("<think>x",), 0.0),
+        ("think_format", ("x</think>abcd",), 0.0),
+        ("think_format", ("well <think>x</think>abcd",), 0.0),
+        ("think_format", ("<think>x</think>abcd<think>y</think>z",), 0.0),
+        ("think_format", ("<think>x</think></think>abcd",), 0.0),
+        ("repetition", ("a b c a b c", 3), -1 / 4),  # abc bca cab abc
+        ("repetition", ("no no No no no", 1), -4 / 5),
+        ("repetition", ("all words differ here", 3), 0.0),
+        ("repetition", ("two words", 3), 0.0),
+        ("regex", ("so it is 42.", r"\d+"), 1.0),
+        ("regex", ("so it is 42.", r"\d+", True), 0.0),
+        ("regex", ("a\nb", "a.b", True), 1.0),
+        ("regex", ("none", r"\d"), 0.0),
+    ],
+)
+def test_the_values_of_the_page(name: str, arguments: tuple[Any, ...], value: float) -> None:
+    assert getattr(builtin, name)(*arguments) == pytest.approx(value)
 
 
-def test_position_match_is_the_share_of_characters_in_their_places_of_the_longer_text() -> None:
-    for completion, value in (("dcba", 1.0), ("dcab", 0.5), ("abcd", 0.0), ("dcb", 0.75), ("dcbaz", 0.8), ("", 0.0)):
-        assert builtin.position_match(completion, "dcba") == value, completion
-    assert builtin.position_match("", "") == 0.0
-    with pytest.raises(ValueError, match=r"set data\.answer_column"):
-        builtin.position_match("abcd", None)
+def test_without_an_answer_there_is_no_match() -> None:
+    for match in (builtin.exact_match, builtin.position_match):
+        with pytest.raises(ValueError, match=r"the prompt has no answer to compare with; set data\.answer_column"):
+            match("abcd", None)
 
 
 def test_length_is_the_relative_distance_to_the_target() -> None:
@@ -44,43 +68,8 @@ def test_length_is_the_relative_distance_to_the_target() -> None:
             builtin.LengthReward(target, up_to)
 
 
-def test_think_format_wants_one_thought_and_then_an_answer() -> None:
-    for completion in ("<think>d is last</think>abcd", "\n<think>\nb\nc\n</think>\n\nabcd"):
-        assert builtin.think_format(completion) == 1.0
-    for completion in (
-        "abcd",
-        "<think>  </think>abcd",
-        "<think>x</think> \n",
-        "<think>x",
-        "x</think>abcd",
-        "well <think>x</think>abcd",
-        "<think>x</think>abcd<think>y</think>z",
-        "<think><think>x</think>abcd",
-        "<think>x</think></think>abcd",
-    ):
-        assert builtin.think_format(completion) == 0.0, completion
-
-
-def test_repetition_is_the_share_of_repeated_n_grams() -> None:
-    for completion, n, value in (
-        ("a b c a b c", 3, -1 / 4),  # abc bca cab abc
-        ("no no No no no", 1, -4 / 5),
-        ("all words differ here", 3, 0.0),
-        ("two words", 3, 0.0),
-        ("", 3, 0.0),
-    ):
-        assert builtin.repetition(completion, n) == pytest.approx(value), completion
-
-
-def test_regex_searches_or_matches_all() -> None:
-    for completion, pattern, full, value in (
-        ("so it is 42.", r"\d+", False, 1.0),
-        ("so it is 42.", r"\d+", True, 0.0),
-        ("a\nb", "a.b", True, 1.0),
-        ("none", r"\d", False, 0.0),
-    ):
-        assert builtin.regex(completion, pattern, full) == value
-    assert REWARDS.get("regex").runs == REWARDS.get("json_schema").runs == "worker"  # either may take for ever
+def test_what_may_take_for_ever_has_a_deadline() -> None:
+    assert {REWARDS.get(name).runs for name in ("regex", "json_schema", "math", "code")} == {"worker"}
 
 
 SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
@@ -167,4 +156,3 @@ def test_random_depends_on_the_rollout_and_the_seed_only(make_rollout: Make) -> 
 )
 def test_math_compares_values_after_the_thought(value: float, answer: str, completion: str) -> None:
     assert builtin.math(completion, answer) == value
-    assert REWARDS.get("math").runs == "worker"  # which has a deadline

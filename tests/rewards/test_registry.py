@@ -28,6 +28,7 @@ from processes import wait_for
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
+Register = Callable[..., None]
 
 PLUGIN = """
 import os, subprocess, sys, time
@@ -35,42 +36,27 @@ from hocket.rewards import reward
 
 @reward("lexicon")
 class Lexicon:
-    def __init__(self, log, words=()):
-        self.log, self.words, self.calls = log, set(words), 0
+    def __init__(self, log="/dev/null", words=(), hangs_in=""):
+        self.log, self.words, self.hangs_in, self.calls = log, set(words), hangs_in, 0
+        self.write("made")
 
     def __enter__(self):
         self.write("set up")
         return self
 
     def __exit__(self, *exc_info):
+        subprocess.Popen(["sleep", "600"])
         self.write(f"torn down after {self.calls}")
 
-    def write(self, text):
+    def write(self, does):
         with open(self.log, "a") as file:
-            print(os.getpid(), text, file=file)
+            print(os.getpid(), does, file=file)
+        if self.hangs_in and does.startswith(self.hangs_in):
+            time.sleep(600) if does != "set up" else sys.exit(3)
 
     def __call__(self, completion):
         self.calls += 1
         return sum(word in self.words for word in completion.split())
-
-@reward("sleepy")
-class Sleepy:
-    def __init__(self, where):
-        self.where = where
-        if where == "made":
-            time.sleep(600)
-
-    def __enter__(self):
-        if self.where == "raised":
-            sys.exit(3)
-        return self
-
-    def __exit__(self, *exc_info):
-        subprocess.Popen(["sleep", "600"])
-        time.sleep(600)
-
-    def __call__(self, completion):
-        return 1.0
 
 @reward("longest")
 def longest(completions, answer):
@@ -87,7 +73,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_plugins([str(file)])
 
 
-def test_a_function_gets_only_what_it_names(make_rollout: Make, register: Callable[..., None]) -> None:
+def test_a_function_gets_only_what_it_names(make_rollout: Make, register: Register) -> None:
     register("few", lambda meta, completion, share=0.5: share)
     register("all", lambda completion, prompt, messages, answer, token_ids, finish_reason, rollout: 0.0)
     register("open", lambda completion, **options: options)
@@ -120,20 +106,17 @@ def test_a_function_gets_only_what_it_names(make_rollout: Make, register: Callab
         (lambda completion, clip=1: 0.0, {}, "'clip' is a key of every reward's section; rename the argument"),
         (lambda completion: 0.0, {"max_concurrent": 2}, "'mine' is not async: leave its max_concurrent out"),
         (lambda completion: 0.0, {"retries": 2}, "'mine' is not async: leave its retries out"),
-        (None, {"log": "", "word": ["a"]}, r"lexicon\(log, words\) has no option 'word' \(did you mean"),
+        (None, {"log": "", "word": ["a"]}, r"lexicon\(log, words, hangs_in\) has no option 'word' \(did you mean"),
     ],
 )
 def test_wrong_arguments_and_options_are_answered_with_the_fix(
-    register: Callable[..., None], function: Callable[..., Any] | None, options: dict[str, Any], message: str
+    register: Register, function: Callable[..., Any] | None, options: dict[str, Any], message: str
 ) -> None:
     if function is not None:
         register("mine", function)
     with pytest.raises(ConfigError, match=message):
         bind("mine" if function else "lexicon", RewardSpec.model_validate(options))
-
-
-def test_a_package_that_a_reward_needs_and_that_is_not_there_is_named(register: Callable[..., None]) -> None:
-    register("needy", lambda completion: 0.0, imports=("no_such_package",))
+    register("needy", len, imports=("no_such_package",))
     with pytest.raises(ConfigError, match="needs the package no_such_package"):
         bind("needy", RewardSpec())
 
@@ -158,16 +141,16 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_again_in_
     assert (await scorer.score(make_rollout("a a"))).total == 2
     scorer._calls.__exit__()
     did = [line.split(maxsplit=1) for line in log.read_text().splitlines()]
-    assert [what for _, what in did] == ["set up", "set up", "torn down after 1"]
-    assert did[0][0] != did[1][0] == did[2][0] != str(os.getpid())
+    assert [what for _, what in did] == ["made", "set up"] * 2 + ["torn down after 1"]
+    assert did[0][0] == did[1][0] != did[2][0] == did[4][0] != str(os.getpid())
 
 
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("made", "sleepy: no result within 0.5 s; its worker process was ended"),
-        ("raised", "sleepy: SystemExit: 3"),
-        ("left", ""),
+        ("made", "lexicon: no result within 0.5 s; its worker process was ended"),
+        ("set up", "lexicon: SystemExit: 3"),
+        ("torn down", ""),
     ],
 )
 @pytest.mark.usefixtures("one_worker")
@@ -176,7 +159,7 @@ async def test_a_class_that_hangs_or_exits_in_set_up_or_tear_down_costs_its_scor
 ) -> None:
     monkeypatch.setattr("hocket.rewards.scorer.TEAR_DOWN_S", 0.5)
     before = set(psutil.Process().children(recursive=True))
-    scorer = scorer_of({"sleepy": {"where": where}}, timeout_s=0.5 if where == "made" else 60)
+    scorer = scorer_of({"lexicon": {"hangs_in": where}}, timeout_s=0.5 if where == "made" else 60)
     score = await scorer.score(make_rollout())
     assert (score.error or "").startswith(error)
     scorer._calls.__exit__()
@@ -209,7 +192,7 @@ class Judge:
 
 
 def test_an_async_class_lives_as_long_as_its_event_loop(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
+    scorer_of: Scorers, make_rollout: Make, register: Register
 ) -> None:
     register("grader", Judge)
     scorer = scorer_of({"grader": {"share": 0.5}})
@@ -227,7 +210,7 @@ def test_an_async_class_lives_as_long_as_its_event_loop(
     ("fails", "error"), [("no route", "can't be set up: OSError: no route"), ("hangs", "no result within 0.2 s")]
 )
 async def test_an_async_class_that_hangs_or_fails_in_set_up_costs_its_score_alone(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], fails: str, error: str
+    scorer_of: Scorers, make_rollout: Make, register: Register, fails: str, error: str
 ) -> None:
     register("grader", Judge)
     scorer = scorer_of({"grader": {"fails": fails}, "exact_match": 1.0}, timeout_s=0.2)
@@ -236,7 +219,7 @@ async def test_an_async_class_that_hangs_or_fails_in_set_up_costs_its_score_alon
 
 
 async def test_training_and_evaluation_share_calls_and_each_counts_its_own_rewards(
-    make_rollout: Make, register: Callable[..., None]
+    make_rollout: Make, register: Register
 ) -> None:
     register("grader", Judge)
     config = RewardsConfig.model_validate({"functions": {"grader": {"weight": 0.5}, "exact_match": 1.0}})
@@ -283,7 +266,7 @@ async def test_what_a_group_does_not_get_is_the_error_of_each_that_lacks_it(
 
 
 async def test_at_most_max_concurrent_calls_run_and_the_refused_are_made_again(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    scorer_of: Scorers, make_rollout: Make, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, most, refused = 0, 0, set[str]()
 
@@ -306,7 +289,7 @@ async def test_at_most_max_concurrent_calls_run_and_the_refused_are_made_again(
 
 
 async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_long_is_an_error(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    scorer_of: Scorers, make_rollout: Make, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
 
@@ -332,7 +315,7 @@ async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_
 
 @pytest.mark.usefixtures("one_worker")
 async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    scorer_of: Scorers, make_rollout: Make, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     time, refused = fakes.Clock(), list[str]()
 
@@ -366,7 +349,7 @@ async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
     register("refuses_once", refuses_once)
     register("queues", Queues)
     register("inline", lambda completion: passes(4.0))
-    functions = {"refuses_once": {"max_concurrent": 1}, "queues": 1.0, "inline": 1.0, "lexicon": {"log": ""}}
+    functions = {"refuses_once": {"max_concurrent": 1}, "queues": 1.0, "inline": 1.0, "lexicon": 1.0}
     scorer = scorer_of(functions)
     assert [one.error for one in await scorer.score_group([make_rollout()] * 3)] == [None] * 3
     taken = {name: list(seconds) for name, seconds in scorer._calls.seconds.items()}
@@ -386,7 +369,7 @@ async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
     ],
 )
 async def test_gates_limits_and_normalised_values(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], specs: dict[str, Any], totals: list[float]
+    scorer_of: Scorers, make_rollout: Make, register: Register, specs: dict[str, Any], totals: list[float]
 ) -> None:
     register("right", lambda completion: float(completion.split()[0]))
     register("long", lambda completion: float(completion.split()[1]))
@@ -408,7 +391,7 @@ async def test_gates_limits_and_normalised_values(
 async def test_equal_values_and_too_large_ones_are_no_accident_of_normalising(
     scorer_of: Scorers,
     make_rollout: Make,
-    register: Callable[..., None],
+    register: Register,
     texts: list[str],
     spec: dict[str, Any],
     total: float | str,

@@ -103,22 +103,18 @@ def ask(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "told"),
     [
-        ({"samples": [{"prompt": "a", "completion": 5}]}, 422, "'completion' must be a text, got 5; the body must be"),
-        ({"samples": [{"prompt": p, "completion": "a"} for p in "ab"]}, 422, "the samples differ in prompt, messages"),
-        ({"samples": 5}, 422, "TypeError: object of type 'int' has no len(); the body must be"),
-        ({"samples": [{}] * 4097}, 422, "4097 samples, more than the 4096 of one request"),
-        ('{"samples": ' + "[" * 100_000, 422, "RecursionError: "),
-        ({"completions": []}, 422, "KeyError: 'samples'; the body must be"),
-        ([5], 422, "the body must be"),
+        ({"samples": [{"prompt": "a", "completion": 5}]}, "'completion' must be a text, got 5; the body must be"),
+        ({"samples": [{"prompt": p, "completion": "a"} for p in "ab"]}, "the samples differ in prompt, messages"),
+        ({"samples": [{}] * 4097}, "4097 samples, more than the 4096 of one request"),
+        ('{"samples": ' + "[" * 100_000, "RecursionError: "),
+        ([5], "the body must be"),
     ],
 )
-def test_a_body_that_holds_no_samples_is_refused_with_what_it_must_be(
-    url: str, body: Any, status: int, told: str
-) -> None:
-    found, answer = ask(url, body)
-    assert (found, told in answer["detail"]) == (status, True), answer
+def test_a_body_that_holds_no_samples_is_refused_with_what_it_must_be(url: str, body: Any, told: str) -> None:
+    status, answer = ask(url, body)
+    assert (status, told in answer["detail"]) == (422, True), answer
     assert ask(url, body, token=None)[0] == ask(url, body, token="wrong")[0] == 401
 
 
