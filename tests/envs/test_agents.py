@@ -70,10 +70,7 @@ async def test_a_function_returns_a_number_text_or_nothing_or_has_raised(name: s
         ({"function": "text_of_test"}, "no agent 'text_of_test' .did you mean 'text_of_tests'"),
         ({"command": "no-such-program --fast"}, "there is no program 'no-such-program --fast'"),
         ({"command": " "}, "there is no program ' '"),
-        (
-            {"function": "text_of_tests", "concurrency": 0},
-            "env.concurrency: Input should be greater than or equal to 1",
-        ),
+        ({"function": "text_of_tests", "concurrency": 0}, "env.concurrency: .* greater than or equal to 1"),
     ],
 )
 def test_options_that_can_not_be_are_refused_with_the_fix(options: dict[str, Any], says: str) -> None:
@@ -111,24 +108,24 @@ print()
 
 
 @pytest.mark.parametrize(
-    ("prints", "result"),
+    ("code", "result"),
     [
-        ("reward: 0.25", 0.25),
-        ("so be it\\nreward: -1e2", -100.0),
-        ("0.25", "0.25"),  # an answer, which rewards score
-        ("the reward: 1", "the reward: 1"),
+        ('print("reward: 0.25")', 0.25),
+        ('print("so be it\\nreward: -1e2")', -100.0),
+        ('print("0.25")', "0.25"),  # an answer, which rewards score
+        ('print("the reward: 1\\n")', "the reward: 1"),
         ("", None),
+        ("{}['gone']", RuntimeError("my agent.py' --fast ended with status 1: KeyError: 'gone'")),
     ],
 )
-async def test_the_last_line_of_a_program_is_its_reward_or_its_answer(
-    tmp_path: Path, prints: str, result: float | str | None
+async def test_the_last_line_of_a_program_is_its_reward_its_answer_or_why_it_fails(
+    tmp_path: Path, code: str, result: float | str | RuntimeError | None
 ) -> None:
-    assert await program(tmp_path, f'print("{prints}")').run(TASK) == result
-
-
-async def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"my agent.py' --fast ended with status 1: KeyError: 'gone'"):
-        await program(tmp_path, "{}['gone']").run(TASK)
+    if isinstance(result, RuntimeError):
+        with pytest.raises(RuntimeError, match=str(result)):
+            await program(tmp_path, code).run(TASK)
+    else:
+        assert await program(tmp_path, code).run(TASK) == result
 
 
 CHILDREN = """

@@ -46,11 +46,7 @@ async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the
         ("echo_of_tests", {"word": "a", "times": 0}, "refuses its options: times must be at least 1"),
         ("tools", {"tools": ["calculat"], "parser": "hermes"}, r"no tool 'calculat' \(did you mean 'calculate'\?\)"),
         ("tools", {"tools": [], "parser": "hermes"}, "env.tools: Value should have at least 1 item"),
-        (
-            "tools",
-            {"tools": ["calculate"], "parser": "hermes", "call_timeout_s": 0},
-            "env.call_timeout_s: .* greater than 0",
-        ),
+        ("tools", {"tools": ["x"], "parser": "hermes", "call_timeout_s": 0}, "env.call_timeout_s: .* greater than 0"),
     ],
 )
 def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str, options: dict, said: str) -> None:
@@ -64,10 +60,8 @@ def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str
         ({"messages": [{}], "text": "a"}, "messages end the model's turn: leave them out, or text and goes_on"),
         ({"messages": [{}], "goes_on": True}, "messages end the model's turn"),
         ({"max_tokens": 0}, "max_tokens\n  Input should be greater than or equal to 1"),
-        ({"max_tokens": 2.5}, "max_tokens\n  Input should be a valid integer"),
         ({"text": b"hi"}, "text\n  Input should be a valid string"),
         ({"stop": "ab"}, "stop\n  Input should be a valid tuple"),
-        ({"stop": (5,)}, "stop.0\n  Input should be a valid string"),
         ({"stop": ("",)}, "stop.0\n  String should have at least 1 character"),
         ({"reward": "1"}, "reward.*\n  Input should be a valid number"),
     ],
@@ -80,17 +74,9 @@ def test_nonsense_is_refused_where_it_is_said(fields: dict, said: str) -> None:
 
 
 def test_half_a_surrogate_pair_which_has_no_encoding_is_told_as_a_question_mark() -> None:
-    call = {
-        "role": "tool",
-        "name": "\ud800",
-        "tool_call_id": "\udc00",
-        "content": "é😀\ud83d",
-        "parts": [{"\udfff": 1}],
-    }
-    assert Step(messages=[call]).messages == [
-        {"role": "tool", "name": "?", "tool_call_id": "?", "content": "é😀?", "parts": [{"?": 1}]}
-    ]
-    assert Observation(text="0\ud83d").text == "0?"
+    call = {"role": "tool", "name": "\ud800", "content": "é😀\ud83d", "parts": [{"\udfff": 1}]}
+    told = {"role": "tool", "name": "?", "content": "é😀?", "parts": [{"?": 1}]}
+    assert (Step(messages=[call]).messages, Observation(text="0\ud83d").text) == ([told], "0?")
 
 
 async def test_guess_tells_where_the_number_is_and_rewards_finding_it() -> None:

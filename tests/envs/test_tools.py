@@ -96,7 +96,6 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
     ("name", "arguments", "said"),
     [
         ("calculator", "{}", "error: there is no tool 'calculator', only calculate, slow_of_tests, meet_of_tests"),
-        ("bare", "{}", "error: there is no tool 'bare'"),
         ("calculate", "{", "error: JSONDecodeError"),
         ("calculate", "[1]", "error: the arguments must be a JSON object"),
         ("calculate", '{"x": "1"}', "error: TypeError: missing a required argument: 'expression'"),
@@ -124,10 +123,9 @@ def test_the_calculator_computes(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
-NO_NUMBERS = ("__import__('os').getcwd()", "2**999999999", "a", "True+1", "'a'*9", "[1]", "", "1+", "1" * 201, "(" * 99)
-
-
-@pytest.mark.parametrize("expression", NO_NUMBERS)
+@pytest.mark.parametrize(
+    "expression", ["__import__('os').getcwd()", "2**999999999", "True+1", "'a'*9", "", "1" * 201, "(" * 99]
+)
 def test_the_calculator_runs_no_code(expression: str) -> None:
     with pytest.raises((ValueError, SyntaxError, MemoryError)):
         calculate(expression)
