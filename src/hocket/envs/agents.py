@@ -46,10 +46,7 @@ class Task:
 
 @environment("agent")
 class Agent(Environment):
-    """The user's own code: it returns the reward, a text for the rewards to score, or None to score the last turn.
-
-    It is a registered function or, instead, the command line of a program.
-    """
+    """The user's own code, a function or a program; it returns the reward, a text to score, or None: the last turn."""
 
     keeps_messages = False
 
@@ -73,7 +70,7 @@ class Agent(Environment):
         return players.agents(self)
 
     async def run(self, task: Task) -> float | str | None:
-        """Play one episode. Raise whatever the agent raises; cancellation ends a program."""
+        """Play one episode; cancellation ends a program."""
         returned = await self._play(task)
         if isinstance(returned, numbers.Real):
             return float(returned)

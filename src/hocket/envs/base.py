@@ -34,7 +34,7 @@ class Action:
 
 
 def _encodable(value: Any) -> Any:
-    """Replace what UTF-8 can't encode in all strings of the value; what is no JSON is refused later."""
+    """Replace half surrogate pairs, which have no encoding, by question marks; what is no JSON is refused later."""
     try:
         return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except TypeError:
@@ -43,10 +43,7 @@ def _encodable(value: Any) -> Any:
 
 @pydantic_dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the model reads before its next turn, and how that turn is sampled.
-
-    Half a surrogate pair, which has no encoding, becomes a question mark.
-    """
+    """What the model reads before its next turn, and how that turn is sampled."""
 
     messages: Annotated[Sequence[Message], BeforeValidator(_encodable)] = ()  # rendered by the chat template
     text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""  # instead of messages: follows as it is
@@ -62,7 +59,7 @@ class Observation:
 
 @pydantic_dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Observation):
-    """The answer to an action: what comes next, and a reward for the turn. `done`: the episode is over."""
+    """The answer to an action: what comes next, and a reward for the turn."""
 
     reward: StrictFloat | StrictBool = 0.0
     done: bool = False
@@ -82,7 +79,7 @@ class Environment:
         return players.episodes()
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        """Start the episode, with random numbers by `seed`; return what the model sees beside the prompt, or None."""
+        """Start the episode; return what the model sees beside the prompt, or None."""
         return None
 
     async def step(self, action: Action) -> Step:
@@ -106,10 +103,9 @@ CLOSING = "\n</think>\n\n"
 
 @environment("single_turn")
 class SingleTurn(Environment):
-    """The default: the episode is over with the model's first turn; rewards are those of rewards.functions.
+    """The default: the episode is over with the model's first turn.
 
-    `thinking_tokens`: a longer thought is closed, by tokens that are not trained; rollout.max_tokens then limits the
-    answer alone. 0 disables it.
+    A thought of more than `thinking_tokens` is closed, by tokens that are not trained; 0 disables it.
     """
 
     gives_reward = False
@@ -136,7 +132,7 @@ bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_
 
 
 def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
-    """Call an async function here, a plain one in a thread of its own, so that one that hangs holds up no other."""
+    """Call an async function here, a plain one in a thread of its own: one that hangs holds up no other."""
     if inspect.iscoroutinefunction(function):
         return function(**arguments)  # type: ignore[no-any-return]  # a coroutine
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()

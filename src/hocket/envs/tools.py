@@ -32,9 +32,9 @@ def tool(function: F) -> F:
 
 @environment("tools")
 class Tools(Environment):
-    """The model calls tools, several at once if it likes, until it answers without a call; that answer is rewarded.
+    """The model calls tools, several at once if it likes, until it answers without a call.
 
-    `parser` is vLLM's word for how the model writes a call. env.timeout_s does not count `call_timeout_s` of a turn.
+    `parser` is vLLM's word for how it writes one.
     """
 
     def __init__(

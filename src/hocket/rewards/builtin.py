@@ -32,10 +32,7 @@ def position_match(completion: str, answer: str | None) -> float:
 @reward("length", inline=True)
 @dataclasses.dataclass(eq=False)
 class LengthReward:
-    """Return −min(1, |length − target| / target), or min(1, length / up_to): longer is better.
-
-    Tokens are those sampled in the episode, the end-of-sequence token included; characters are those of the text.
-    """
+    """Return −min(1, |length − target| / target), or min(1, length / up_to)."""
 
     target: int = 0
     up_to: int = 0
@@ -54,10 +51,7 @@ class LengthReward:
 
 @reward("think_format", inline=True)
 def think_format(completion: str, opening: str = "") -> float:
-    """Return 1 for `<think>a thought</think> an answer`: one pair of tags at the start, no part empty; else 0.
-
-    The template may open the thought, and close it: then the completion is the rest.
-    """
+    """Return 1 for `<think>a thought</think> an answer`, of which the opening may be the template's; else 0."""
     text = opening + completion
     match = _THINK.fullmatch(text)
     if match is None or text.count("<think>") != 1 or text.count("</think>") != 1:
@@ -83,10 +77,7 @@ def regex(completion: str, pattern: str, full: bool = False) -> float:
 
 @reward("json_schema", imports=("jsonschema",))
 def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", schema: Any = None) -> float:
-    """Return 1 if the last fenced block after the thought, or all of it, is JSON as `schema` wants it; else 0.
-
-    The schema is an option, or text or an object in the row's column "schema".
-    """
+    """Return 1 if the last fenced block after the thought, or all of it, is JSON as the schema wants it; else 0."""
     from jsonschema import Draft202012Validator, validators
 
     if schema is None:
@@ -109,8 +100,7 @@ def countdown(
 ) -> float:
     """Return 1 if the last <answer> is an expression that uses each of the row's numbers once and gives the answer.
 
-    The task of TinyZero, whose rows have `target` (data.answer_column) and `nums`; its `format_score`, of an <answer>
-    that is wrong, is 0.1.
+    The task of TinyZero; its `format_score`, of an <answer> that is wrong, is 0.1.
     """
     given = list_of("numbers", meta, numbers)
     target = float(_reference(answer))
@@ -141,10 +131,7 @@ def random(rollout: Rollout, seed: int = 0) -> float:
 
 @reward("math", imports=("math_verify",))
 def math(completion: str, answer: str | None, opening: str = "") -> float:
-    """Return 1 if the last expression after </think> equals the answer mathematically (math-verify); else 0.
-
-    The answer is a number, a plain expression or LaTeX, with or without dollar signs or \\boxed.
-    """
+    """Return 1 if the last expression after the thought equals the answer, plain or LaTeX (math-verify); else 0."""
     from math_verify import parse, verify
 
     # Its own time limits are alarm signals, which only work on a main thread; the deadline here is the worker's.
@@ -161,13 +148,13 @@ def math(completion: str, answer: str | None, opening: str = "") -> float:
 
 
 def column(meta: Mapping[str, Any], name: str) -> Any:
-    """Return what a row has in a column, where text is JSON."""
+    """Return what is in a column; text is JSON."""
     given = meta.get(name)
     return json.loads(given) if isinstance(given, str) else given
 
 
 def list_of(option: str, meta: Mapping[str, Any], name: str) -> Sequence[Any]:
-    """Return the list that a row has in a column, which is named by an option. Raise ValueError without one."""
+    """Return the list in the column that an option names. Raise ValueError without one."""
     given = column(meta, name)
     if not isinstance(given, Sequence) or not given:
         raise ValueError(f"the row has no list of {option} in the column {name!r}: set the option {option}")
@@ -175,13 +162,13 @@ def list_of(option: str, meta: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def last_block(text: str) -> str | None:
-    """Return the content of the last fenced block, None without one."""
+    """Return what is in the last fenced block, None without one."""
     blocks: list[str] = re.findall(r"```[^\n`]*\n(.*?)```", text, re.DOTALL)
     return blocks[-1] if blocks else None
 
 
 def after_thought(completion: str, opening: str) -> str:
-    """Return what follows the thought; nothing where it was not closed."""
+    """Return what follows the thought: nothing where it was not closed."""
     said = (opening + completion).rpartition("</think>")[2]
     return "" if "<think>" in said else said
 

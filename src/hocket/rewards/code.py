@@ -22,11 +22,7 @@ def code(
     timeout_s: float = 10.0,
     partial: bool = False,
 ) -> Score:
-    """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0.
-
-    The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]; they share
-    `timeout_s`. Parts: the shares of tests by verdict; note: the first that was not passed, and what was written.
-    """
+    """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0."""
     given = list_of("tests", meta, tests)
     program = last_block(after_thought(completion, opening))
     counts = dict.fromkeys(("passed", "wrong", "failed", "late"), 0)
@@ -58,9 +54,7 @@ def _verdict(program: str, test: Any, timeout_s: float) -> tuple[str, str]:
         end = secrets.token_hex(8)
         ran = sandbox.run(f"{program}\n{test}\nprint({end!r})", "", timeout_s)
         passed = _lines(ran.stdout)[-1:] == [end]
-    verdict = "passed" if passed else "wrong"
-    if ran.status != 0:
-        verdict = "late" if ran.status is None else "failed"
+    verdict = {None: "late", 0: "passed" if passed else "wrong"}.get(ran.status, "failed")
     return verdict, f"stdout: {ran.stdout[-MAX_SHOWN:]}\nstderr: {ran.stderr[-MAX_SHOWN:]}"
 
 

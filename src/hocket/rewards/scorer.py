@@ -108,8 +108,8 @@ class RewardCalls:
 
     def __exit__(self, *exc_info: object) -> None:
         """Kill all workers, from any thread; callers of busy ones get an error."""
-        for runner in self._here.values():
-            runner.close()
+        self._here["worker"].close()
+        self._here["inline"].close()
 
     async def set_up(self) -> None:
         """Set async rewards up in this event loop. Raise RewardError for the first that can't be."""

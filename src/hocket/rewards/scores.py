@@ -70,8 +70,13 @@ def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Sc
     """
     rows = list(zip(*results.values(), strict=True))
     totals = [0.0] * len(rows)
-    gates = [results[name] for name, spec in specs.items() if spec.gate]
-    closed = {i for gate in gates for i, score in enumerate(gate) if not score.total > 0}  # NaN, too
+    closed = {
+        i
+        for name, spec in specs.items()
+        if spec.gate
+        for i, score in enumerate(results[name])
+        if not score.total > 0  # NaN, too
+    }
     for name, spec in specs.items():
         for i, value in _adjusted(results[name], spec).items():
             term = spec.weight * value
