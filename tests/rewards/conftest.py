@@ -1,5 +1,5 @@
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ from batches import scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import REWARDS, reward
-from hocket.types import Prompt, Rollout, TokenSequence
+from hocket.types import Prompt, Rollout, Score, TokenSequence
 
 
 @pytest.fixture
@@ -43,6 +43,21 @@ def scorer_of() -> Iterator[Callable[..., RewardScorer]]:
         yield lambda functions, **settings: stack.enter_context(
             scorer_of_all(RewardsConfig.model_validate({"functions": functions, **settings}))
         )
+
+
+@pytest.fixture
+def scores_of(
+    scorer_of: Callable[..., RewardScorer], make_rollout: Callable[..., Rollout]
+) -> Callable[..., Awaitable[Sequence[Score]]]:
+    """Scores texts as a group, by rewards.functions."""
+
+    async def scores(
+        functions: Any, *texts: str, answer: str | None = "abcd", timeout_s: float = 60
+    ) -> Sequence[Score]:
+        rollouts = [make_rollout(text, answer=answer, id=text) for text in texts]
+        return await scorer_of(functions, timeout_s=timeout_s).score_group(rollouts)
+
+    return scores
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -7,15 +7,15 @@ import pytest
 from hocket.errors import ConfigError
 from hocket.rewards import RewardScorer, runners
 from hocket.rewards.http import retry_after
-from hocket.types import Rollout
+from hocket.types import Score
 from service import Answer, Headers, Service
 
-Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
+Scores = Callable[..., Awaitable[Sequence[Score]]]
 
 
 async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample_gets_its_own_result(
-    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
+    scores_of: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: list[Any] = []
     texts = ["a", "b", "c", "half \ud83d", "e"]
@@ -27,8 +27,8 @@ async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample
 
     monkeypatch.setenv("MY_KEY", "hush")
     async with Service(answer).open() as service:
-        rewards = scorer_of({"http": {"url": f"{service.url}/score", "key_env": "MY_KEY"}})
-        one, parts, error, text, told = await rewards.score_group([make_rollout(text, id=text) for text in texts])
+        functions = {"http": {"url": f"{service.url}/score", "key_env": "MY_KEY"}}
+        one, parts, error, text, told = await scores_of(functions, *texts)
     assert (one.total, parts.total, told.total, told.note) == (1.5, 0.75, 2, "")
     assert dict(parts.parts) == {"http": 0.75, "http/good": 0.5, "http/short": 0.25}
     assert (error.error, text.error) == ("http: no such word", "http: returned str instead of a number")
@@ -48,17 +48,14 @@ async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample
     }
 
 
-async def test_a_service_for_openrlhf_is_asked_and_answers_in_its_format(
-    scorer_of: Scorers, make_rollout: Make
-) -> None:
+async def test_a_service_for_openrlhf_is_asked_and_answers_in_its_format(scores_of: Scores) -> None:
     async def answer(headers: Headers, body: Any) -> Answer:
         queries = ["Sort: dbcaab", "Sort: dbcaba"]
         assert body == {"query": queries, "prompts": ["Sort: dbca"] * 2, "labels": ["abcd"] * 2}
         return 200, {}, {"rewards": [1.0, -1.0], "extra_logs": {}}
 
     async with Service(answer).open() as service:
-        rewards = scorer_of({"http": {"url": service.url, "format": "openrlhf"}})
-        scores = await rewards.score_group([make_rollout("ab"), make_rollout("ba")])
+        scores = await scores_of({"http": {"url": service.url, "format": "openrlhf"}}, "ab", "ba")
     assert [score.total for score in scores] == [1.0, -1.0]
 
 
@@ -77,12 +74,7 @@ async def test_a_service_for_openrlhf_is_asked_and_answers_in_its_format(
     ],
 )
 async def test_a_service_is_asked_again_only_where_that_can_help_and_errors_say_what_it_said(
-    scorer_of: Scorers,
-    make_rollout: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    answers: list[Answer | None],
-    error: str,
-    requests: int,
+    scores_of: Scores, monkeypatch: pytest.MonkeyPatch, answers: list[Answer | None], error: str, requests: int
 ) -> None:
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
     retries, todo = len(answers) - 1 or 1, iter(answers)
@@ -92,17 +84,17 @@ async def test_a_service_is_asked_again_only_where_that_can_help_and_errors_say_
 
     async with Service(answer).open() as service:
         timeout_s = 0.2 if None in answers else 60
-        rewards = scorer_of({"http": {"url": service.url, "timeout_s": timeout_s, "retries": retries}}, timeout_s=0.01)
-        (score,) = await rewards.score_group([make_rollout()])
+        functions = {"http": {"url": service.url, "timeout_s": timeout_s, "retries": retries}}
+        (score,) = await scores_of(functions, "abcd", timeout_s=0.01)
     assert len(service.arrivals) == requests
     assert error.replace("URL", service.url) in (score.error or "")
     assert (score.total == 1) == (not error)
 
 
-async def test_a_service_that_nothing_listens_for_is_named(scorer_of: Scorers, make_rollout: Make) -> None:
+async def test_a_service_that_nothing_listens_for_is_named(scores_of: Scores) -> None:
     async with Service(lambda headers, body: asyncio.sleep(0)).open() as service:
         pass
-    (score,) = await scorer_of({"http": {"url": service.url, "retries": 0}}).score_group([make_rollout()])
+    (score,) = await scores_of({"http": {"url": service.url, "retries": 0}}, "abcd")
     assert f"RefusedError: {service.url} can't be reached: ConnectError" in str(score.error)
 
 

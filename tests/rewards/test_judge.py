@@ -3,7 +3,7 @@ import contextlib
 import itertools
 import re
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from service import (
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
+Scores = Callable[..., Awaitable[Sequence[Score]]]
 QUIET = FakeJudge(errors=0, stalls=0, lies=0, latency_s=0.05)
 
 
@@ -69,7 +70,7 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
 
 
 async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_lied(
-    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
+    scores_of: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
     for variable in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
@@ -79,7 +80,7 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     options = {"model": ["a", "b", "a"], "key_env": "MY_KEY", "request": {"temperature": 0}, "price": [1.0, 10.0]}
     verdict = 'Here it is: {{"reason": "so", "score": {}}}'.format
     async with saying(*(completion(verdict(said)) for said in (8, True, 6, 2))).open() as service:
-        score = await scorer_of(functions(service, **options)).score(make_rollout("so [it] {is}", answer=None))
+        (score,) = await scores_of(functions(service, **options), "so [it] {is}", answer=None)
     assert score.total == pytest.approx((0.8 + 0.6 + 0.2) / 3)
     paid = {"judge/calls": 4, "judge/tokens": 4 * 120, "judge/dollars": 4 * (100 * 1 + 20 * 10) / 1e6}
     assert score.parts == pytest.approx({"judge": score.total, "judge/1": 0.8, "judge/2": 0.6, "judge/3": 0.2} | paid)
@@ -97,11 +98,9 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     assert not {"openai-organization", "openai-project", "x-secret"} & service.headers.keys()
 
 
-async def test_the_same_completion_is_asked_for_once_even_while_it_is_asked_for(
-    scorer_of: Scorers, make_rollout: Make
-) -> None:
+async def test_the_same_completion_is_asked_for_once_even_while_it_is_asked_for(scores_of: Scores) -> None:
     async with Service(QUIET).open() as service:
-        scores = await scorer_of(functions(service)).score_group([make_rollout(text) for text in "7797"])
+        scores = await scores_of(functions(service), "7", "7", "9", "7")
     assert [score.total for score in scores] == [0.7, 0.7, 0.9, 0.7]
     assert sorted(score.parts["judge/calls"] for score in scores) == [0, 0, 1, 1]
 
@@ -212,24 +211,22 @@ async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
     ],
 )
 def test_a_call_without_a_verdict_is_counted_as_the_endpoint_counts_it_or_as_it_was_estimated(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, answer: Answer | None, dollars: float
+    scores_of: Scores, tmp_path: Path, answer: Answer | None, dollars: float
 ) -> None:
     async def ask() -> Score:
         async with saying(answer).open() as service:
             late_s = 0.3 if answer is None else 60
-            options = functions(service, **counting(tmp_path), retries=0, timeout_s=late_s)
-            return await scorer_of(options).score(make_rollout("x"))
+            (score,) = await scores_of(functions(service, **counting(tmp_path), retries=0, timeout_s=late_s), "x")
+            return score
 
     assert asyncio.run(ask()).error
     assert counted(tmp_path) == dollars
 
 
-def test_a_cancelled_call_is_counted_though_the_event_loop_ends_with_it(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
-) -> None:
+def test_a_cancelled_call_is_counted_though_the_event_loop_ends_with_it(scores_of: Scores, tmp_path: Path) -> None:
     async def ask() -> None:
         async with saying(None).open() as service:
-            task = asyncio.create_task(scorer_of(functions(service, **counting(tmp_path))).score(make_rollout("x")))
+            task = asyncio.ensure_future(scores_of(functions(service, **counting(tmp_path)), "x"))
             while not service.bodies:
                 await asyncio.sleep(0.01)
             assert not task.done()
@@ -295,10 +292,10 @@ async def test_rewards_that_ask_one_model_share_the_smallest_of_their_limits(
     assert (len(service.arrivals), service.most_within(0.5)) == (9, 3)
 
 
-def test_limits_end_with_their_run(scorer_of: Scorers, make_rollout: Make) -> None:
+def test_limits_end_with_their_run(scores_of: Scores) -> None:
     judge = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "r", "key_env": None, "retries": 0}
     for limits in ({"tokens_per_minute": 1000}, {"max_tokens": 1001}):  # as of two calls of hocket.train in a notebook
-        score = asyncio.run(scorer_of({"judge": judge | limits}).score(make_rollout()))
+        (score,) = asyncio.run(scores_of({"judge": judge | limits}, "abcd"))  # type: ignore[arg-type]
         assert "http://127.0.0.1:1/v1/chat/completions can't be reached" in str(score.error)
 
 
@@ -313,11 +310,11 @@ def test_limits_end_with_their_run(scorer_of: Scorers, make_rollout: Make) -> No
     ],
 )
 async def test_what_an_endpoint_answers_instead_of_a_score_is_the_error_of_the_sample(
-    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch, answer: Answer, calls: int, error: str
+    scores_of: Scores, monkeypatch: pytest.MonkeyPatch, answer: Answer, calls: int, error: str
 ) -> None:
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
     async with saying(answer).open() as service:
-        score = await scorer_of(functions(service, retries=1)).score(make_rollout())
+        (score,) = await scores_of(functions(service, retries=1), "abcd")
     assert error.replace("URL", service.url) in str(score.error)
     assert len(service.arrivals) == calls
 

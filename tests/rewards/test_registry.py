@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from processes import wait_for
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
+Scores = Callable[..., Awaitable[Sequence[Score]]]
 Register = Callable[..., None]
 
 PLUGIN = """
@@ -210,11 +211,10 @@ def test_an_async_class_lives_as_long_as_its_event_loop(
     ("fails", "error"), [("no route", "can't be set up: OSError: no route"), ("hangs", "no result within 0.2 s")]
 )
 async def test_an_async_class_that_hangs_or_fails_in_set_up_costs_its_score_alone(
-    scorer_of: Scorers, make_rollout: Make, register: Register, fails: str, error: str
+    scores_of: Scores, register: Register, fails: str, error: str
 ) -> None:
     register("grader", Judge)
-    scorer = scorer_of({"grader": {"fails": fails}, "exact_match": 1.0}, timeout_s=0.2)
-    for score in await scorer.score_group([make_rollout()] * 2):
+    for score in await scores_of({"grader": {"fails": fails}, "exact_match": 1.0}, "abcd", "abcd", timeout_s=0.2):
         assert (score.error, score.parts) == (f"grader: {error}", {"exact_match": 1.0})
 
 
@@ -257,16 +257,15 @@ async def test_a_group_is_ranked_in_one_call_without_the_rollouts_that_failed(
     ],
 )
 async def test_what_a_group_does_not_get_is_the_error_of_each_that_lacks_it(
-    scorer_of: Scorers, make_rollout: Make, returns: str, errors: list[str | None]
+    scores_of: Scores, returns: str, errors: list[str | None]
 ) -> None:
-    scores = await scorer_of({"longest": 1.0}, timeout_s=60).score_group([make_rollout(answer=returns)] * 2)
-    for score, error in zip(scores, errors, strict=True):
+    for score, error in zip(await scores_of({"longest": 1.0}, "a", "b", answer=returns), errors, strict=True):
         assert (score.error or "").startswith(f"longest: {error}" if error else ""), score
         assert math.isnan(score.total) == (error is not None)
 
 
 async def test_at_most_max_concurrent_calls_run_and_the_refused_are_made_again(
-    scorer_of: Scorers, make_rollout: Make, register: Register, monkeypatch: pytest.MonkeyPatch
+    scores_of: Scores, register: Register
 ) -> None:
     running, most, refused = 0, 0, set[str]()
 
@@ -282,14 +281,14 @@ async def test_at_most_max_concurrent_calls_run_and_the_refused_are_made_again(
         return float(completion)
 
     register("limited", judge)
-    scorer = scorer_of({"limited": {"max_concurrent": 3}})
-    scores = await asyncio.gather(*(scorer.score(make_rollout(str(i))) for i in range(40)))
+    scores = await scores_of({"limited": {"max_concurrent": 3}}, *map(str, range(40)))
     assert [score.total for score in scores] == list(range(40))
     assert (most, len(refused)) == (3, 5)
 
 
+@pytest.mark.parametrize(("text", "waited"), [("", [1, 2, 4, 8]), ("7", [7, 7, 7, 7]), ("1e9", [])])
 async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_long_is_an_error(
-    scorer_of: Scorers, make_rollout: Make, register: Register, monkeypatch: pytest.MonkeyPatch
+    scores_of: Scores, register: Register, monkeypatch: pytest.MonkeyPatch, text: str, waited: list[float]
 ) -> None:
     waits: list[float] = []
 
@@ -300,17 +299,11 @@ async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_
         raise RetryError("overloaded", retry_after=float(completion) if completion else None)
 
     monkeypatch.setattr("hocket.rewards.runners.asyncio.sleep", wait)
+    monkeypatch.setattr("hocket.rewards.runners._JITTER.uniform", lambda low, high: high)
     register("refuses", refuses)
-    scorer = scorer_of({"refuses": {"retries": 4}})
-    for text, number in (("", 4), ("7", 4), ("1e9", 0)):
-        waits.clear()
-        error = (await scorer.score(make_rollout(text))).error
-        assert str(error).startswith("refuses: RetryError: overloaded")
-        assert len(waits) == number
-        if text == "":
-            assert all(2**i / 2 <= seconds <= 2**i for i, seconds in enumerate(waits))
-        else:
-            assert set(waits) <= {7.0}
+    (score,) = await scores_of({"refuses": {"retries": 4}}, text)
+    assert str(score.error).startswith("refuses: RetryError: overloaded")
+    assert waits == waited
 
 
 @pytest.mark.usefixtures("one_worker")
@@ -369,36 +362,28 @@ async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
     ],
 )
 async def test_gates_limits_and_normalised_values(
-    scorer_of: Scorers, make_rollout: Make, register: Register, specs: dict[str, Any], totals: list[float]
+    scores_of: Scores, register: Register, specs: dict[str, Any], totals: list[float]
 ) -> None:
     register("right", lambda completion: float(completion.split()[0]))
     register("long", lambda completion: float(completion.split()[1]))
-    scores = await scorer_of(specs).score_group([make_rollout(text) for text in ("1 0.5", "0 3", "0 -1", "1 0")])
+    scores = await scores_of(specs, "1 0.5", "0 3", "0 -1", "1 0")
     assert [score.total for score in scores] == pytest.approx(totals, abs=1e-4)
     assert [score.parts["long"] for score in scores] == [0.5, 3.0, -1.0, 0.0]  # as they were returned
 
 
 @pytest.mark.parametrize(
-    ("texts", "spec", "total"),
+    ("texts", "spec", "error"),
     [
-        (["0.1"] * 3, {"normalize": True}, 0.0),
-        (["5"], {"normalize": True}, 0.0),
+        (["0.1"] * 3, {"normalize": True}, ""),
+        (["5"], {"normalize": True}, ""),
         (["1e308"] * 2, {"normalize": True}, "the weighted sum is "),
         (["1e308"], {}, "the weighted sum is 1e+308, and neither it nor a value may be beyond ±1e+30"),
         (["1e308"], {"weight": 0.0}, "the weighted sum is 0.0, and neither it nor a value may be beyond ±1e+30"),
     ],
 )
 async def test_equal_values_and_too_large_ones_are_no_accident_of_normalising(
-    scorer_of: Scorers,
-    make_rollout: Make,
-    register: Register,
-    texts: list[str],
-    spec: dict[str, Any],
-    total: float | str,
+    scores_of: Scores, register: Register, texts: list[str], spec: dict[str, Any], error: str
 ) -> None:
     register("value", lambda completion: float(completion))
-    for one in await scorer_of({"value": spec}).score_group([make_rollout(text) for text in texts]):
-        if isinstance(total, str):
-            assert str(one.error).startswith(total)
-        else:
-            assert one.total == pytest.approx(total, abs=1e-9)
+    for one in await scores_of({"value": spec}, *texts):
+        assert str(one.error).startswith(error) if error else one.total == pytest.approx(0.0, abs=1e-9)

@@ -3,7 +3,7 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from processes import wait_for
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
+Scores = Callable[..., Awaitable[Sequence[Score]]]
 
 PLUGIN = """
 import asyncio
@@ -133,7 +134,7 @@ async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, make_rollo
     await asyncio.to_thread(scorer._calls.__exit__)
     assert (await score).error is not None
     await _until(lambda: not _sleeps(plugin))
-    assert "closed" in await scorer_error(scorer, make_rollout("fine"))
+    assert "closed" in str((await scorer.score(make_rollout("fine"))).error)
 
 
 async def test_an_async_reward_that_hangs_is_cancelled_and_one_that_ignores_that_holds_nothing_up(
@@ -187,22 +188,19 @@ def test_a_worker_reward_that_no_other_process_can_reach_is_refused(
         scorer_of({"local": 1.0})
 
 
-async def test_an_inline_reward_of_one_s_own_needs_no_worker(
-    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
-) -> None:
+async def test_an_inline_reward_of_one_s_own_needs_no_worker(scores_of: Scores, register: Callable[..., None]) -> None:
     register("own", lambda completion: os.getpid() / int(completion))
-    assert (await scorer_of({"own": 1.0}).score(make_rollout("1"))).total == os.getpid()
-    assert "ZeroDivisionError" in await scorer_error(scorer_of({"own": 1.0}), make_rollout("0"))
+    here, failed = await scores_of({"own": 1.0}, "1", "0")
+    assert (here.total, "ZeroDivisionError" in str(failed.error)) == (os.getpid(), True)
 
 
-async def test_a_plugin_that_only_loads_here_says_so(scorer_of: Scorers, make_rollout: Make, tmp_path: Path) -> None:
+async def test_a_plugin_that_only_loads_here_says_so(scores_of: Scores, tmp_path: Path) -> None:
     file = tmp_path / "vanishing.py"
     file.write_text('from hocket.rewards import reward\n@reward("vanishing")\ndef f(completion): return 1.0\n')
     load_plugins([str(file)])
     file.unlink()
-    scorer = scorer_of({"vanishing": 1.0})
-    for _ in range(2):
-        assert "can't load it" in await scorer_error(scorer, make_rollout())
+    for score in await scores_of({"vanishing": 1.0}, "a", "b"):
+        assert "can't load it" in str(score.error)
 
 
 def test_too_many_failed_scores_stop_the_run_with_the_first_cause(make_rollout: Make) -> None:
@@ -211,10 +209,6 @@ def test_too_many_failed_scores_stop_the_run_with_the_first_cause(make_rollout: 
     refuse_failing([group], 0.7)  # two of three
     with pytest.raises(RewardError, match=r"2 of 3 scores failed.*math: hung"):
         refuse_failing([group], 0.6)
-
-
-async def scorer_error(scorer: RewardScorer, rollout: Rollout) -> str:
-    return str((await scorer.score(rollout)).error)
 
 
 async def _until(holds: Callable[[], bool]) -> None:
