@@ -5,11 +5,11 @@ import os
 import signal
 from typing import Any
 
-from hocket.trainer import trainer
+from hocket.trainer import models
 
 KILLED_BEFORE = 7  # the third of four updates
 numbers = itertools.count(1)
-update = trainer.update
+update = models.update
 
 
 def deadly_update(*args: Any) -> Any:
@@ -18,4 +18,4 @@ def deadly_update(*args: Any) -> Any:
     return update(*args)
 
 
-trainer.update = deadly_update
+models.update = deadly_update

@@ -97,12 +97,14 @@ def make_groups(model: str) -> list[TrainSample]:
     return samples
 
 
-def measured(trainer: Trainer, samples: list[TrainSample]) -> list[TrainSample]:
-    """Returns the samples with what the trainer measures before the step."""
-    found = trainer.measure([sample.sequence for sample in samples])
-    if not found:
-        return samples
-    return [dataclasses.replace(sample, columns=numbers) for sample, numbers in zip(samples, found, strict=True)]
+def measured(trainer: Trainer, samples: Sequence[TrainSample], **more: float) -> list[TrainSample]:
+    """Returns the samples with what the trainer measures before the step, and more columns of one number each."""
+    found = trainer.measure([sample.sequence for sample in samples]) or [{}] * len(samples)
+    result = []
+    for sample, numbers in zip(samples, found, strict=True):
+        known = {name: tuple(value * m for m in sample.sequence.mask) for name, value in more.items()}
+        result.append(dataclasses.replace(sample, columns={**numbers, **known}))
+    return result
 
 
 def save(trainer: Trainer, folder: Path) -> None:

@@ -39,25 +39,20 @@ def test_the_best_evaluation_keeps_its_weights_and_checkpoint_and_of_equals_the_
         *(0, 1),
     ]
     assert (tmp_path / "best" / "weights").read_text() == "40"
-    assert world.copied == [10, 40]  # none of step 0, which is the model itself
+    assert world.copied == [0, 10, 40]
     assert world.kept == 40
     assert world.best.summary() == {"step": 40, "metric": "eval/greedy", "value": 0.6, "folder": "best"}
 
 
-def test_of_errors_the_smallest_share_is_the_best(tmp_path: Path) -> None:
-    world = World(tmp_path, "eval/reward_errors")
-    for step, value in enumerate([0.3, 0.2, 0.2, 0.25]):
-        world.evaluate(step, value, "eval/reward_errors")
-    assert world.best.summary()["step"] == 1
-    assert (tmp_path / "best" / "weights").read_text() == "1"
-
-
-def test_a_resumed_run_goes_on_with_the_best_of_its_history(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.history += [{"step": 0, "eval/greedy": 0.1}, {"step": 1}, {"step": 2, "eval/greedy": 0.9}]
-    assert world.evaluate(3, 0.5) == 1
-    assert world.kept == 2
+def test_of_errors_the_smallest_share_is_the_best_and_a_resumed_run_goes_on_with_it(tmp_path: Path) -> None:
+    name = "eval/reward_errors"
+    world = World(tmp_path, name)
+    world.history += [{"step": 0, name: 0.3}, {"step": 1}, {"step": 2, name: 0.2}]
+    assert [world.evaluate(step, value, name) for step, value in ((3, 0.2), (4, 0.25))] == [1, 2]
+    assert world.kept == world.best.summary()["step"] == 2
     assert not (tmp_path / "best").exists()  # what is there stays
+    assert world.evaluate(5, 0.1, name) == 0
+    assert (tmp_path / "best" / "weights").read_text() == "5"
 
 
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(tmp_path: Path) -> None:

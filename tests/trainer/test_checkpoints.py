@@ -78,8 +78,11 @@ def test_a_checkpoint_is_the_state_after_its_step(tmp_path: Path, background: st
         saved.restore({"part": part, "other": part})
 
 
-def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Path) -> None:
+def test_a_due_step_that_was_not_trained_is_made_up_for_and_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
     config = make_config(tmp_path, "checkpoint.every_steps=3", "checkpoint.keep=9")
+    half = config.run_dir / "checkpoints" / ".step_000004.partial"
+    half.mkdir(parents=True)
+    (half / "state_00000.safetensors").write_bytes(b"half")
     with Checkpoints(config, FakeTrainer().state, {}) as kept:
         for step in range(1, 11):
             if step not in (3, 6, 7):  # no group had a signal
@@ -113,15 +116,6 @@ def test_a_run_that_fell_over_before_its_first_step_leaves_its_folder_to_the_nex
         (run / name).write_text('{"step": 0}\n')
     assert checkpoints.find(config, print) is None
     assert {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()} == {*kept}
-
-
-def test_what_a_killed_writer_leaves_goes_with_the_next(tmp_path: Path) -> None:
-    config = make_config(tmp_path, "checkpoint.every_steps=2")
-    half = config.run_dir / "checkpoints" / ".step_000004.partial"
-    half.mkdir(parents=True)
-    (half / "state_00000.safetensors").write_bytes(b"half")
-    train(config, last=2)
-    assert names(config) == ["step_000008", "step_000010"]
 
 
 def test_in_the_background_training_goes_on_and_one_is_written_at_a_time(

@@ -11,10 +11,8 @@ from tests.trainer import builders
 from tests.trainer.builders import load, same, save, weights_of
 from transformers import AutoModel
 
-from hocket.algorithm.losses import LossOutput
 from hocket.errors import TrainerError
 from hocket.trainer.critic import explained_variance, value_loss
-from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
@@ -100,9 +98,6 @@ def test_a_critic_is_trained_and_explains_as_plain_torch_would(ranks: Ranks, unt
     expected = 1 - float((returns - known).var() / returns.var())
     assert stats[-1]["critic/explained_variance"] == pytest.approx(expected, abs=1e-5)
     assert 0.1 < expected < 1
-
-
-def test_explained_variance_is_unknown_where_all_returns_are_alike() -> None:
     alike = {"return_mean": 2.0, "return_square": 4.0, "error_mean": 1.0, "error_square": 1.5}
     assert math.isnan(explained_variance(alike))
 
@@ -162,11 +157,3 @@ def test_a_critic_may_start_from_another_model_and_stays_whole_beside_an_adapter
             stats = train(trainer, 10)
             assert stats[-1]["critic/explained_variance"] > 0.5
             assert stats[-1]["train/grad_norm"] > 0
-
-
-def test_a_trainer_with_a_loss_of_its_own_has_no_other_models(ranks: Ranks, tied_model: str) -> None:
-    ppo = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")  # sft has no use for them
-    loss: BatchLoss = lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={})  # noqa: E731
-    with builders.make_trainer(ranks, tied_model, *ppo, loss=loss) as trainer:
-        assert trainer.measure(ROLLOUTS) == []
-        assert trainer.models.engines.keys() == {"policy"}

@@ -7,7 +7,6 @@ stand-in: forward, backward and AdamW are torch's.
 
 import contextlib
 import copy
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.builders import sample_of, sequence
+from tests.trainer.builders import measured, sample_of, sequence
 from tests.trainer.conftest import make_tokenizer
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -43,7 +42,7 @@ SIZES = {  # layers as wide as those of Qwen2.5 of 0.5 and of 1.5 billion parame
 WAITS = {getattr(Tensor, name): name for name in ("item", "tolist", "cpu", "__float__", "__bool__", "__int__")}
 INTENDED: dict[str, Callable[[Tensor], Any]] = {  # the only places that wait for the device, and what they find
     "trainer.step.accumulate": lambda totals: [0.5] * len(totals),  # loss and metrics, once per update
-    "trainer.engine.step": lambda norm: 1.0,  # once per update
+    "trainer.engine._step_without_zero": lambda norm: 1.0,  # once per update
     "trainer.batching.unpack": lambda numbers: torch.zeros(numbers.shape),  # columns measured before a step
     "trainer.policy.check_architecture": lambda is_near: True,  # once per run
     "trainer.flops._seconds_of_product": lambda product: 1.0,  # once per run
@@ -77,7 +76,7 @@ def caller() -> str:
 class OnMeta:
     """What `DeepSpeedEngine` uses of DeepSpeed at stage 0."""
 
-    def __init__(self, ranks: Ranks, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Any) -> None:
+    def __init__(self, setup: Any, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = model, optimizer
 
     def __call__(self, *args: Any) -> Any:
@@ -150,13 +149,7 @@ def samples(count: int, length: int) -> list[TrainSample]:
 
 def train(trainer: Trainer, given: list[TrainSample]) -> None:
     """Measures, trains, and publishes as a run does."""
-    numbers = trainer.measure([sample.sequence for sample in given]) or [{}] * len(given)
-    returns = {"returns": given[0].advantages} if "critic" in trainer.models.engines else {}
-    trained = [
-        dataclasses.replace(sample, columns={**columns, **returns})
-        for sample, columns in zip(given, numbers, strict=True)
-    ]
-    trainer.step(trained)
+    trainer.step(measured(trainer, given, **{"returns": 1.0} if "values" in trainer.models.columns else {}))
     published: list[TensorLayout] = []
     trainer.stream(1 << 30, lambda bucket: published.extend(weight_group.layout(bucket)))
     assert published
@@ -169,7 +162,7 @@ def test_a_preset_waits_for_the_device_where_that_is_intended_alone(
     kl = () if preset == "ppo" else ("algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
     with make_trainer(ranks, model, f"algorithm.preset={preset}", *kl) as trainer:
         train(trainer, samples(2, 129))
-    assert waiting.met >= {"trainer.step.accumulate", "trainer.engine.step"}
+    assert waiting.met >= {"trainer.step.accumulate", "trainer.engine._step_without_zero"}
 
 
 @pytest.mark.parametrize("kind", ["kernel", "groups"])
@@ -187,7 +180,7 @@ def test_adapters_and_recomputed_activations_do_so_too(
 def test_the_size_of_micro_batches_is_found_without_a_wait_of_its_own(
     ranks: Ranks, model: str, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(INTENDED, "trainer.engine.step", lambda norm: math.nan)  # of a rehearsed step
+    monkeypatch.setitem(INTENDED, "trainer.engine._step_without_zero", lambda norm: math.nan)  # of a rehearsed step
     with make_trainer(ranks, model, "algorithm.preset=ppo") as trainer:
         for learner in trainer.models.learners:
             memory.rehearse(learner, 2048, trainer.ranks, longest=1024)
@@ -205,7 +198,7 @@ def test_the_peak_of_a_step_is_the_plans_estimate(
         tracker.track_external(trainer.policy, trainer.engine._adamw)
         with tracker:
             trainer.step(samples(4, 513))
-        config = trainer._config
+        config = trainer.models.setup.config
     peak = tracker.get_tracker_snapshot("peak")[META]["Total"]
     whole = skeleton(ModelConfig(path=model))
     expected = memory.estimate(whole, config, dtype=torch.float32, stage=0, num_ranks=1)

@@ -10,7 +10,7 @@ from batches import preset_loss
 from hocket.algorithm.losses import LossConfig
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError
-from hocket.trainer.models import configured_loss
+from hocket.trainer.extras import configured_loss
 from hocket.trainer.policy import MixedProduct, Policy, compute_in_float32
 from hocket.types import TrainSample
 

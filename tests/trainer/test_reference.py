@@ -10,7 +10,9 @@ import torch
 from tests.trainer import builders
 from tests.trainer.builders import logprobs_of
 
+from hocket.algorithm.losses import LossOutput
 from hocket.errors import ConfigError, TrainerError
+from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import Columns, TrainSample
@@ -73,7 +75,7 @@ def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_do
     with make_trainer(ranks, untied_model, *settings) as trainer:
         base = trainer.measure(rollouts)
     with make_trainer(ranks, untied_model, *settings, "model.lora={}") as trainer:
-        assert trainer.models.engines.keys() == {"policy"}, "there is no second model"
+        assert len(trainer.models.tensors) == 1, "there is no second model"
         builders.save(trainer, tmp_path / "state")
         norms = [trainer.step(samples)["train/grad_norm"] for _ in range(2)]
         builders.load(trainer, tmp_path / "state")
@@ -123,9 +125,14 @@ def test_a_rollout_that_nothing_is_asked_of_may_be_longer_than_a_micro_batch(ran
         assert trainer.measure([first]) == [alone]  # it goes on
 
 
-def test_without_a_divergence_there_is_nothing_to_measure_and_no_second_model(ranks: Ranks, tied_model: str) -> None:
-    with make_trainer(ranks, tied_model, 'algorithm.kl="off"') as trainer:
-        assert trainer.measure(ROLLOUTS) == []
-        assert trainer.models.engines.keys() == {"policy"}
+def test_without_a_divergence_or_with_a_loss_of_its_own_there_is_nothing_to_measure_and_no_second_model(
+    ranks: Ranks, tied_model: str
+) -> None:
+    loss: BatchLoss = lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={})  # noqa: E731
+    kl = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
+    for own, settings in ((None, ("algorithm.preset=grpo",)), (loss, kl)):
+        with builders.make_trainer(ranks, tied_model, *settings, loss=own) as trainer:
+            assert trainer.measure(ROLLOUTS) == []
+            assert len(trainer.models.tensors) == 1
     with make_trainer(ranks, tied_model) as trainer:
         assert trainer.measure([]) == []

@@ -44,9 +44,6 @@ def test_a_copy_that_is_not_what_was_sent_or_a_full_disk_leaves_nothing_and_is_s
         with monkeypatch.context() as patch:
             patch.setattr(second_tier.shutil, "copyfile", fault)
             copy_to(tmp_path / "away", 2, said.append, here)
-        assert f"WARNING: {here} was not copied to {tmp_path / 'away'}" in said[-1]
+        assert said[-1].startswith(f"WARNING: {here} was not copied to {tmp_path / 'away'}")
         assert why in said[-1]
         assert list((tmp_path / "away").iterdir()) == []
-    copy_to(tmp_path / "away", 2, said.append, here)
-    assert len(said) == 2
-    assert (tmp_path / "away" / "step_000005" / COMPLETE_FILE).exists()

@@ -104,7 +104,7 @@ def test_a_checkpoint_of_an_adapter_is_merged_into_its_base(ranks: Ranks, untied
 def test_the_state_of_another_model_or_a_damaged_one_is_refused_and_what_was_given_stays_as_it_is(
     ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.trainer.trainer.BUCKET_BYTES", 10_000)
+    monkeypatch.setattr("hocket.trainer.models.BUCKET_BYTES", 10_000)
     folders = {name: tmp_path / name for name in ("other", "wide", "damaged")}
     for folder in folders.values():
         folder.mkdir()
@@ -118,7 +118,7 @@ def test_the_state_of_another_model_or_a_damaged_one_is_refused_and_what_was_giv
         (folders["damaged"] / "state_00000.safetensors").write_bytes(b"\1" * 100)
         with pytest.raises(TrainerError, match=r"another model: policy/exp_avg/model\.model\.layers\.1\..* is missing"):
             trainer.restore(SavedTensors(folders["other"]), rest)
-        with pytest.raises(TrainerError, match=r"another model: .* is \[2048\] there, \[64, 32\] here"):
+        with pytest.raises(TrainerError, match=r"another model: .* is \(2048,\) there, \(64, 32\) here"):
             trainer.restore(SavedTensors(folders["wide"]), rest)
         with pytest.raises(TrainerError, match="is damaged"):
             SavedTensors(folders["damaged"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.trainer import worker
-from tests.trainer.builders import make_groups, make_trainer, measured, same, untimed, weights_of
+from tests.trainer.builders import make_groups, make_trainer, measured, same, weights_of
 from transformers import AutoModelForCausalLM
 
 from hocket.common.tasks import seed_of
@@ -96,10 +96,6 @@ def test_several_updates_are_those_of_a_plain_loop(ranks: Ranks, untied_model: s
         assert metrics["train/clip_low"] + metrics["train/clip_high"] > 0.01  # or it would show nothing about the clip
 
 
-def test_one_update_per_step_leaves_the_samples_in_their_order() -> None:
-    assert minibatches([0, 0, 1, 2], epochs=1, count=1, seed=5) == [[0, 1, 2, 3]]
-
-
 def test_mini_batches_are_of_whole_groups_and_an_epoch_has_each_once_in_an_order_of_the_seed() -> None:
     groups = [0, 0, 1, 1, 2, 3, 3, 4]
     parts = minibatches(groups, epochs=2, count=2, seed=1)
@@ -111,6 +107,7 @@ def test_mini_batches_are_of_whole_groups_and_an_epoch_has_each_once_in_an_order
     assert parts == minibatches(groups, epochs=2, count=2, seed=1)
     assert len({str(minibatches(groups, epochs=1, count=2, seed=seed)) for seed in range(20)}) > 5
     assert len(minibatches([0, 0, 3], epochs=3, count=16, seed=0)) == 6  # no empty ones
+    assert minibatches([0, 0, 1, 2], epochs=1, count=1, seed=5) == [[0, 1, 2, 3]]  # in their order
 
 
 def test_the_updates_of_a_step_end_at_stop_kl(ranks: Ranks, untied_model: str) -> None:
@@ -139,12 +136,8 @@ def test_a_critic_takes_the_same_updates_and_its_value_clip_limits_them(ranks: R
     for epochs, clip in ((1, "0.5"), (16, "0.5"), (16, "null")):
         settings = (f"algorithm.epochs={epochs}", f"critic.value_clip={clip}")
         with make_trainer(ranks, untied_model, *ppo, *settings) as trainer:
-            samples = measured(trainer, make_groups(untied_model))
-            far = [
-                dataclasses.replace(one, columns={**one.columns, "returns": tuple(10.0 * m for m in one.sequence.mask)})
-                for one in samples
-            ]
-            trainer.step(far)
+            samples = measured(trainer, make_groups(untied_model), returns=10.0)
+            trainer.step(samples)
             values = [one["values"] for one in trainer.measure([sample.sequence for sample in samples])]
             gains[epochs, clip] = sum(map(sum, values)) / sum(sum(one.sequence.mask) for one in samples)
     assert 0 < gains[1, "0.5"] < gains[16, "0.5"] < 0.7 * gains[16, "null"]
@@ -155,7 +148,8 @@ def test_a_mini_batch_that_is_not_finite_is_skipped_alone_and_kept(
 ) -> None:
     samples = make_groups(untied_model)
     samples[4] = dataclasses.replace(samples[4], advantages=(float("nan"),) * len(samples[4].advantages), id="the bad")
-    with make_trainer(ranks, untied_model, "algorithm.minibatches=4", "algorithm.correction=none") as trainer:
+    settings = ("algorithm.minibatches=4", "algorithm.epochs=2", "algorithm.correction=none")
+    with make_trainer(ranks, untied_model, *settings) as trainer:
         before = weights_of(trainer)
         metrics = trainer.step(samples, keep=tmp_path / "kept.json")
         assert metrics["train/skipped"] == 0.25
@@ -163,15 +157,7 @@ def test_a_mini_batch_that_is_not_finite_is_skipped_alone_and_kept(
     kept = (tmp_path / "kept.json").read_text()
     assert '"not_finite": "advantages of the bad.' in kept
     assert kept.count('"token_ids"') == 3  # its mini-batch, a group of three
-
-
-def test_metrics_of_one_update_are_those_of_the_step(ranks: Ranks, untied_model: str) -> None:
-    samples = make_groups(untied_model)
-    with make_trainer(ranks, untied_model) as trainer:
-        whole = trainer.step(samples)
-    assert untimed(whole)["train/updates"] == 1
-    assert whole["train/policy_kl"] == 0
-    assert whole["train/clip_low"] == whole["train/clip_high"] == 0
+    assert trainer.untrained == {1: "its update was not finite"}
 
 
 def test_a_step_counts_as_skipped_only_if_all_of_its_updates_were(ranks: Ranks, untied_model: str) -> None:
@@ -188,15 +174,9 @@ def test_a_step_counts_as_skipped_only_if_all_of_its_updates_were(ranks: Ranks, 
 
 
 def test_a_group_that_no_update_trained_is_named_with_the_reason(ranks: Ranks, untied_model: str) -> None:
-    samples = make_groups(untied_model)
     with make_trainer(ranks, untied_model, "algorithm.minibatches=4", "algorithm.stop_kl=1e-12") as trainer:
-        samples = measured(trainer, samples)
-        assert trainer.step(samples)["train/updates"] == 2
+        assert trainer.step(measured(trainer, make_groups(untied_model)))["train/updates"] == 2
         assert list(trainer.untrained.values()) == ["stop_kl ended the step before its update"] * 2
-    samples[4] = dataclasses.replace(samples[4], advantages=(float("nan"),) * len(samples[4].advantages))
-    with make_trainer(ranks, untied_model, "algorithm.minibatches=4", "algorithm.epochs=2") as trainer:
-        trainer.step(samples)
-        assert trainer.untrained == {1: "its update was not finite"}
 
 
 def test_the_gap_between_engine_and_trainer_is_that_of_the_whole_batch(ranks: Ranks, untied_model: str) -> None:

@@ -194,7 +194,7 @@ def reduces(model: str, output: Path, ranks: Ranks) -> None:
     full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
 
     def step(self: engine.DeepSpeedEngine, **options: bool) -> float | None:
-        seen.append(full_grad(dict(self._trained())["model.model.layers.0.mlp.up_proj.weight"]).clone())
+        seen.append(full_grad(self._trained["model.model.layers.0.mlp.up_proj.weight"]).clone())
         return original(self, **options)
 
     engine.DeepSpeedEngine.step = step  # type: ignore[method-assign]
@@ -226,13 +226,7 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
         seen = [trainer.measure(sequences)]
         stats = []
         for _ in range(2):
-            samples = [
-                dataclasses.replace(
-                    sample, columns={**measured, "returns": tuple(float(m) for m in sample.sequence.mask)}
-                )
-                for sample, measured in zip(make_samples(0), seen[-1], strict=True)
-            ]
-            stats.append(trainer.step(samples))
+            stats.append(trainer.step(measured(trainer, make_samples(0), returns=1.0)))
             seen.append(trainer.measure(sequences))
         folder = output / str(stage)
         trainer.export(folder / "policy")

@@ -19,8 +19,8 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.trainer import flops, memory
 from hocket.trainer.engine import default_zero_stage
+from hocket.trainer.extras import configured
 from hocket.trainer.memory import GIB, Estimate
-from hocket.trainer.models import configured
 from hocket.trainer.policy import skeleton
 from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES

@@ -67,7 +67,7 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
     """Return the command that resumes an interrupted run, and from where."""
     if args.command not in ("quickstart", "launch", "train", "sft") or "config" not in args:  # it was being read
         return ""
-    kept = checkpoints.complete(args.config.run_dir)
+    kept = checkpoints.complete(args.config.run_dir / checkpoints.FOLDER)
     where = kept[-1] if kept else "the start, as there is no checkpoint yet"
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
     again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else door()
@@ -282,7 +282,7 @@ def _ledger(args: argparse.Namespace) -> int:
     rows = read_lines(args.RUN / "ledger.jsonl")
     if not rows or "num_prompts" not in rows[0]:
         raise ConfigError(f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing")
-    kept = checkpoints.complete(args.RUN)
+    kept = checkpoints.complete(args.RUN / checkpoints.FOLDER)
     stream = checkpoints.read(kept[-1]).parts["prompts"] if kept else None
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     print(ledger.table(accounts))

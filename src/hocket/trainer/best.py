@@ -36,28 +36,26 @@ class Best:
         if self.settings.name not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
             raise ConfigError(f"checkpoint.best={self.settings.name} is no metric of the evaluation; known: {known}")
-        rows = [*self._evaluations(), {"step": step, **metrics}]
+        now = {"step": step, **metrics}
+        rows = [*self._evaluations(), now]
         best = self._best(rows)
-        if best == len(rows) - 1:
+        if best is now:
             with atomic_folder(self.folder / FOLDER) as partial:
                 self.trainer.export(partial)
-            if step:
-                self.checkpoints.copy(step, last=True)
-        self.checkpoints.kept = rows[best]["step"]
-        return {"eval/since_best": len(rows) - 1.0 - best}
+            self.checkpoints.copy(step, last=True)  # none of step 0, which is the model itself
+        self.checkpoints.kept = best["step"]
+        return {"eval/since_best": len(rows) - 1.0 - rows.index(best)}
 
     def summary(self) -> dict[str, Any]:
         """Return step, metric, value and folder of the best evaluation."""
-        rows = self._evaluations()
-        row = rows[self._best(rows)]
+        row = self._best(self._evaluations())
         metric = self.settings.name
         return {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}
 
     def _evaluations(self) -> list[Mapping[str, Any]]:
         return [row for row in self.history if row.get(self.settings.name) is not None]
 
-    def _best(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Return the place of the best row, of equals the first."""
-        values = [row[self.settings.name] for row in rows]
-        best = min(values) if self.settings.name in _LESS_IS_BETTER else max(values)
-        return values.index(best)
+    def _best(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the best row, of equals the first."""
+        best = min if self.settings.name in _LESS_IS_BETTER else max
+        return best(rows, key=lambda row: row[self.settings.name])

@@ -1,7 +1,6 @@
 """Checkpoints of a run: folders with tensors, state.json and, written last, COMPLETE."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -67,14 +66,14 @@ def read(folder: Path) -> Saved:
         raise ConfigError(f"{folder} is no complete checkpoint: {error}. Remove it, and name another one") from error
 
 
-def complete(run_dir: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
-    return sorted(path.parent for path in (run_dir / FOLDER).glob(f"step_*/{COMPLETE_FILE}"))
+def complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"step_*/{COMPLETE_FILE}"))
 
 
 def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     """Return the newest checkpoint with checkpoint.resume; without one, `make_room`."""
-    folders = complete(config.run_dir)
+    folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
         make_room(config.run_dir, say, resume=config.checkpoint.resume)
         return None
@@ -92,7 +91,7 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
 def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
     """Remove a run that trained no step; move another one aside (`resume`), or raise ConfigError."""
     there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
-    saved = (int(folder.name.removeprefix("step_")) for folder in complete(run_dir))
+    saved = (int(folder.name.removeprefix("step_")) for folder in complete(run_dir / FOLDER))
     steps = max([0, *saved, *(row["step"] for row in read_lines(run_dir / METRICS))])
     if steps == 0 and (run_dir / METRICS).exists():
         for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
@@ -149,26 +148,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if kind is None:
             self._writing.result()
 
-    def due(self, step: int, *, last: bool = False) -> bool:
-        every = self._settings.every_steps
-        return every > 0 and (step // every > self.last // every or last)
-
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint, in seconds."""
-        if not self.due(step, last=last) or step == self.last:
+        every = self._settings.every_steps
+        if every == 0 or step == self.last or not (last or step // every > self.last // every):
             return {}
-        from hocket.trainer.state import write_bucket
-
         start = time.perf_counter()
         self._writing.result()
-        self._folder = self._root / f"step_{step:06d}"
-        self._write = functools.partial(write_bucket, partial_of(self._folder))
+        self.last = step
         with self._disk_errors():
             for leftover in self._root.glob(".*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial_of(self._folder).mkdir(parents=True)
             self._copied = self._state(self._buckets.append if self._settings.in_background else self._write)
-        self.last = step
         return {"time/checkpoint": time.perf_counter() - start}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -189,6 +181,15 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if not self._settings.in_background:
             self._writing.result()
 
+    @property
+    def _folder(self) -> Path:
+        return self._root / f"step_{self.last:06d}"
+
+    def _write(self, bucket: Mapping[str, Any]) -> None:
+        from hocket.trainer.state import write_bucket
+
+        write_bucket(partial_of(self._folder), bucket)
+
     def _finish(self, state: Mapping[str, Any]) -> None:
         partial = partial_of(self._folder)
         with self._disk_errors():
@@ -203,7 +204,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _tidy(self, newest: Path, kept: str) -> None:
         """Remove old checkpoints; newer ones than `newest` may be there already, but are not passed on yet."""
-        known = [folder for folder in complete(self._config.run_dir) if folder <= newest]
+        known = [folder for folder in complete(self._root) if folder <= newest]
         for old in known[: -self._settings.keep]:
             if old.name != kept:
                 remove_folder(old)

@@ -3,6 +3,7 @@
 It starts from a language model's layers under a head of zeros, and has its own optimizer.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
-from hocket.trainer.extras import Base, Column, Extra, Loaded
+from hocket.trainer.models import Column, Extra, Models
 from hocket.trainer.policy import Policy, compute_in_float32
 from hocket.trainer.step import Learner, Update
 
@@ -48,15 +49,15 @@ def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig)
     if critic.path is not None:
         tokenizers.check_same_ids(critic.path, "critic.path", model)
     load = functools.partial(_load, critic, own)
-    return Extra(name="critic", model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
+    return Extra(model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
 
 
-def _load(critic: CriticConfig, model: ModelConfig, base: Base) -> Loaded:
+def _load(critic: CriticConfig, model: ModelConfig, models: Models) -> Column:
     changes = {"learning_rate": critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
-    settings = base.settings.model_copy(update=changes)
-    module = base.load(model, ValueModel)
-    engine = DeepSpeedEngine(module, settings, dtype=base.dtype, ranks=base.ranks)
-    module.check_architecture(base.ranks.device)
+    settings = models.setup.config.model_copy(update=changes)
+    module = models.load(model, ValueModel)
+    engine = DeepSpeedEngine(module, dataclasses.replace(models.setup, config=settings), name="critic")
+    module.check_architecture(models.ranks.device)
     learner = Learner(
         name="critic",
         engine=engine,
@@ -65,7 +66,9 @@ def _load(critic: CriticConfig, model: ModelConfig, base: Base) -> Loaded:
         rate="critic.learning_rate",
         metrics=critic_metrics,
     )
-    return Loaded(measure=engine.forward, learner=learner)
+    models.learners.append(learner)
+    models.tensors.append(engine.tensors)
+    return engine.forward
 
 
 def critic_loss(forward: Column, clip: float | None, batch: TrainBatch) -> LossOutput:

@@ -1,14 +1,16 @@
 """DeepSpeed behind a small interface. Nothing has to be compiled, and no step is skipped silently."""
 
 import contextlib
+import dataclasses
 import datetime
+import functools
 import gc
 import importlib
 import io
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from hocket.config import TrainerConfig
 from hocket.errors import ConfigError
 from hocket.trainer import offload
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import KINDS, MasterState
+from hocket.trainer.state import KINDS, MASTER
 
 BUCKET_ELEMENTS = 50_000_000  # summed over ranks at a time; DeepSpeed would allocate ten times as many
 
@@ -34,9 +36,28 @@ PRECISION: Mapping[torch.dtype, Mapping[str, Any]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How one rank holds its models."""
+
+    config: TrainerConfig
+    dtype: torch.dtype  # of forward and backward passes
+    ranks: Ranks
+
+    @property
+    def stage(self) -> int:
+        on_gpu = self.ranks.device.type == "cuda"
+        return default_zero_stage(self.config, self.dtype, num_ranks=self.ranks.size, on_gpu=on_gpu)
+
+    def parameter_dtype(self) -> torch.dtype:
+        scales = self.stage > 0 and self.ranks.device.type == "cuda"
+        if self.dtype == torch.float16 and not scales:
+            raise ConfigError("float16 trains on GPUs at trainer.zero_stage=1 to 3 alone; set model.dtype=bfloat16")
+        return self.dtype if self.stage > 0 else torch.float32
+
+
 def load_deepspeed(ranks: Ranks) -> Any:
-    if ranks.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     deepspeed = importlib.import_module("deepspeed")
     # DeepSpeed would compile this operator at first start; it is for tensor-parallel inference.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
@@ -48,38 +69,39 @@ def load_deepspeed(ranks: Ranks) -> Any:
     return deepspeed
 
 
-def initialize(ranks: Ranks, **options: Any) -> Any:
-    deepspeed = load_deepspeed(ranks)
+def initialize(setup: Setup, **options: Any) -> Any:
+    deepspeed = load_deepspeed(setup.ranks)
     autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
     autocast.TORCH_AUTOCAST_INITIALIZED = False  # by an earlier run here: it sums gradients in 16 bits
     gc.freeze()  # for its memory statistics, DeepSpeed collects garbage up to 15 times
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints them whatever the log level
-            engine, *_ = deepspeed.initialize(**options, dist_init_required=False)
+            engine, *_ = deepspeed.initialize(**options, config=deepspeed_config(setup), dist_init_required=False)
     finally:
         gc.unfreeze()
     return engine
 
 
-def spread(module: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None:
+def spread(module: nn.Module, setup: Setup) -> None:
     """Leave each rank its part of the weights that rank 0 has loaded, module by module; elsewhere they are meta."""
-    zero = load_deepspeed(ranks).zero
+    device = setup.ranks.device
+    zero = load_deepspeed(setup.ranks).zero
     dtypes = [parameter.dtype for parameter in module.parameters()]
-    dist.broadcast_object_list(dtypes, src=0, device=ranks.device)  # transformers may keep some in float32 as it loads
+    dist.broadcast_object_list(dtypes, src=0, device=device)  # transformers may keep some in float32 as it loads
     dtype_of = dict(zip(module.parameters(), dtypes, strict=True))
-    placed: dict[nn.Parameter, nn.Parameter] = {}  # a tied one is in two modules
     for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            if parameter.is_meta and parameter not in placed:
-                empty = torch.empty_like(parameter, dtype=dtype_of[parameter], device=ranks.device)
-                placed[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            setattr(part, name, placed.get(parameter, parameter))
+        own = list(part.parameters(recurse=False))
+        for parameter in own:
+            if parameter.is_meta:  # a tied one was so in the first of its modules alone
+                empty = torch.empty_like(parameter, dtype=dtype_of[parameter], device=device)
+                whole = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]
         for name, buffer in part.named_buffers(recurse=False):
-            here = torch.empty_like(buffer, device=ranks.device) if buffer.is_meta else buffer.to(ranks.device)
+            here = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
             dist.broadcast(here, src=0)
             setattr(part, name, here)
-        if own := list(part.parameters(recurse=False)):  # rank 0's are sent, and every rank keeps its part
-            zero.Init(module=nn.ParameterList(own), config_dict_or_path=dict(settings))
+        if own:  # rank 0's are sent, and every rank keeps its part
+            zero.Init(module=nn.ParameterList(own), config_dict_or_path=deepspeed_config(setup))
 
 
 def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> int:
@@ -93,22 +115,9 @@ def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: 
     return 3 if config.offload_optimizer else 2  # float32 sums of gradients leave the GPU at stage 3 alone
 
 
-def zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
-    return default_zero_stage(config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
-
-
-def parameter_dtype(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
-    stage = zero_stage(config, dtype, ranks)
-    if dtype == torch.float16 and ranks.device.type == "cpu":
-        raise ConfigError("float16 can't be trained on a CPU; set model.dtype to float32 or bfloat16")
-    if stage > 0:
-        return dtype
-    if dtype == torch.float16:
-        raise ConfigError("ZeRO stage 0 can't scale float16 losses; set trainer.zero_stage=1 or a bfloat16 dtype")
-    return torch.float32
-
-
-def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -> dict[str, Any]:
+def deepspeed_config(setup: Setup) -> dict[str, Any]:
+    config = setup.config
+    stage = setup.stage
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
@@ -119,76 +128,76 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         values["zero_force_ds_cpu_optimizer"] = False  # it would have to be compiled; torch's AdamW runs there too
-    if dtype == torch.bfloat16 and stage == 0:
+    if setup.dtype == torch.bfloat16 and stage == 0:
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
     else:
-        values |= PRECISION[dtype]
+        values |= PRECISION[setup.dtype]
     zero |= config.deepspeed.get("zero_optimization", {})
     return {**values, **config.deepspeed, "zero_optimization": zero}
 
 
-def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
-    def factor(steps: int) -> float:
-        if steps < config.warmup_steps:
-            return (steps + 1) / config.warmup_steps
-        left = max(0.0, (config.steps - steps) / max(1, config.steps - config.warmup_steps))
-        return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[config.schedule]
-
-    return factor
+def learning_rate(config: TrainerConfig, steps: int) -> float:
+    """Return the rate after so many steps."""
+    if steps < config.warmup_steps:
+        return config.learning_rate * ((steps + 1) / config.warmup_steps)
+    left = max(0.0, (config.steps - steps) / max(1, config.steps - config.warmup_steps))
+    factors = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
+    return config.learning_rate * factors[config.schedule]
 
 
 class DeepSpeedEngine:
-    """Trains one module, with float32 master weights and AdamW; `dtype`: of forward and backward passes."""
+    """Trains one module, with float32 master weights and AdamW; `name`: prefix of its tensors in a checkpoint.
 
-    def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
-        self.stage = zero_stage(config, dtype, ranks)
-        self._config = config
-        self._dtype = dtype
-        self._ranks = ranks
-        settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
+    Its state is found in AdamW's memory: DeepSpeed's own checkpoints fit only the ranks and the stage that wrote them.
+    """
+
+    def __init__(self, module: nn.Module, setup: Setup, *, name: str) -> None:
+        self.stage = setup.stage
+        self._name = name
+        self._config = config = setup.config
+        self._dtype = setup.dtype
+        self._ranks = setup.ranks
         if self.stage == 3:
-            spread(module, settings, ranks)
+            spread(module, setup)
+        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._adamw = torch.optim.AdamW(
-            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            self._trained.values(),
             lr=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._adamw, learning_rate_factor(config))
-        self._engine = initialize(ranks, model=module, config=settings, optimizer=self._adamw)
-        if self.stage == 0 and ranks.size == 1:  # else all gradients are copied to be summed over one rank
-            self._engine.enable_backward_allreduce = False
-        if dtype == torch.float16:  # at the lowest scale a step is skipped like any other
-            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+        self._engine = initialize(setup, model=module, optimizer=self._adamw)
+        for flat in self._flats():  # as AdamW would at its first step
+            step = torch.zeros((), device=flat.device)
+            moments = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+            self._adamw.state[flat] = {"step": step, **moments}
+        self.num_steps = 0  # of the run, that took an update
+        self._has_stepped = False  # since the end of the step before
+        # With one rank alone, ZeRO-0 would copy all gradients to sum them.
+        self._engine.enable_backward_allreduce = self.stage > 0 or self._ranks.size > 1
+        self._scaler: dict[str, Any] = {}  # of float16 losses
+        if self._dtype == torch.float16:
+            self._scaler = vars(self._engine.optimizer.loss_scaler)
+            self._scaler["raise_error_at_min_scale"] = False  # there a step is skipped like any other
 
     @property
     def learning_rate(self) -> float:
-        return float(self._scheduler.get_last_lr()[0])
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the run that took an update."""
-        return int(self._scheduler.last_epoch)
+        return learning_rate(self._config, self.num_steps)
 
     def plan(self, steps: int) -> None:
-        """Have the schedule end after `steps` in place of trainer.steps; call it first."""
-        self._scheduler.lr_lambdas = [learning_rate_factor(self._config.model_copy(update={"steps": steps}))]
+        """Have the schedule end after `steps` in place of trainer.steps."""
+        self._config = self._config.model_copy(update={"steps": steps})
 
     def end_step(self) -> None:
-        self._scheduler.step()
+        """Count a step of the run, which may have had several updates, if it had one."""
+        self.num_steps += self._has_stepped
+        self._has_stepped = False
 
     @property
     def loss_scale(self) -> float | None:
         """Factor on float16 losses, halved after a gradient that is not finite; else None."""
-        return float(self._loss_scaler()["cur_scale"]) if self._dtype == torch.float16 else None
-
-    def bytes_to_come(self) -> int:
-        """Return what the first step allocates on the device for good: AdamW's moments."""
-        if self._config.offload_optimizer and self._ranks.device.type == "cuda":
-            return 0
-        trained = sum(whole_shape(parameter).numel() for _, parameter in self._trained())
-        return 8 * trained // (1 if self.stage == 0 else self._ranks.size)
+        return self._scaler.get("cur_scale")
 
     def forward(self, *args: Any) -> Any:
         return self._engine(*args)
@@ -200,104 +209,84 @@ class DeepSpeedEngine:
 
     def step(self, *, rescale: bool = True) -> float | None:
         """Clip, apply, clear the gradient; return its norm, None if not finite (`rescale`: lower the loss scale)."""
-        norm: float | None = None
-        if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
-            norm = float(nn.utils.clip_grad_norm_([p for _, p in self._trained()], self._config.max_grad_norm))
-            if not math.isfinite(norm):
-                self._engine.zero_grad()
-                return None
-        scaling = dict(self._loss_scaler())
+        (group,) = self._adamw.param_groups
+        group["lr"] = self.learning_rate
+        norm = self._step_without_zero() if self.stage == 0 else self._step_with_zero(rescale)
+        self._has_stepped |= norm is not None
+        return norm
+
+    def _step_without_zero(self) -> float | None:
+        """Do what DeepSpeed does not at stage 0: it neither reports the norm nor looks for NaN."""
+        norm = float(nn.utils.clip_grad_norm_(self._trained.values(), self._config.max_grad_norm))
+        if math.isfinite(norm):
+            self._engine.step()
+            return norm
+        self._engine.zero_grad()
+        return None
+
+    def _step_with_zero(self, rescale: bool) -> float | None:
+        scaling = dict(self._scaler)
         self._engine.step()
         if self._engine.was_step_applied():
-            return float(self._engine.get_global_grad_norm()) if norm is None else norm
-        # Where ZeRO-1 or 2 offloads, DeepSpeed 0.19 keeps the gradients, and every later step would be skipped.
-        gradients = getattr(self._engine.optimizer, "averaged_gradients", None)
-        if self.stage in (1, 2) and gradients:
+            return float(self._engine.get_global_grad_norm())
+        if self.stage < 3:  # DeepSpeed 0.19 keeps offloaded gradients, and every later step would be skipped
+            gradients = self._engine.optimizer.averaged_gradients
             gradients.update(dict.fromkeys(gradients))
         if not rescale:
-            self._loss_scaler().update(scaling)
+            self._scaler.update(scaling)
         return None
 
     def broken_gradients(self) -> list[str]:
         """Return the parameters whose gradient is not finite. All ranks call it."""
         full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
-        gradients = ((name, full_grad(parameter)) for name, parameter in self._trained())
+        gradients = ((name, full_grad(parameter)) for name, parameter in self._trained.items())
         return [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
 
     def layout(self, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
         """Return what `buckets` yields, on the meta device."""
-        return [
-            [(name, torch.empty(whole_shape(p), dtype=self._dtype, device="meta")) for name, p in group]
-            for group in self.by_bytes(max_bytes)
-        ]
+        on_meta = functools.partial(torch.empty, dtype=self._dtype, device="meta")
+        tensors = ((name, on_meta(whole_shape(parameter))) for name, parameter in self._trained.items())
+        return list(in_buckets(tensors, max_bytes))
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield trained (name, whole tensor), tied ones once, on rank 0; all ranks must exhaust it."""
-        for group in self.by_bytes(max_bytes):
-            with gathered([parameter for _, parameter in group]):
+        for bucket in self.layout(max_bytes):
+            parameters = {name: self._trained[name] for name, _ in bucket}
+            with gathered(list(parameters.values())):
                 if self._ranks.is_main:
-                    yield [(name, parameter.detach().to(self._dtype)) for name, parameter in group]
+                    yield [(name, parameter.detach().to(self._dtype)) for name, parameter in parameters.items()]
 
-    def by_bytes(self, max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
-        groups: list[list[tuple[str, nn.Parameter]]] = []
-        size = 0
-        for name, parameter in self._trained():
-            num_bytes = whole_shape(parameter).numel() * self._dtype.itemsize
-            if size + num_bytes > max_bytes or not groups:
-                groups.append([])
-                size = 0
-            groups[-1].append((name, parameter))
-            size += num_bytes
-        return groups
-
-    def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield "KIND/parameter" → whole float32 tensor on rank 0's CPU. All ranks must exhaust it."""
-        master = self._master()
-        bucket: dict[str, Tensor] = {}
-        size = 0
-        for name, parameter in self._trained():
-            place, views = master.piece(parameter)
-            for kind in KINDS:
-                whole = torch.zeros(whole_shape(parameter).numel(), device=self._ranks.device)
-                whole[place].copy_(views[kind])
-                if self.stage > 0:
-                    dist.all_reduce(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
-                if self._ranks.is_main:
-                    bucket[f"{kind}/{name}"] = whole.view(whole_shape(parameter)).to("cpu", copy=True)
-                    size += whole.nbytes
-                if size >= max_bytes:
-                    yield bucket
-                    bucket = {}
-                    size = 0
-        if bucket:
-            yield bucket
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield "MODEL/KIND/parameter" and the whole float32 tensor on rank 0's CPU. All ranks must exhaust it."""
+        for name, shape, place, view in self._pieces():
+            whole = torch.zeros(shape.numel(), device=self._ranks.device)
+            whole[place].copy_(view)
+            if self.stage > 0:
+                dist.all_reduce(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
+            if self._ranks.is_main:
+                yield name, whole.view(shape).to("cpu", copy=True)
 
     def counters(self) -> dict[str, Any]:
-        scale = {key: value for key, value in self._loss_scaler().items() if isinstance(value, int | float)}
-        return {"updates": self._master().step, "scheduled": self._scheduler.last_epoch, "loss_scale": scale}
+        scale = {key: value for key, value in self._scaler.items() if isinstance(value, int | float)}
+        updates = int(self._adamw.state[self._flats()[0]]["step"])
+        return {"updates": updates, "scheduled": self.num_steps, "loss_scale": scale}
 
-    def shapes(self) -> dict[str, torch.Size]:
-        return {f"{kind}/{name}": whole_shape(p) for name, p in self._trained() for kind in KINDS}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shape) for name, shape, *_ in self._pieces()}
 
     def restore(self, read: Callable[[str], Tensor] | None, counters: Mapping[str, Any]) -> None:
         """Restore what `state` and `counters` gave, at any stage and size. Only rank 0 can `read`."""
-        master = self._master()
-        for name, parameter in self._trained():
-            place, views = master.piece(parameter)
-            for kind in KINDS:
-                whole = torch.empty(whole_shape(parameter).numel(), device=self._ranks.device)
-                if read is not None:
-                    whole.copy_(read(f"{kind}/{name}").view(-1))
-                dist.broadcast(whole, src=0)
-                views[kind].copy_(whole[place])
-        master.step = counters["updates"]
-        master.to_parameters()
-        self._loss_scaler().update(counters["loss_scale"])
-        scheduler = self._scheduler
-        (group,) = self._adamw.param_groups  # the schedule may have other settings now
-        scheduler.last_epoch = counters["scheduled"]
-        group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch)
-        scheduler._last_lr = [group["lr"]]
+        for name, shape, place, view in self._pieces():
+            whole = torch.empty(shape.numel(), device=self._ranks.device)
+            if read is not None:
+                whole.copy_(read(name).view(-1))
+            dist.broadcast(whole, src=0)
+            view.copy_(whole[place])
+        for flat in self._flats():
+            self._adamw.state[flat]["step"].fill_(counters["updates"])
+        self._to_parameters()
+        self._scaler.update(counters["loss_scale"])
+        self.num_steps = counters["scheduled"]
 
     def tensors(self) -> Iterator[Tensor]:
         module = self._engine.module
@@ -306,14 +295,61 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._engine.destroy()
 
-    def _master(self) -> MasterState:
-        return MasterState(self.stage, self._engine.optimizer, self._adamw)
+    def _pieces(self) -> Iterator[tuple[str, torch.Size, slice, Tensor]]:
+        """Yield each tensor's name and shape, and this rank's piece of it, flattened: its place, and AdamW's memory."""
+        for name, parameter in self._trained.items():
+            start, flat, offset, size = self._find(parameter)
+            found = {MASTER: flat.detach(), **self._adamw.state[flat]}
+            for kind in KINDS:
+                piece = found[kind].view(-1).narrow(0, offset, size)
+                yield f"{self._name}/{kind}/{name}", whole_shape(parameter), slice(start, start + size), piece
 
-    def _loss_scaler(self) -> dict[str, Any]:
-        return vars(self._engine.optimizer.loss_scaler) if self._dtype == torch.float16 else {}
+    def _find(self, parameter: Any) -> tuple[int, Tensor, int, int]:
+        """Return this rank's start in the parameter, the tensor that AdamW steps on, the place there, and its size."""
+        if self.stage == 0:
+            return 0, parameter, 0, parameter.numel()
+        flats = self._flats()
+        if self.stage == 3:
+            zero = self._engine.optimizer
+            group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+            start = size * zero._get_param_partition_rank(parameter)
+            return start, flats[group], offset, max(0, min(size, parameter.ds_numel - start))  # the rest is padding
+        mapping = parameter._hp_mapping
+        if mapping is None:  # other ranks hold all of it
+            return 0, flats[0], 0, 0
+        address = mapping.hp_fragment_address
+        return mapping.lp_fragment_address.start, flats[mapping.param_group_index], address.start, address.numel
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad]
+    def _flats(self) -> list[Tensor]:
+        """Return what AdamW steps on: the parameters (ZeRO-0), or flat tensors of which each rank has a part."""
+        (group,) = self._adamw.param_groups
+        # ZeRO-3 gives it to AdamW during a step only.
+        return list(self._engine.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else group["params"])
+
+    def _to_parameters(self) -> None:
+        zero = self._engine.optimizer
+        if self.stage in (1, 2):
+            zero.update_lp_params()
+        elif self.stage == 3:
+            zero.checkpoint_event_prologue()  # split the parameters that every rank holds whole
+            for flat, master in zip(zero.fp16_partitioned_groups_flat, self._flats(), strict=True):
+                flat.data.copy_(master.data)
+            zero.checkpoint_event_epilogue()  # gather them again
+
+
+def in_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the tensors in lists of at most max_bytes; a larger one is alone."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket = []
+            size = 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def gathered(parameters: list[nn.Parameter]) -> Any:

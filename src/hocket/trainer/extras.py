@@ -1,63 +1,54 @@
-"""What an algorithm needs beside the policy: a column that is measured before a step."""
+"""What the configured algorithm minimises, and needs beside the policy."""
 
-import abc
-import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig, TrainerConfig
+from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
+from hocket.config import AlgorithmConfig, Config, CriticConfig, ModelConfig
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.engine import DeepSpeedEngine
-from hocket.trainer.policy import Policy
-from hocket.trainer.ranks import Ranks
-from hocket.trainer.step import Learner
-
-Column = Callable[[TrainBatch], Tensor]  # → [b, t] numbers of a batch's targets, 0 where its mask is False
-
-
-class Base(abc.ABC):
-    """What an extra is made of."""
-
-    policy: Policy
-    engine: DeepSpeedEngine  # the policy's
-    settings: TrainerConfig
-    dtype: torch.dtype  # of forward and backward passes
-    ranks: Ranks
-
-    @abc.abstractmethod
-    def load(self, model: ModelConfig, kind: type[Policy]) -> Any:
-        """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
-
-    def logprobs(self, batch: TrainBatch) -> Tensor:
-        return cast(Tensor, self.engine.forward(batch)[0])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """An extra on this rank."""
-
-    measure: Column
-    frozen: Any = None  # a model that no step changes, with `tensors`
-    learner: Learner | None = None  # what a step trains beside the policy
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
-    """One need of a config; `models.EXTRAS` has a function per kind."""
-
-    column: str  # its name in `TrainSample.columns`
-    load: Callable[[Base], Loaded]
-    name: str = ""  # of its model
-    model: ModelConfig | None = None
-    learns: bool = False  # whether a step trains the model
-    delay: int = 0  # steps that the model learns before the policy does
+from hocket.trainer.critic import critic
+from hocket.trainer.models import BatchLoss, Extra, Objective
+from hocket.trainer.reference import reference
 
 
 def old_policy(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
     """Measure the policy's log-probs before a step: a correction needs them in its later updates."""
     if algorithm.updates == 1 or algorithm.correction == "none":
         return None
-    return Extra(column="old_logprobs", load=lambda base: Loaded(measure=base.logprobs))
+    return Extra(column="old_logprobs", load=lambda models: models.policy_logprobs)
+
+
+Need = Callable[[AlgorithmConfig, CriticConfig, ModelConfig], Extra | None]
+EXTRAS: tuple[Need, ...] = (old_policy, reference, critic)
+
+
+def configured(config: Config) -> Objective:
+    algorithm = config.algorithm
+    made = (make(algorithm, config.critic, config.model) for make in EXTRAS)
+    return Objective(
+        loss=configured_loss(algorithm.loss(config.rollout.max_tokens)),
+        temperature=config.rollout.temperature,
+        epochs=algorithm.epochs,
+        minibatches=algorithm.minibatches,
+        extras=[extra for extra in made if extra is not None],
+    )
+
+
+def configured_loss(settings: LossConfig) -> BatchLoss:
+    def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
+        return policy_loss(
+            logprobs_bt,
+            batch.rollout_logprobs_bt,
+            batch.advantages_bt,
+            batch.mask_bt,
+            config=settings,
+            num_tokens=batch.num_tokens_global,
+            num_sequences=batch.num_sequences_global,
+            old_logprobs_bt=batch.columns.get("old_logprobs"),
+            ref_logprobs_bt=batch.columns.get("ref_logprobs"),
+            entropy_bt=entropy_bt,
+            sample_bt=batch.sample_bt,
+        )
+
+    return loss

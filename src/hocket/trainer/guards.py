@@ -4,11 +4,11 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
 from hocket.common.files import write_atomically
 from hocket.config import TrainerConfig
@@ -19,45 +19,48 @@ from hocket.types import TrainSample
 MAX_SKIPPED_STEPS = 5  # in a row, without any update; then the run stops
 MAX_KEPT = 8  # newest batches of skipped steps that stay in a folder
 LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
-_NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
+_NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED|MemoryError"
 
 
-def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update], rates: Mapping[str, str]) -> str:
-    """Return which number was extreme or not finite first, and what to do; `rates`: each learner's setting."""
+def first_fault(samples: Sequence[TrainSample], done: Sequence[Update]) -> str:
+    """Return which number was extreme or not finite first, and what to do."""
     found = [
-        (float(np.abs(values).max(initial=0.0)), index, name)  # nan where one is nan
+        (float(np.where(np.isnan(values), np.inf, np.abs(values)).max(initial=0.0)), index, name)
         for index, sample in enumerate(samples)
         for name, values in _numbers(sample).items()
     ]
-    size, index, column = max(found, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
-    if not size <= LARGEST:
+    size, index, column = max(found, key=lambda one: one[0])
+    if size > LARGEST:
         where = f"{column} of {samples[index].id or f'sample {index}'}"
         return f"{where}. Look for extreme rewards, or log-probs that the server should not have sent: up to {size:g}"
-    name, done = next((name, done) for name, done in updates.items() if done.is_faulty)
-    bad = [f"the {name}'s {term}" for term, value in done.totals.items() if not math.isfinite(value)]
-    bad += [f"the gradient of the {name}'s {parameter}" for parameter in done.bad_gradients]
-    bad.append(f"the norm of the {name}'s gradient")
-    return f"{bad[0]}. Lower {rates[name]}, and start from weights before the fault"
+    update = next(update for update in done if update.is_faulty)
+    model = update.learner.name
+    bad = [f"the {model}'s {term}" for term, value in update.totals.items() if not math.isfinite(value)]
+    bad += [f"the gradient of the {model}'s {parameter}" for parameter in update.bad_gradients]
+    bad.append(f"the norm of the {model}'s gradient")
+    return f"{bad[0]}. Lower {update.learner.rate}, and start from weights before the fault"
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:
     """Write the samples as JSON (with NaN), one per line, and remove the oldest of such files."""
-    rows = [
-        {
-            "id": sample.id,
-            "text": decode(list(sample.sequence.token_ids)),
-            "token_ids": list(sample.sequence.token_ids),
-            "mask": [int(trained) for trained in sample.sequence.mask],
-            **_numbers(sample),
-            "version_min": sample.sequence.version_min,
-        }
-        for sample in samples
-    ]
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    lines = ",\n".join(json.dumps(_row(sample, decode), ensure_ascii=False) for sample in samples)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, f'{{"not_finite": {json.dumps(fault)},\n"samples": [\n{lines}\n]}}\n')
     for old in sorted(path.parent.glob(f"*{path.suffix}"))[:-MAX_KEPT]:
         old.unlink()
+
+
+def _row(sample: TrainSample, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    sequence = sample.sequence
+    token_ids = list(sequence.token_ids)
+    return {
+        "id": sample.id,
+        "text": decode(token_ids),
+        "token_ids": token_ids,
+        "mask": list(map(int, sequence.mask)),
+        **_numbers(sample),
+        "version_min": sequence.version_min,
+    }
 
 
 def _numbers(sample: TrainSample) -> dict[str, list[float]]:
@@ -66,8 +69,7 @@ def _numbers(sample: TrainSample) -> dict[str, list[float]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    is_torchs = isinstance(error, RuntimeError) and re.search(_NO_ROOM, str(error)) is not None
-    return is_torchs or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return isinstance(error, RuntimeError | MemoryError) and re.search(_NO_ROOM, repr(error)) is not None
 
 
 def out_of_memory(

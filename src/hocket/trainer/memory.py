@@ -182,8 +182,7 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
     size = CHUNK_TOKENS
     for learner in learners:  # the first run allocates what libraries keep
         rehearse(learner, size, ranks, longest)
-    moments = sum(learner.engine.bytes_to_come() for learner in learners)  # the first real step allocates them
-    room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves - moments)
+    room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves)
     for _ in range(MAX_TRIES):
         peak = max(_peak_bytes(learner, size, ranks, longest) for learner in learners)
         fits = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak)))

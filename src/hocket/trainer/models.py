@@ -1,34 +1,52 @@
-"""One rank's models: the policy, and those that the algorithm needs beside it."""
+"""What one rank holds: the policy, and the models that an objective needs beside it; its part of the common work."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hocket.algorithm.choices import choose
-from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
+from hocket.algorithm.losses import LossOutput
+from hocket.common.machine import return_freed_memory
 from hocket.common.registry import load_plugins
 from hocket.common.tasks import seed_of
-from hocket.config import AlgorithmConfig, Config, CriticConfig, ModelConfig
+from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
-from hocket.trainer import attention, engine, flops, memory
-from hocket.trainer.batching import TrainBatch, unpack
-from hocket.trainer.critic import critic
-from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
-from hocket.trainer.extras import Base, Column, Extra, old_policy
+from hocket.trainer import attention, flops, guards, memory, offload
+from hocket.trainer.batching import Make, TrainBatch, unpack
+from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets
+from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import Policy, compute_dtype, skeleton
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.reference import reference
-from hocket.trainer.state import POLICY
-from hocket.trainer.step import Learner
+from hocket.trainer.state import BUCKET_BYTES, POLICY
+from hocket.trainer.step import Learner, Update, update
 
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
-Need = Callable[[AlgorithmConfig, CriticConfig, ModelConfig], Extra | None]
-EXTRAS: tuple[Need, ...] = (old_policy, reference, critic)
+Column = Callable[[TrainBatch], Tensor]
+"""→ [b, t] numbers of a batch's targets, 0 where its mask is False."""
+Numbers = dict[int, dict[str, tuple[float, ...]]]
+Share = Sequence[Make]
+"""What builds the micro-batches of one rank."""
+Sink = Callable[[Any], None]
+"""Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
+EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """What an objective needs beside the policy: a column that is measured before a step."""
+
+    column: str  # its name in `TrainSample.columns`
+    load: Callable[["Models"], Column]  # adds what it loads to `learners` and `tensors`
+    model: ModelConfig | None = None  # of its own
+    learns: bool = False  # whether a step trains that model
+    delay: int = 0  # steps that it learns before the policy does
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,68 +57,58 @@ class Objective:
     temperature: float = 1.0  # of the distribution whose log-probs the loss gets
     epochs: int = 1
     minibatches: int = 1  # of an epoch
-    extras: Sequence[Extra] = ()  # what the loss needs beside the policy
+    extras: Sequence[Extra] = ()
 
     def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, bool]]:
         """Return every model, each with whether it learns."""
         return [(policy, True), *((extra.model, extra.learns) for extra in self.extras if extra.model is not None)]
 
 
-def configured(config: Config) -> Objective:
-    algorithm = config.algorithm
-    made = (make(algorithm, config.critic, config.model) for make in EXTRAS)
-    return Objective(
-        loss=configured_loss(algorithm.loss(config.rollout.max_tokens)),
-        temperature=config.rollout.temperature,
-        epochs=algorithm.epochs,
-        minibatches=algorithm.minibatches,
-        extras=[extra for extra in made if extra is not None],
-    )
-
-
-class Models(Base):
-    """Loads what a step trains and measures."""
+class Models:
+    """Loads what a step trains and measures. `Trainer` has all ranks run its methods, each with its own arguments."""
 
     def __init__(self, config: Config, ranks: Ranks, objective: Objective) -> None:
-        self.settings = config.trainer.unmeasured() if ranks.device.type == "cpu" else config.trainer
+        settings = config.trainer.unmeasured() if ranks.device.type == "cpu" else config.trainer
         self.ranks = ranks
+        self.setup = Setup(config=settings, dtype=compute_dtype(config.model, ranks.device), ranks=ranks)
         self._config = config
         self._objective = objective
+        self.micro_batch_tokens = CHUNK_TOKENS  # of the first rehearsal
+        self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
+        self._longest = 1  # positions of this rank's longest sequence in the work of now
+        self.away: offload.Offloaded = ()
+        with ranks.deadline("loading the models"), self._naming_memory("start"):
+            self._load()
+
+    def _load(self) -> None:
         self._check_plugins()
-        self.dtype = compute_dtype(config.model, ranks.device)
-        self.attention = attention.choose_kernel(ranks.device)
-        self.estimate = memory.check(objective.models(config.model), self.settings, self.dtype, ranks)
-        with ranks.deadline("loading the models"):
-            self.policy = self.load(config.model, Policy)
-            self.flops = flops.model_flops(skeleton(config.model))
-            (self.peak_flops,) = ranks.sum([flops.peak_flops(ranks.device, self.dtype)])
-            delay = sum(extra.delay for extra in objective.extras)
-            own_steps = self.settings.model_copy(update={"steps": self.settings.steps - delay})
-            self.engine = DeepSpeedEngine(self.policy, own_steps, dtype=self.dtype, ranks=ranks)
-            self.policy.check_architecture(ranks.device)
-            self.engines: dict[str, Any] = {}
-            self.columns: dict[str, Column] = {}  # measured before a step
-            others: list[Learner] = []
-            for extra in objective.extras:
-                loaded = extra.load(self)
-                self.columns[extra.column] = loaded.measure
-                if loaded.frozen is not None:
-                    self.engines[extra.name] = loaded.frozen
-                if loaded.learner is not None:
-                    others.append(loaded.learner)
-            policy = Learner(
-                name=POLICY,
-                engine=self.engine,
-                loss=self._policy_loss,
-                reads=tuple(self.columns),
-                learns=lambda: all(other.engine.num_steps >= delay for other in others),
-            )
-            self.learners = [policy, *others]
-            self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
-            fixed = self.settings.micro_batch_tokens
-            self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
-        self.saved = {learner.name: learner.engine for learner in self.learners}  # in a checkpoint
-        self.engines |= self.saved
+        objective = self._objective
+        settings = self.setup.config
+        device = self.ranks.device
+        model = self._config.model
+        self.attention = attention.choose_kernel(device)
+        self.estimate = memory.check(objective.models(model), settings, self.setup.dtype, self.ranks)
+        self.policy = self.load(model, Policy)
+        self.flops = flops.model_flops(skeleton(model))
+        (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
+        delay = sum(extra.delay for extra in objective.extras)
+        own_steps = settings.model_copy(update={"steps": settings.steps - delay})
+        self.engine = DeepSpeedEngine(self.policy, dataclasses.replace(self.setup, config=own_steps), name=POLICY)
+        self.policy.check_architecture(device)
+        policy = Learner(
+            name=POLICY,
+            engine=self.engine,
+            loss=self._policy_loss,
+            reads=[extra.column for extra in objective.extras],
+            learns=lambda: all(other.engine.num_steps >= delay for other in self.learners[1:]),
+        )
+        self.learners = [policy]
+        self.tensors: list[Callable[[], Iterator[Tensor]]] = [self.engine.tensors]  # of each model
+        self.columns: dict[str, Column] = {"logprobs": self.policy_logprobs}
+        for extra in objective.extras:
+            self.columns[extra.column] = extra.load(self)
+        fixed = settings.micro_batch_tokens
+        self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
 
     def _check_plugins(self) -> None:
         """Raise ConfigError on rank 0 where another rank has imported other files: their gradients would differ."""
@@ -109,17 +117,29 @@ class Models(Base):
             raise ConfigError("a file under plugins is not the same for all ranks: copy that of rank 0 to every host")
 
     def load(self, model: ModelConfig, kind: type[Policy]) -> Any:
+        """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
         algorithm = self._config.algorithm
+        settings = self.setup.config
         return kind(
             model,
-            dtype=parameter_dtype(self.settings, self.dtype, self.ranks),
+            dtype=self.setup.parameter_dtype(),
             temperature=self._objective.temperature,
-            gradient_checkpointing=self.settings.gradient_checkpointing,
-            kernels=self.settings.kernels,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            kernels=settings.kernels,
             entropy_gradient=algorithm.entropy_coef > 0 or "entropy_bt" in choose("clip", algorithm.clip).given,
-            seed=self.settings.seed,
-            loads=self.ranks.is_main or engine.zero_stage(self.settings, self.dtype, self.ranks) < 3,
+            seed=settings.seed,
+            loads=self.ranks.is_main or self.setup.stage < 3,
         )
+
+    def policy_logprobs(self, batch: TrainBatch) -> Tensor:
+        logprobs_bt: Tensor = self.engine.forward(batch)[0]
+        return logprobs_bt
+
+    def _policy_loss(self, batch: TrainBatch) -> LossOutput:
+        logprobs_bt, entropy_bt = self.engine.forward(batch)
+        output = self._objective.loss(logprobs_bt, entropy_bt, batch)
+        entropy = entropy_bt.detach().sum() / batch.num_tokens_global
+        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
 
     def _fitted(self) -> int:
         config = self._config
@@ -131,48 +151,123 @@ class Models(Base):
         longest = tokenizers.context_length(config.model) - 1
         return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
 
-    @torch.no_grad()
-    def numbers(
-        self, batches: Sequence[TrainBatch], columns: Mapping[str, Column]
-    ) -> dict[int, dict[str, tuple[float, ...]]]:
-        """Return on rank 0 the columns' numbers per token, by the sample's place."""
-        own: dict[int, dict[str, tuple[float, ...]]] = {}
-        for batch in batches:
-            own |= unpack(batch, {name: column(batch) for name, column in columns.items()})
-        return {index: numbers for share in self.ranks.gather(own) for index, numbers in share.items()}
+    def run(self, work: Callable[..., Any], args: Sequence[Any], **own: Any) -> Any:
+        """Do this rank's part of common work, a method of this class. Raise TrainerError with what it was for."""
+        self._longest = 0
+        self.ranks.use_this_thread()
+        with self.ranks.deadline(f"doing the common {work.__name__}"), self._naming_memory(work.__name__):
+            return work(self, *args, **own)
+
+    @contextlib.contextmanager
+    def _naming_memory(self, work: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not guards.is_out_of_memory(error):
+                raise
+            raise guards.out_of_memory(
+                error,
+                self.setup.config,
+                micro_batch_tokens=self.micro_batch_tokens,
+                work=work,
+                longest=self._longest,
+                on_gpu=self.ranks.device.type == "cuda",
+            ) from error
+
+    def _built(self, share: Share) -> list[TrainBatch]:
+        batches = [make(self.ranks.device) for make in share]
+        self._longest = max(batch.segments.longest for batch in batches)
+        return batches
+
+    def plan(self, steps: int) -> None:
+        self.engine.plan(steps)
+
+    def update(self, share: Share, lengths: Sequence[int]) -> tuple[list[Update], dict[str, float]]:
+        """Update every learner; return its metrics, too. `lengths`: positions of each sequence, of all ranks."""
+        batches = self._built(share)
+        loss_scale = self.engine.loss_scale
+        done = [update(learner, batches, self.ranks) for learner in self.learners]
+        policy = done[0]
+        num_tokens = batches[0].num_tokens_global
+        metrics = {
+            **policy.totals,
+            "grad_norm": policy.grad_norm,
+            "skipped": float(policy.outcome == "skipped"),
+            "updates": float(policy.outcome != "idle"),
+            "tokens": float(num_tokens),
+            "sequences": float(batches[0].num_sequences_global),
+            "micro_batches": float(len(batches)),
+            "positions": float(sum(lengths)),
+            "seconds_at_peak": flops.step_flops(self.flops, lengths, num_tokens) / self.peak_flops,
+        }
+        if loss_scale is not None:
+            metrics["loss_scale"] = loss_scale
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        for one in done:
+            named |= one.learner.metrics(one)
+        return done, named
+
+    def end_step(self) -> None:
+        for learner in self.learners:
+            learner.engine.end_step()
+        if self.ranks.device.type == "cpu":
+            return_freed_memory()
 
     @torch.no_grad()
-    def surprise(self, batches: Sequence[TrainBatch]) -> list[float]:
-        """Return, summed over sampled tokens and ranks: 1, |trainer − engine log-prob|, −log p − H, Var(log p)."""
+    def numbers(self, share: Share, names: Sequence[str]) -> Numbers:
+        """Return on rank 0 the columns' numbers per token, by the sample's place."""
+        own: Numbers = {}
+        for batch in self._built(share):
+            own |= unpack(batch, {name: self.columns[name](batch) for name in names})
+        found: Numbers = {}
+        for of_rank in self.ranks.gather(own):
+            found |= of_rank
+        return found
+
+    @torch.no_grad()
+    def surprise(self, share: Share) -> list[float]:
         sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
-        for batch in batches:
+        for batch in self._built(share):
             logprobs_bt, entropy_bt, variance_bt = self.engine.forward(batch, True)
             gap_bt = (logprobs_bt - batch.rollout_logprobs_bt).abs()
             columns = (batch.mask_bt, gap_bt, -logprobs_bt - entropy_bt, variance_bt)
             sums += torch.stack([column_bt.sum(dtype=torch.float64) for column_bt in columns])
         return self.ranks.sum(sums.tolist())
 
-    def _policy_loss(self, batch: TrainBatch) -> LossOutput:
-        logprobs_bt, entropy_bt = self.engine.forward(batch)
-        output = self._objective.loss(logprobs_bt, entropy_bt, batch)
-        entropy = entropy_bt.detach().sum() / batch.num_tokens_global
-        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
+    def export(self) -> list[tuple[str, Tensor]]:
+        """Return on rank 0 the trained weights, which ZeRO-3 copies to the CPU."""
+        return [
+            (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
+            for bucket in self.engine.buckets(EXPORT_BYTES)
+            for name, tensor in bucket
+        ]
 
+    def stream(self, max_bytes: int, sink: Any = None) -> None:
+        for bucket in self.engine.buckets(max_bytes):  # on rank 0 alone
+            sink(self.policy.as_published(bucket))
 
-def configured_loss(settings: LossConfig) -> BatchLoss:
-    def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
-        return policy_loss(
-            logprobs_bt,
-            batch.rollout_logprobs_bt,
-            batch.advantages_bt,
-            batch.mask_bt,
-            config=settings,
-            num_tokens=batch.num_tokens_global,
-            num_sequences=batch.num_sequences_global,
-            old_logprobs_bt=batch.columns.get("old_logprobs"),
-            ref_logprobs_bt=batch.columns.get("ref_logprobs"),
-            entropy_bt=entropy_bt,
-            sample_bt=batch.sample_bt,
-        )
+    def state(self, sink: Any = None) -> dict[str, Any]:
+        """Give the tensors of all learners to the sink; return their counters."""
+        for learner in self.learners:
+            for bucket in in_buckets(learner.engine.state(), BUCKET_BYTES):  # on rank 0 alone
+                sink(dict(bucket))
+        return {learner.name: learner.engine.counters() for learner in self.learners}
 
-    return loss
+    def restore(self, rest: Mapping[str, Any], read: Callable[[str], Tensor] | None = None) -> None:
+        for learner in self.learners:
+            learner.engine.restore(read, rest["engines"][learner.name])
+        size = rest["micro_batch"]
+        if self.fitted_for is not None and self.fitted_for == size["measured_for"]:
+            self.micro_batch_tokens = size["tokens"]  # other sizes would sum in another order
+
+    def offload(self) -> None:
+        tensors = itertools.chain.from_iterable(of_model() for of_model in self.tensors)
+        self.away = offload.offload(tensors, self.ranks.device)
+
+    def onload(self) -> None:
+        offload.onload(self.away, self.ranks.device)
+        self.away = ()
+
+    def close(self) -> None:
+        for learner in self.learners:
+            learner.engine.close()

@@ -38,8 +38,7 @@ def tensors_in(*roots: Any) -> Iterator[Tensor]:
 
 def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
     """Empty the storages of tensors on the device; none may be used until `onload`."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # whichever stream wrote last
+    torch.get_device_module(device).synchronize(device)  # whichever stream wrote last
     moved = []
     here = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
     for storage in here:  # one that several tensors share is empty from the second on
@@ -60,8 +59,7 @@ def onload(moved: Offloaded, device: torch.device) -> None:
         storage.resize_(sum(lengths))
         for host, piece in zip(hosts, _bytes(storage, device).split_with_sizes(lengths), strict=True):
             piece.copy_(host, non_blocking=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the copies have read what may now be freed
+    torch.get_device_module(device).synchronize(device)  # the copies have read what may now be freed
 
 
 def sizes(num_bytes: int) -> list[int]:
@@ -70,7 +68,7 @@ def sizes(num_bytes: int) -> list[int]:
     With pinned_max_round_threshold_mb, torch 2.13 may cache memory that is too short.
     """
     powers = [1 << bit for bit in reversed(range(num_bytes.bit_length())) if num_bytes & 1 << bit >= _REST]
-    return [*powers, num_bytes % _REST] if num_bytes % _REST else powers
+    return [*powers, num_bytes % _REST]
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -79,9 +79,8 @@ class Ranks:
 
     def send(self, commands: Sequence[Any]) -> None:
         """Send each rank its command from rank 0."""
-        if self.size > 1:
-            with self.deadline("telling the other ranks what to do"):
-                dist.scatter_object_list([None], [None, *commands[1:]], src=0, group=self._commands)
+        with self.deadline("telling the other ranks what to do"):
+            dist.scatter_object_list([None], [None, *commands[1:]], src=0, group=self._commands)
 
     def receive(self) -> Any:
         """Return rank 0's next command, as long as rank 0 lives."""
@@ -110,7 +109,8 @@ class Ranks:
     def close(self) -> None:
         """Leave together with the other ranks, which could fail at their end otherwise."""
         self._stop_watching()
-        dist.barrier(group=self._reports)
+        with self.deadline("leaving"):
+            dist.barrier(group=self._reports)
         self.destroy()
 
     @contextlib.contextmanager
@@ -120,9 +120,8 @@ class Ranks:
             yield
         except Exception as error:
             self._stop_watching()
-            # gloo raises plain RuntimeErrors
-            is_gloos = isinstance(error, RuntimeError) and re.search("gloo|nccl", str(error), re.IGNORECASE)
-            if not (is_gloos or isinstance(error, dist.DistError)):
+            # gloo raises plain RuntimeErrors, torch's own classes are some, too
+            if not (isinstance(error, RuntimeError) and re.search("gloo|nccl|^Dist", repr(error), re.IGNORECASE)):
                 reason = f"rank {self.rank} failed: {type(error).__name__}: {error}"
                 with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
                     self._ask_store(lambda: self._store.compare_set(FAILURE, "", reason), GRACE_S)

@@ -1,12 +1,12 @@
 """Copy complete checkpoints to another folder or mount, and check what arrived."""
 
-import hashlib
+import filecmp
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from hocket.common.files import atomic_folder, remove_folder
-from hocket.protocol.manifest import COMPLETE_FILE
+from hocket.trainer.checkpoints import complete
 
 
 def copy_to(target: Path, keep: int, say: Callable[[str], None], folder: Path) -> None:
@@ -15,14 +15,9 @@ def copy_to(target: Path, keep: int, say: Callable[[str], None], folder: Path) -
         with atomic_folder(target / folder.name) as partial:
             for file in folder.iterdir():
                 shutil.copyfile(file, partial / file.name)
-                if _sha256(file) != _sha256(partial / file.name):
+                if not filecmp.cmp(file, partial / file.name, shallow=False):
                     raise OSError(f"{file.name} did not arrive as it was")
-        for old in sorted(path.parent for path in target.glob(f"step_*/{COMPLETE_FILE}"))[:-keep]:
+        for old in complete(target)[:-keep]:
             remove_folder(old)
     except OSError as error:
         say(f"WARNING: {folder} was not copied to {target}, which is tried again with the next one: {error}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,17 +15,6 @@ from hocket.trainer.ranks import Ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """The same on every rank."""
-
-    totals: Mapping[str, float]  # "loss" and its metrics, summed over micro-batches and ranks
-    outcome: Literal["updated", "skipped", "idle"]  # skipped: not finite; idle: the learner does not learn yet
-    grad_norm: float = math.nan  # before clipping; nan if skipped
-    is_faulty: bool = False  # not finite twice; False where only float16's loss scale was too high
-    bad_gradients: tuple[str, ...] = ()  # parameters
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
     """A model with its optimizer and its loss: the policy, or a critic."""
 
@@ -34,32 +23,44 @@ class Learner:
     loss: Callable[[TrainBatch], LossOutput]  # this batch's share of the step's
     reads: Sequence[str] = ()  # columns of a batch that the loss reads
     rate: str = "trainer.learning_rate"  # its setting
-    metrics: Callable[[Update], dict[str, float]] = lambda done: {}  # beside the policy's
+    metrics: Callable[["Update"], dict[str, float]] = lambda done: {}  # beside the policy's
     learns: Callable[[], bool] = lambda: True  # False: only compute the loss, as during critic.warmup_steps
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimiser step of a learner, the same on every rank."""
+
+    learner: Learner
+    totals: Mapping[str, float]  # "loss" and its metrics, summed over micro-batches and ranks
+    outcome: Literal["updated", "skipped", "idle"]  # skipped: not finite; idle: the learner does not learn yet
+    grad_norm: float = math.nan  # before clipping; nan if skipped
+    is_faulty: bool = False  # not finite twice; False where only float16's loss scale was too high
+    bad_gradients: Sequence[str] = ()  # parameters
 
 
 def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:
     """Take one optimiser step on this rank's batches; retry a non-finite one once, then skip it."""
     engine = learner.engine
     loss_scale = engine.loss_scale
-    learns = learner.learns()
-    totals = accumulate(learner, batches, ranks, learns=learns)
-    if not learns:
-        return Update(totals=totals, outcome="idle", grad_norm=0.0)
+    totals = accumulate(learner, batches, ranks)
+    if not learner.learns():
+        return Update(learner=learner, totals=totals, outcome="idle", grad_norm=0.0)
     grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
-    if grad_norm is None and engine.loss_scale == loss_scale:  # try again: errors of the hardware rarely repeat
+    is_faulty = grad_norm is None and engine.loss_scale == loss_scale
+    bad_gradients: Sequence[str] = ()
+    if is_faulty:  # try again: errors of the hardware rarely repeat
         totals = accumulate(learner, batches, ranks)
-        bad_gradients = tuple(engine.broken_gradients())  # read before the step, which clears the gradients
+        bad_gradients = engine.broken_gradients()  # read before the step, which clears the gradients
         grad_norm = engine.step(rescale=False)
-        if grad_norm is None:
-            return Update(totals=totals, outcome="skipped", is_faulty=True, bad_gradients=bad_gradients)
-    if grad_norm is None:
-        return Update(totals=totals, outcome="skipped")
-    return Update(totals=totals, outcome="updated", grad_norm=grad_norm)
+    if grad_norm is not None:
+        return Update(learner=learner, totals=totals, outcome="updated", grad_norm=grad_norm)
+    return Update(learner=learner, totals=totals, outcome="skipped", is_faulty=is_faulty, bad_gradients=bad_gradients)
 
 
-def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, learns: bool = True) -> dict[str, float]:
-    """Leave the sum of this rank's gradients in the engine; return `Update.totals`."""
+def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> dict[str, float]:
+    """Leave the sum of this rank's gradients in the engine, if it learns; return `Update.totals`."""
+    learns = learner.learns()
     shares: list[Tensor] = []
     totals: dict[str, float] = {}
     for index, batch in enumerate(batches):
