@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 
 import fakes
 from batches import SAMPLING, gathered, own_reward
-from hocket.client.pool import Deadline
+from hocket.client.pool import Member, ServerPool
 from hocket.common.tasks import seed_of
 from hocket.envs import Task
 from hocket.errors import ServerError
-from hocket.protocol import AgentCall, AgentRecord, SamplingParams
+from hocket.protocol import AgentCall, AgentRecord, Health, SessionRequest, SessionResponse
 from hocket.rollout.agents import Agents, join
 from hocket.rollout.episode import Limits, TokenBudget
 from hocket.types import Group, Prompt
@@ -29,59 +30,77 @@ from hocket.types import Group, Prompt
 class FakeSession:
     """Answers every call with the tokens that its seed and its number decide."""
 
-    model = "the model"
-
-    def __init__(self, servers: "FakeServers", sampling: SamplingParams, number: int) -> None:
-        self.base_url, self.api_key = f"http://fake/{number}", f"key {number}"
-        self.sampling = sampling
+    def __init__(self, request: SessionRequest) -> None:
+        self.request = request
         self.calls: list[AgentCall] = []
-        self.closed = 0
         self.cut_off = False
-        self._servers = servers
 
     def ask(self, *asked: int) -> list[int]:
-        rng = random.Random(f"{self.sampling.seed}:{len(self.calls)}")
+        rng = random.Random(f"{self.request.sampling.seed}:{len(self.calls)}")
         token_ids = tuple(rng.randrange(100, 999) for _ in range(3))
         said = f"said {len(self.calls)}"
         completion = fakes.completion(*token_ids, logprobs=(-0.5, -0.25, -1.0), version=2 + len(self.calls), text=said)
         self.calls.append(AgentCall(prompt_token_ids=asked, completion=completion))
         return [*asked, *token_ids]
 
-    async def close(self) -> AgentRecord:
-        self.closed += 1
-        await asyncio.sleep(0)
-        if self._servers.lost:
-            self._servers.lost -= 1
-            raise ServerError("can't reach http://fake", code="unreachable")
-        return AgentRecord(calls=tuple(self.calls), cut_off=self.cut_off)
-
 
 class FakeServers:
-    """Sessions by their URL."""
+    """One server, or several alike; sessions by their URL."""
 
-    def __init__(self) -> None:
+    def __init__(self, servers: int = 1) -> None:
         self.sessions: dict[str, FakeSession] = {}
-        self.bounds: list[dict[str, Any]] = []
-        self.open = self.most_open = 0
+        self.open: list[str] = []
+        self.most_open = 0
         self.lost = 0  # times that one is lost with its calls
-        self.down = lambda: None  # called while there is none after that
+        self.fails: dict[str, ServerError] = {}  # by server: why it opens no session, once
+        self.dead = False  # after that, until it is waited for
+        self.down = lambda: None  # called then
+        self.pool = ServerPool([], on_wait=self.waited)
+        self.pool.members = [Member(Fake(self, f"http://{name}")) for name in "abc"[:servers]]  # type: ignore[arg-type]
 
-    @contextlib.asynccontextmanager
-    async def session(
-        self, sampling: SamplingParams, *, deadline: Deadline, **bounds: Any
-    ) -> AsyncIterator[FakeSession]:
-        if self.sessions:
-            with deadline.stopped():
-                self.down()
-        session = FakeSession(self, sampling, len(self.sessions))
-        self.sessions[session.base_url] = session
-        self.bounds.append(bounds)
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        try:
-            yield session
-        finally:
-            self.open -= 1
+    def waited(self, what: str, seconds: float) -> None:
+        self.dead = False
+        self.down()
+
+
+@dataclasses.dataclass
+class Fake:
+    """One of the servers."""
+
+    servers: FakeServers
+    url: str
+
+    async def health(self, *, timeout_s: float) -> Health:
+        if self.servers.dead:
+            raise ServerError("can't reach it", code="unreachable")
+        return fakes.health(session="s1")
+
+    async def ask(self, request: SessionRequest, *, timeout_s: float) -> SessionResponse:
+        if self.url in self.servers.fails:
+            raise self.servers.fails.pop(self.url)
+        number = str(len(self.servers.sessions))
+        self.servers.sessions[f"{self.url}/sessions/{number}/v1"] = FakeSession(request)
+        self.servers.open.append(number)
+        self.servers.most_open = max(self.servers.most_open, len(self.servers.open))
+        await asyncio.sleep(0)
+        return SessionResponse(id=number, key=f"key {number}", model="the model")
+
+    async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
+        await asyncio.sleep(0)
+        self.servers.open.remove(name)
+        if self.servers.lost:
+            self.servers.lost -= 1
+            self.servers.dead = True
+            raise ServerError("can't reach http://a", code="unreachable")
+        session = self.servers.sessions[f"{self.url}/sessions/{name}/v1"]
+        return AgentRecord(calls=tuple(session.calls), cut_off=session.cut_off)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is lost is looked at again at once."""
+    monkeypatch.setattr("hocket.client.pool.LOST_REST_S", 0.0)
+    monkeypatch.setattr("hocket.client.pool.POLL_S", 0.0)
 
 
 THINK = 99
@@ -104,7 +123,7 @@ async def played(
     agent: Any = SimpleNamespace(run=lambda task: plays(task, servers.sessions[task.base_url]), concurrency=concurrency)
     agents = Agents(
         agent=agent,
-        pool=servers,  # type: ignore[arg-type]
+        pool=servers.pool,
         limits=Limits(max_turns=6, max_length=64, timeout_s=most_s),
         decode=lambda token_ids: " ".join(map(str, token_ids)).replace(str(THINK), "<think>\n"),
         budget=TokenBudget(lambda: budget),
@@ -130,10 +149,11 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     (group,) = await played(plays, servers, first=3)
     (task,) = given
     assert (task.text, task.answer, task.messages[0]["content"]) == ("", "3", "3")
-    assert (task.base_url, task.api_key, task.model) == ("http://fake/0", "key 0", "the model")
-    assert servers.bounds == [{"tokens": 10, "max_length": 64, "max_calls": 6, "idle_timeout_s": 65.0}]
-    session = servers.sessions["http://fake/0"]
-    assert session.sampling.model_copy(update={"seed": 77}) == SAMPLING
+    assert (task.base_url, task.api_key, task.model) == ("http://a/sessions/0/v1", "key 0", "the model")
+    (session,) = servers.sessions.values()
+    sampling = SAMPLING.model_copy(update={"seed": seed_of(77, 0)})
+    bounds = {"max_length": 64, "max_calls": 6, "idle_timeout_s": 65.0}
+    assert session.request == SessionRequest(sampling=sampling, session="s1", **bounds)
     done = [call.completion.token_ids for call in session.calls if call.completion]
     (rollout,), (score,) = group.rollouts, group.scores
     assert (rollout.id, score.total, rollout.reward) == ("s/0/0", 0.75, 0.75)
@@ -219,12 +239,11 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
     for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
         assert rollout.num_sampled == 3  # what was said before the trouble is there to be looked at
         assert (score.error is None) == math.isfinite(score.total)
-    assert servers.open == 0
-    assert all(session.closed for session in servers.sessions.values())
+    assert servers.open == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-LOST = "what the model said is lost: can't reach http://fake"
+LOST = "what the model said is lost: can't reach http://a"
 LATE = "agent: it was not done when rollout.timeout_s had passed"
 
 
@@ -232,10 +251,10 @@ LATE = "agent: it was not done when rollout.timeout_s had passed"
     ("lost", "raises", "hangs_in", "sessions", "error"),
     [
         (2, False, None, 3, None),  # played again, and all is well
-        (99, True, None, 3, f"agent: it raised ConnectionError: refused; {LOST}"),
+        (99, True, None, 3, f"agent: {LOST}"),
         (99, False, None, 3, f"agent: {LOST}"),
-        (99, False, 1, 1, f"{LATE}; {LOST}"),  # until the batch's end: it is not played again
-        (1, False, 2, 2, f"{LATE}; it was played again, as what the model had said was lost: can't reach http://fake"),
+        (99, False, 1, 1, f"agent: {LOST}"),  # until the batch's end: it is not played again
+        (1, False, 2, 2, f"{LATE}; it was played again, as what the model had said was lost: can't reach http://a"),
     ],
 )
 async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_random_numbers_or_says_so(
@@ -257,9 +276,9 @@ async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_ran
         return 1.0
 
     (group,) = await played(plays, servers, timeout_s=0.1 if hangs_in else 30.0)
-    assert (group.scores[0].error, servers.open) == (error, 0)
+    assert (group.scores[0].error, servers.open) == (error, [])
     assert seeds == [seeds[0]] * sessions
-    assert [session.sampling.seed for session in servers.sessions.values()] == [seed_of(77, 0)] * sessions
+    assert [session.request.sampling.seed for session in servers.sessions.values()] == [seed_of(77, 0)] * sessions
 
 
 async def test_the_time_without_any_server_is_not_that_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +390,7 @@ async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_
         LATE: 2,
         "agent: it could not begin within 0.1 s (rollout.timeout_s): raise that, or env.concurrency": 6,
     }
-    assert servers.open == 0
+    assert servers.open == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -387,13 +406,31 @@ async def test_leaving_early_ends_agents_and_sessions() -> None:
         return 1.0
 
     task = asyncio.create_task(played(plays, servers, num_prompts=10))
-    while servers.open < 10:
+    while len(servers.open) < 10:
         await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (servers.open, ended) == (0, 10)
+    assert (servers.open, ended) == ([], 10)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_elsewhere_where_it_is_gone() -> None:
+    async def plays(task: Task, session: FakeSession) -> float:
+        while len(servers.open) < 6:
+            await asyncio.sleep(0)
+        return 1.0
+
+    servers = FakeServers(3)
+    await servers.pool.wait_up()
+    servers.fails = {"http://a": ServerError("its engine has ended", code="engine_dead", status=503)}
+    groups = await played(plays, servers, num_prompts=6)
+    assert [group.scores[0].error for group in groups] == [None] * 6
+    assert Counter(url.partition("/sessions")[0] for url in servers.sessions) == {f"http://{name}": 2 for name in "abc"}
+    assert [member.in_flight for member in servers.pool.members] == [0, 0, 0]
+    servers.fails = {"http://a": ServerError("no more sessions", code="too_many_sessions", status=429)}
+    with pytest.raises(ServerError, match="no more sessions"):
+        await played(plays, servers)
 
 
 def call(asked: list[int], *sampled: int) -> AgentCall:

@@ -6,20 +6,20 @@ together. What a lost server has not finished is asked again.
 
 import asyncio
 import dataclasses
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
+from weakref import WeakKeyDictionary
 
 from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
 from hocket.errors import ServerError
 from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
 
 WINDOW_S = 0.002
-MAX_REQUESTS = 48
-"""Requests in flight on one server."""
+DOUBLES = 8
+"""Requests in flight on a server that double the time for which turns wait for company: they never get many more."""
 MAX_TURNS = MAX_PROMPTS  # in one request
-MAX_HOMES = 1 << 12
-"""Groups whose server is remembered."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -47,83 +47,67 @@ class Batcher:
         self._pool = pool
         self._tools = tools
         self._waiting: list[Turn] = []
-        self._requests: dict[asyncio.Task[None] | None, Member] = {}
-        self._dispatch: asyncio.Task[None] | None = None
-        self._homes: dict[str, tuple[Member, int]] = {}  # group: its server, tokens of its first turns
+        self._num_requests = 0  # in flight
+        # Of each batch, group: its server, tokens of its first turns.
+        self._homes = WeakKeyDictionary[Deadline, dict[str, tuple[Member, int]]]()
 
     async def ask(self, turn: Turn) -> Completion:
         """Return a turn's completion. Raises ServerError, at the latest when MAX_LOSSES servers were lost."""
-        self._waiting.append(turn)
-        self._wake()
+        self._wait([turn])
         return await turn.answer
 
-    def _wake(self, ended: "asyncio.Task[None] | None" = None) -> None:
-        self._requests.pop(ended, None)
-        if self._dispatch is None and self._waiting and (not self._pool.up or self._free()):
-            self._dispatch = self._pool.start(self._dispatch_soon())
+    def _wait(self, turns: Iterable[Turn]) -> None:
+        if not self._waiting:
+            self._pool.start(self._dispatch())
+        self._waiting += turns
 
-    def _free(self) -> list[Member]:
-        counts = Counter(self._requests.values())
-        return [member for member in self._pool.up if counts[member] < MAX_REQUESTS]
-
-    async def _dispatch_soon(self) -> None:
+    async def _dispatch(self) -> None:
         """Wait for company, the longer the busier the servers, then send the turns that wait."""
-        await asyncio.sleep(WINDOW_S * (1 + len(self._requests) / max(1, len(self._pool.up))))
+        per_server = self._num_requests / max(1, len(self._pool.up))
+        await asyncio.sleep(WINDOW_S * 2 ** (per_server / DOUBLES))
         try:
             up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
             wanted = [turn for turn in self._waiting if not turn.answer.done()]
-            requests = self._divided(wanted, self._free() or up)
-            self._waiting = []
-            for member, turns in requests:
-                if member not in self._free():
-                    self._waiting += turns  # until a request has ended
-                    continue
-                request = self._pool.start(self._request(member, turns))
-                self._requests[request] = member
-                request.add_done_callback(self._wake)
+            for member, turns in self._divided(wanted, up):
+                self._pool.start(self._request(member, turns))
         except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits raises it
             _fail(self._waiting, error)
-            self._waiting = []
-        self._dispatch = None
-        self._wake()
+        self._waiting = []
 
-    def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> list[tuple[Member, list[Turn]]]:
+    def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> Iterator[tuple[Member, Sequence[Turn]]]:
         """Divide turns into requests, urgent ones first; a group stays on its server unless that is much busier."""
-        groups: dict[str, list[Turn]] = defaultdict(list)
+        groups: dict[tuple[Deadline, str], list[Turn]] = defaultdict(list)
         for turn in turns:
-            groups[turn.group].append(turn)
+            groups[turn.deadline, turn.group].append(turn)
         load = {member: member.in_flight for member in up}
         sizes = {group: sum(turn.tokens for turn in mine) for group, mine in groups.items()}
         alike: dict[tuple[Member, SamplingParams, Deadline], list[Turn]] = defaultdict(list)
         for group in sorted(groups, key=sizes.__getitem__, reverse=True):
+            deadline, name = group
+            homes = self._homes.setdefault(deadline, {})
             member = min(load, key=load.__getitem__)
-            home, size = self._homes.get(group, (member, sizes[group]))
-            if home in load and load[home] - load[member] <= size:
+            home, size = homes.get(name, (member, sizes[group]))
+            if load.get(home, math.inf) - load[member] <= size:
                 member = home
-            self._homes[group] = member, size
-            if len(self._homes) > MAX_HOMES:
-                del self._homes[next(iter(self._homes))]
+            homes[name] = member, size
             load[member] += sizes[group]
             for turn in groups[group]:
-                alike[member, turn.sampling, turn.deadline].append(turn)
-        urgent = sorted(alike.items(), key=lambda item: item[0][2].left_s)
-        requests = []
-        for (member, _, _), mine in urgent:
-            requests += [(member, mine[start : start + MAX_TURNS]) for start in range(0, len(mine), MAX_TURNS)]
-        return requests
+                alike[member, turn.sampling, deadline].append(turn)
+        for (member, _, _), mine in sorted(alike.items(), key=lambda item: item[0][2].left_s):
+            for start in range(0, len(mine), MAX_TURNS):
+                yield member, mine[start : start + MAX_TURNS]
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server play turns; those that it has not finished when it is lost wait again."""
         todo = dict.fromkeys(turns)
+        self._num_requests += 1
         member.in_flight += sum(turn.tokens for turn in todo)
         try:
             await self._pool.watched(member, self._play(member, turns, todo))
         except ServerError as error:
-            says = meaning(error.code)
-            if turns[0].deadline.over or not (says.lost or says.again):
+            if turns[0].deadline.over:
                 _fail(todo, error)
-            elif says.lost:
-                self._pool.mark_lost(member, str(error))
+            elif self._pool.loses(member, error):
                 for turn in todo:
                     turn.losses += 1
                     if turn.losses == MAX_LOSSES:
@@ -132,12 +116,16 @@ class Batcher:
                             f"see the server logs, or leave the row out. Last error: {error}"
                         )
                         _fail([turn], ServerError(message, code=error.code, status=error.status))
-            else:
+                self._wait(todo)
+            elif meaning(error.code).again:
                 await asyncio.sleep(POLL_S)
-            self._waiting += todo
+                self._wait(todo)
+            else:
+                _fail(todo, error)
         except Exception as error:  # noqa: BLE001 - the same
             _fail(todo, error)
         finally:
+            self._num_requests -= 1
             member.in_flight -= sum(turn.tokens for turn in todo)
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
@@ -158,8 +146,10 @@ class Batcher:
         async with aclosing(member.server.generate(request, timeout_s=turns[0].deadline.left_s)) as lines:
             async for line in lines:
                 turn = by_prompt[line.prompt][line.index]
-                size, asked = len(line.completion.token_ids), turn.sampling.max_tokens
-                if size > asked or (size < asked and line.completion.finish_reason == "length"):
+                size = len(line.completion.token_ids)
+                asked = turn.sampling.max_tokens
+                at_least = asked if line.completion.finish_reason == "length" else 1
+                if not at_least <= size <= asked:
                     message = f"{member.url}/generate cut {turn.place} off at {size} tokens, asked for {asked}"
                     raise ServerError(message, code="protocol")
                 del todo[turn]

@@ -9,22 +9,14 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
-from hocket.errors import HocketError, ServerError, SyncError, door
-from hocket.protocol import (
-    AgentRecord,
-    Health,
-    HeartbeatRequest,
-    SamplingParams,
-    SessionRequest,
-    SessionResponse,
-    meaning,
-)
+from hocket.errors import ServerError, SyncError, door
+from hocket.protocol import Health, HeartbeatRequest, meaning
 
 MAX_LOSSES = 3
 """Give up on a turn or an episode after this many lost servers; it may be the cause."""
@@ -75,7 +67,6 @@ class Member:
     session: str | None = None  # of its process that holds the current weights; None: no work
     in_flight: int = 0  # tokens of unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work
-    reported: str | None = None  # as `out`, once said
     kv_tokens: int = 0  # that its KV cache holds
     dtype: str = ""
     next_look: float = 0.0  # by time.monotonic, while it is out
@@ -109,6 +100,12 @@ def why_out(health: Health) -> str | None:
     return None
 
 
+async def _as_they_are(there: Mapping[Member, Health]) -> None:
+    """Have servers work with the weights that they hold."""
+    for member, health in there.items():
+        member.mark_ready(health.session)
+
+
 @dataclasses.dataclass(eq=False)
 class ServerPool:
     """The servers of a run. Use it in one event loop, by `async with`."""
@@ -128,7 +125,8 @@ class ServerPool:
         self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
         self.members = [Member(self._client(url)) for url in urls]
         self._not_found = self.find and "none is found yet"
-        self.bring_up: BringUp | None = None  # None: servers work with the weights they hold
+        self.bring_up: BringUp = _as_they_are
+        self._told: set[str] = set()  # of servers that are left out
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
@@ -174,10 +172,9 @@ class ServerPool:
                 await self._update(await find())
                 self._not_found = None
             except Exception as error:  # noqa: BLE001 - the run goes on with the servers that it has
-                reason = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
                 if self._not_found is None:
-                    self.say(f"{reason}. Those known so far are kept")
-                self._not_found = reason
+                    self.say(f"{error}. Those known so far are kept")
+                self._not_found = str(error)
             await asyncio.sleep(FIND_S)
 
     async def _update(self, urls: Sequence[str]) -> None:
@@ -197,12 +194,6 @@ class ServerPool:
     @property
     def up(self) -> list[Member]:
         return [member for member in self.members if member.session is not None]
-
-    def ends_run(self, error: HocketError) -> bool:
-        """Return whether an error of a server that answers ends the run; a looked-up one may be another run's."""
-        if isinstance(error, ServerError):
-            return error.foreign and self.find is None
-        return not self.up
 
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
         """Bring up servers that have come (back) and return those that may work; deadlines stop while there are none.
@@ -232,16 +223,11 @@ class ServerPool:
     async def look_at_all(self) -> None:
         """Look at servers that are out and due, and bring up those that are well. Raises as `wait_up`."""
         now = time.monotonic()
-        due = {member: member.out for member in self.members if member.session is None and now >= member.next_look}
-        found = await asyncio.gather(*map(self._look, due))
-        there = {member: health for member, health in zip(due, found, strict=True) if health is not None}
+        due = [member for member in self.members if member.session is None and now >= member.next_look]
+        found = zip(due, await asyncio.gather(*map(self._look, due)), strict=True)
+        there = {member: health for member, health in found if health is not None}
         if there:
             await self._bring_up(there)
-        for member, known in due.items():
-            if member.session is not None:
-                member.reported = None
-                if known is not None and len(self.members) > 1:
-                    self.say(f"server {member.url} is there")
 
     async def _look(self, member: Member) -> Health | None:
         """Return the health of a server to bring up; of another one note why it is out."""
@@ -254,64 +240,69 @@ class ServerPool:
             member.kv_tokens = health.kv_tokens
             member.dtype = health.dtype
             member.out = why_out(health)
-            if member.out is None:
-                if self.bring_up is not None:
-                    return health
-                member.mark_ready(health.session)
-        return None
+        return health if member.out is None else None
 
     async def _bring_up(self, there: Mapping[Member, Health]) -> None:
         """Bring servers up together; where that fails, each half by itself."""
-        assert self.bring_up is not None
         members = [*there]
-        middle = len(there) // 2
         with self._looking(*members):
             try:
                 await self.bring_up(there)
             except (ServerError, SyncError) as error:
-                if not middle:
-                    raise
                 for member in members:
                     member.mark_out(str(error))
+                if len(members) == 1:
+                    raise
+                middle = len(members) // 2
                 for half in (members[:middle], members[middle:]):
                     await self._bring_up({member: there[member] for member in half})
 
     @contextmanager
     def _looking(self, *members: Member) -> Iterator[None]:
-        """Mark servers as being looked at; then note what failed, and when they are due."""
+        """Mark servers as being looked at; then note what failed, which is of one alone, and when they are due."""
         start = time.monotonic()
         for member in members:
             member.next_look = math.inf
         try:
             yield
         except (ServerError, SyncError) as error:
-            for member in members:
-                self._leave_out(member, error)
+            self._leave_out(members[0], error)
         finally:
             now = time.monotonic()
             rest = max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
             for member in members:
-                member.next_look = now + (0.0 if member.session else rest)
+                member.next_look = now + rest
 
     def _leave_out(self, member: Member, error: ServerError | SyncError) -> None:
-        """Note why a server can't be used; where it answers, say it once or raise the error."""
+        """Note why a server can't be used: it is not ready, or, which is said once or ends the run, unfit for it."""
         member.mark_out(str(error))
-        if isinstance(error, ServerError) and not error.foreign:
+        if isinstance(error, SyncError):
+            ends_run = not self.up
+        elif error.foreign:
+            ends_run = self.find is None  # one that was looked up may be another run's
+        else:
             if error.code == "unreachable":
                 member.out = "nothing answers there yet"
             return
-        if self.ends_run(error):
+        if ends_run:
             raise error
-        if member.reported != member.out:
-            member.reported = member.out
-            self.say(f"server {member.url} is left out: {error}")
+        line = f"server {member.url} is left out: {error}"
+        if line not in self._told:
+            self._told.add(line)
+            self.say(line)
 
     def mark_lost(self, member: Member, reason: str) -> None:
         if member.session is not None:
             self.say(f"lost server {member.url}: {reason}")
         member.mark_out(reason)
-        # The others get its work without another look.
-        member.next_look = time.monotonic() + (LOST_REST_S if self.up else 0.0)
+        member.next_look = time.monotonic() + LOST_REST_S  # the others get its work first
+
+    def loses(self, member: Member, error: ServerError) -> bool:
+        """Return whether an error means that a server is lost, and mark it so."""
+        lost = meaning(error.code).lost
+        if lost:
+            self.mark_lost(member, str(error))
+        return lost
 
     async def watched(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
         """Run the work of one server. Raises ServerError once its /health has gone silent."""
@@ -332,61 +323,3 @@ class ServerPool:
                 heard = time.monotonic()
             if time.monotonic() - heard > self.silence_s:
                 raise ServerError(f"it has not answered for {self.silence_s:g} s", code="timeout")
-
-    @asynccontextmanager
-    async def session(
-        self,
-        sampling: SamplingParams,
-        *,
-        tokens: int,  # counted as in flight
-        deadline: Deadline,  # stopped while there is no server
-        **bounds: Any,  # the other fields of a SessionRequest
-    ) -> AsyncIterator["RecordedSession"]:
-        """Open a session, until the body ends, on the server with the fewest tokens in flight. Raises as `wait_up`."""
-        while True:
-            member = min(await self.wait_up(deadline), key=lambda member: member.in_flight)
-            request = SessionRequest(sampling=sampling, session=member.session, **bounds)
-            member.in_flight += tokens  # now: sessions that open meanwhile go elsewhere
-            try:
-                try:
-                    opened = await member.server.ask(request, timeout_s=self.silence_s)
-                except ServerError as error:
-                    if not meaning(error.code).lost:
-                        raise
-                    self.mark_lost(member, str(error))
-                    continue
-                session = RecordedSession(self, member, opened)
-                try:
-                    yield session
-                finally:
-                    if session.open:
-                        with contextlib.suppress(ServerError):
-                            await session.close()
-                return
-            finally:
-                member.in_flight -= tokens
-
-
-class RecordedSession:
-    """A session on one server; OpenAI clients that use `base_url`, `api_key` and `model` are recorded."""
-
-    def __init__(self, pool: ServerPool, member: Member, opened: SessionResponse) -> None:
-        self.base_url = f"{member.url}/sessions/{opened.id}/v1"
-        self.api_key = opened.key  # opens this session alone
-        self.model = opened.model
-        self.open = True
-        self._pool = pool
-        self._member = member
-        self._id = opened.id
-
-    async def close(self) -> AgentRecord:
-        """End the session and return its record. Raises ServerError."""
-        try:
-            record = await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
-            self.open = False
-            return record
-        except ServerError as error:
-            self.open = False
-            if meaning(error.code).lost:
-                self._pool.mark_lost(self._member, str(error))
-            raise

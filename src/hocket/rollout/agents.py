@@ -4,20 +4,22 @@ Each episode has a session of its own on one of the servers; one whose server wa
 """
 
 import asyncio
+import contextlib
 import copy
 import ctypes
 import dataclasses
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from hocket.client.pool import MAX_LOSSES, RecordedSession, ServerPool
+from hocket.client.pool import MAX_LOSSES, Member, ServerPool
 from hocket.common.tasks import retrieve, seed_of
 from hocket.data.prompts import opening_of
 from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
-from hocket.protocol import AgentCall
+from hocket.protocol import AgentCall, SessionRequest, SessionResponse
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens
 from hocket.types import Prompt, Rollout
@@ -52,50 +54,72 @@ class Agents:
             finally:
                 self.budget.change(-tokens)
         late = f"agent: it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
-        return _rollout(prompt, seat, (), None, f"{late}: raise that, or env.concurrency")
+        return _rollout(prompt, seat, [Transcript(prompt.token_ids)], None, f"{late}: raise that, or env.concurrency")
 
     async def _episode(self, prompt: Prompt, seat: Seat) -> Rollout:
         """Play one episode; it keeps what was sampled also where the agent fails."""
+        tokens = most_tokens(prompt, seat.sampling)
         again = ""
         for losses in itertools.count(1):
+            member, session = await self._open(seat, tokens)
+            close = partial(member.server.close_session, session.id, timeout_s=self.pool.silence_s)
             returned: float | str | None = None
             error = None
-            async with self.pool.session(
-                seat.sampling.model_copy(update={"seed": seed_of(seat.sampling.seed, seat.number)}),
-                tokens=most_tokens(prompt, seat.sampling),
-                deadline=seat.deadline,
+            try:
+                returned = await self._run(prompt, seat, member.url, session)
+            except EpisodeError as failed:
+                error = f"agent: {failed}{again}"
+            except BaseException:
+                with contextlib.suppress(ServerError):
+                    await close()
+                raise
+            finally:
+                member.in_flight -= tokens
+            try:
+                record = await close()
+                break
+            except ServerError as lost:
+                self.pool.loses(member, lost)
+                if losses == MAX_LOSSES or seat.deadline.over:
+                    why = f"agent: what the model said is lost: {lost}"
+                    return _rollout(prompt, seat, [Transcript(prompt.token_ids)], None, why)
+                again = f"; it was played again, as what the model had said was lost: {lost}"
+        transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
+        if error is not None and record.cut_off:
+            # Keep truncated episodes (reward 0): dropping them would bias the group towards short answers.
+            transcripts[-1].finish_reason = "length"
+            returned = 0.0
+            error = None
+        return _rollout(prompt, seat, transcripts, returned, error)
+
+    async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
+        """Open a session on the server with the fewest tokens in flight, which are then as many more."""
+        while True:
+            member = min(await self.pool.wait_up(seat.deadline), key=lambda member: member.in_flight)
+            request = SessionRequest(
+                sampling=seat.sampling.model_copy(update={"seed": seed_of(seat.sampling.seed, seat.number)}),
                 max_length=self.limits.max_length,
                 max_calls=self.limits.max_turns,
                 idle_timeout_s=self.limits.timeout_s + GRACE_S,
-            ) as session:
-                try:
-                    returned = await self._run(prompt, seat, session)
-                except EpisodeError as failed:
-                    error = f"agent: {failed}"
-                try:
-                    record = await session.close()
-                    break
-                except ServerError as lost:
-                    if losses == MAX_LOSSES or seat.deadline.over:
-                        error = f"{error}; " if error else "agent: "
-                        return _rollout(prompt, seat, (), returned, f"{error}what the model said is lost: {lost}")
-                    again = f"; it was played again, as what the model had said was lost: {lost}"
-        transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
-        if error is None or not record.cut_off:
-            return _rollout(prompt, seat, transcripts, returned, error and error + again)
-        # Keep truncated episodes (reward 0): dropping them would bias the group towards short answers.
-        transcripts[-1].finish_reason = "length"
-        return _rollout(prompt, seat, transcripts, 0.0)
+                session=member.session,
+            )
+            member.in_flight += tokens  # now: sessions that open meanwhile go elsewhere
+            try:
+                return member, await member.server.ask(request, timeout_s=self.pool.silence_s)
+            except ServerError as error:
+                member.in_flight -= tokens
+                if not self.pool.loses(member, error):
+                    raise
 
-    async def _run(self, prompt: Prompt, seat: Seat, session: RecordedSession) -> float | str | None:
+    async def _run(self, prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> float | str | None:
         task = Task(
             messages=copy.deepcopy(prompt.messages or ()),  # others play the same prompt
             text=prompt.text,
             answer=prompt.answer,
             meta=copy.deepcopy(prompt.meta),
             seed=seed_of(seat.sampling.seed, seat.number, 0),
-            base_url=session.base_url,
-            api_key=session.api_key,
+            base_url=f"{url}/sessions/{session.id}/v1",  # whose calls are recorded
+            api_key=session.key,
             model=session.model,
         )
         left_s = seat.deadline.left_s
@@ -165,11 +189,10 @@ def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> 
 def _rollout(
     prompt: Prompt,
     seat: Seat,
-    transcripts: Sequence[Transcript],  # none: the prompt alone
+    transcripts: Sequence[Transcript],
     returned: float | str | None,  # by the agent: a reward, or the text to score
-    error: str | None = None,
+    error: str | None,
 ) -> Rollout:
-    transcripts = transcripts or [Transcript(prompt.token_ids)]
     if isinstance(returned, str):
         openings = {transcript.text.strip(): transcript.opening for transcript in transcripts}
         transcripts[-1].opening = openings.get(returned.strip(), "")  # of a call whose answer it is
