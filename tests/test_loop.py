@@ -121,8 +121,8 @@ async def trained(
     held_out: int = 2,
     score_s: float = 0.0,
     reference: tuple[float, float] | None = None,
-    on_step: OnStep = None,
-    best: Any = None,
+    on_step: OnStep = lambda step, metrics: None,
+    **best: Any,
 ) -> tuple[World, list[Any], Any]:
     fixed = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "pipeline.max_staleness=0", *fixed, *settings])
@@ -165,7 +165,7 @@ async def trained(
             console=console,
             checkpoints=kept,
             on_step=on_step,
-            best=best,
+            **best,
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     return world, [json.loads(line) for line in lines], summary
@@ -302,18 +302,15 @@ async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(
 ) -> None:
     kept: list[int] = []
 
-    class Best:
-        def keep(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-            kept.append(step)
-            assert metrics["eval/greedy"] == 0.0
-            return {"eval/since_best": float(step)}
-
-        def summary(self) -> dict[str, Any]:
-            return {"step": 0}
+    def keep(step: int, metrics: dict[str, float]) -> dict[str, float]:
+        kept.append(step)
+        assert metrics["eval/greedy"] == 0.0
+        return {"eval/since_best": float(step)}
 
     settings = ("trainer.steps=9", "eval.every_steps=1", "checkpoint.best={name: eval/greedy, patience: 2}")
-    held_out = ("eval.data.source=task:sort",)
-    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, *held_out, best=Best())
+    best: Any = {"keep": keep, "best": lambda: {"step": 0}}
+    data = "eval.data.source=task:sort"
+    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, data, **best)
     assert kept == [0, 1, 2]
     assert [row.get("eval/since_best") for row in metrics] == [0.0, 1.0, 2.0]
     assert (summary["steps"], summary["best"]) == (2, {"step": 0})

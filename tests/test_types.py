@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Prompt, Rollout, Score, TokenSequence, TrainSample
 
 PROMPT = Prompt(id="sort:7", token_ids=(5, 6))
 SEQUENCE = TokenSequence(
@@ -32,11 +32,6 @@ def test_what_belongs_to_each_token_has_one_length(value: TokenSequence | TrainS
 def test_a_column_has_one_number_per_token() -> None:
     with pytest.raises(ValueError, match=r"equal lengths.*'values': 2"):
         dataclasses.replace(SAMPLE, columns={"values": (0.0, 1.0)})
-
-
-def test_a_group_has_one_score_per_rollout() -> None:
-    with pytest.raises(ValueError, match="'rollouts': 1, 'scores': 2"):
-        Group(id="g", rollouts=(ROLLOUT,), scores=(Score(total=1.0), Score(total=0.0)))
 
 
 @pytest.mark.parametrize("one", [(), (1,)])

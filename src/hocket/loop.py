@@ -5,9 +5,9 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,19 +22,11 @@ from hocket.observe.run_folder import RunFolder
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
-from hocket.rollout.pipeline import NewBatch, Pipeline, Replay
+from hocket.rollout.pipeline import Batches, Pipeline, Replay
 from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.trainer import Trainer
 from hocket.types import Group, Metrics, OnStep
-
-
-class Keeper(Protocol):
-    """Keeps what the best evaluation measured (trainer/best.py)."""
-
-    def keep(self, step: int, metrics: Metrics) -> Metrics: ...
-
-    def summary(self) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +39,7 @@ class Run:
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
     shape: Callable[[Group], Shaped]  # a group's rewards for training; `reason`: why it has no signal, or None
-    batches: Callable[
-        [NewBatch], AbstractAsyncContextManager[Pipeline | Replay]
-    ]  # gathers batches ahead of training, or reads recorded ones
+    batches: Batches
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
     publisher: Publisher
@@ -57,13 +47,12 @@ class Run:
     folder: RunFolder  # metrics, rollouts and ledger; its history says which step comes next
     checkpoints: Checkpoints
     console: Console
-    best: Keeper | None = None  # keeps the weights of the best evaluation
-    on_step: OnStep = None  # the user's; True, or numpy's, ends the run
+    keep: Callable[[int, Metrics], Metrics] = lambda step, metrics: {}  # keeps the weights of the best evaluation
+    best: Callable[[], Mapping[str, Any] | None] = lambda: None  # which that is
+    on_step: OnStep = lambda step, metrics: None  # the user's; True, or numpy's, ends the run
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
-        config = self.config
-        steps = self.config.trainer.steps
         await self.servers.wait_up()  # a server is up once it holds the trainer's weights: a broken sync fails here
         if not self.folder.history:
             before = await self.evaluate(0)
@@ -71,35 +60,38 @@ class Run:
             if before:
                 self.console.step(0, before)
         async with self.batches(self.new_batch) as batches:
-            for step in range(self.folder.last_step + 1, steps + 1):
-                metrics: Metrics = {}
-                await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
-                with timed(metrics, "time/step"):
-                    batch = await batches.batch(step, version=self.publisher.versions.current)
-                    # kept before anything can fail on them
-                    await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)
-                    last = step == steps or not batch.groups
-                    shaped = [self.shape(group) for group in batch.groups]
-                    metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
-                    if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
-                        metrics |= await self.evaluate(step)
-                metrics |= step_metrics(metrics)
-                told = self.on_step(step, metrics) if self.on_step is not None else None
-                stops = isinstance(told, bool | np.bool_) and bool(told)
-                patience = config.checkpoint.patience
-                if metrics.get("eval/since_best", 0) >= patience:
-                    self.console.say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
-                    stops = True
-                if stops and "time/eval" not in metrics:
-                    metrics |= await self.evaluate(step)
-                self.record(step, shaped, metrics)
-                if not batch.groups:
-                    self.console.say(EXHAUSTED)
-                if stops or not batch.groups:
+            for step in range(self.folder.last_step + 1, self.config.trainer.steps + 1):
+                if await self.take_step(step, batches):
                     break
         self.publisher.versions.save()
-        known = {"seed": config.trainer.seed, "final_version": self.publisher.versions.current}
-        return self.folder.summary(**known, best=self.best.summary() if self.best else None)
+        known = {"seed": self.config.trainer.seed, "final_version": self.publisher.versions.current}
+        return self.folder.summary(**known, best=self.best())
+
+    async def take_step(self, step: int, batches: Pipeline | Replay) -> bool:
+        """Take one step; return whether the run ends with it."""
+        metrics: Metrics = {}
+        every = self.config.eval.every_steps
+        await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
+        with timed(metrics, "time/step"):
+            batch = await batches.batch(step, version=self.publisher.versions.current)
+            await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)  # before anything can fail
+            shaped = [self.shape(group) for group in batch.groups]
+            last = step == self.config.trainer.steps or not shaped
+            metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
+            if last or (every and step % every == 0):
+                metrics |= await self.evaluate(step)
+        metrics |= step_metrics(metrics)
+        told = self.on_step(step, metrics)
+        ends = isinstance(told, bool | np.bool_) and bool(told)
+        if metrics.get("eval/since_best", 0) >= (patience := self.config.checkpoint.patience):
+            self.console.say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
+            ends = True
+        if ends and "time/eval" not in metrics:
+            metrics |= await self.evaluate(step)
+        self.record(step, shaped, metrics)
+        if not shaped:
+            self.console.say(EXHAUSTED)
+        return ends or last
 
     async def new_batch(self, plan: Plan) -> Batch:
         """Gather one batch; the pipeline calls this up to max_staleness steps ahead of training."""
@@ -153,20 +145,18 @@ class Run:
         async with self.publisher.training(publishes=False):
             alike = self.evaluation.comparable(groups, self.config.rollout.temperature)
             checked = await self.publisher.check_rollouts(alike)
-            if self.best is not None:
-                measured |= await run_in_thread(self.best.keep, step, measured)
+            kept = await run_in_thread(self.keep, step, measured)
         if "sampling/logprob_gap" in checked:
             metrics["eval/logprob_gap"] = checked["sampling/logprob_gap"]
-        return metrics | measured
+        return metrics | measured | kept
 
     def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:
         """Settle the prompts; write metrics, ledger and checkpoint of the step."""
-        with_signal = [one.group.id for one in shaped if one.reason is None]  # numbered so in the trainer
-        untrained = {name: self.trainer.untrained.get(number) for number, name in enumerate(with_signal)}
+        numbers = itertools.count()  # of the groups with a signal, in the trainer
         for one in shaped:
-            why = untrained.get(one.group.id)
-            if one.group.draw is not None:  # a replay draws nothing
-                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, untrained=why))
+            untrained = self.trainer.untrained.get(next(numbers)) if one.reason is None else None
+            if one.group.draw >= 0:
+                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, untrained=untrained))
         self.folder.finish(step, metrics, self.stream.entries())  # 8 records  observe/run_folder.py
         self.checkpoints.complete(step, metrics)
         self.console.step(step, metrics)

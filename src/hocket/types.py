@@ -9,12 +9,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-OnStep = Callable[[int, dict[str, float]], object] | None  # (number of a step, its metrics) → whether to stop
+OnStep = Callable[[int, dict[str, float]], object]  # (number of a step, its metrics) → whether to stop
 InFlight = Literal["keep", "drain", "abort"]  # requests that run while weights load: go on, end before, are aborted
 Message = Mapping[str, Any]  # one chat message, {"role": ..., "content": ...}
 Metrics = dict[str, float]
 Columns = Mapping[str, Sequence[float]]  # numbers of a sequence by name: one per token, 0.0 where it was not sampled
-VersionSpan = tuple[int, int, int]  # (weight version, start, end): it sampled tokens start..end of a completion
 TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]  # gives the trainer the GPU, where both share one
 
 
@@ -99,10 +98,7 @@ class Group:
     id: str
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
-    draw: int | None = None  # number of the prompt's draw from the stream; None in evaluation and replay
-
-    def __post_init__(self) -> None:
-        check_lengths(rollouts=self.rollouts, scores=self.scores)
+    draw: int = -1  # number of the prompt's draw from the stream, 0, 1, 2, ...; -1 in a replay
 
     @property
     def scored(self) -> list[tuple[Rollout, Score]]:
@@ -123,11 +119,6 @@ class TrainSample:
         check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **self.columns)
         if len(self.sequence.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
-
-
-def left_open(text: str) -> str:
-    """Return "<think>" if a text ends within a thought, else ""."""
-    return "<think>" if "<think>" in text.rpartition("</think>")[2] else ""
 
 
 def check_lengths(**fields: Sequence[Any]) -> None:

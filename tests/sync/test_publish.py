@@ -18,7 +18,7 @@ from hocket.errors import HocketError, ServerError, SyncError, TrainerError
 from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.disk import Versions
 from hocket.sync.proof import Proof, Scored, missing_share
-from hocket.sync.publish import Delivery, Publisher
+from hocket.sync.publish import Delivery, Publisher, unchecked
 from hocket.sync.transports import WithFallback
 from hocket.types import Prompt, TrainSample
 
@@ -141,7 +141,7 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         sync=config.sync,
         alarmed=lambda: world.alarmed,
     )
-    sync.checks.append(proof.check)
+    sync.check = proof.check
     pool.bring_up = functools.partial(sync.bring_up, trainer.check_same_model)
     world = World(sync, proof, pool, fakes, trainer, disk, fast, said)
     return world
@@ -192,7 +192,7 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
 
 async def test_without_a_proof_versions_are_published_and_servers_brought_up_all_the_same() -> None:
     world = make()
-    world.sync.checks.clear()
+    world.sync.check = unchecked
     await world.pool.wait_up()
     assert (await world.sync.publish())["sync/servers"] == 2.0
     assert (world.disk.compared, world.trainer.scored) == ([], [])

@@ -201,13 +201,13 @@ class Parts:
             sync=config.sync,
             alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
         )
-        publisher.checks.append(proof.check)
+        publisher.check = proof.check
         if config.sync.check_share and config.pipeline.replay is None:
             decode, ends = self.tokenizer.decode, tokenizers.end_ids(config.model.path, self.tokenizer)
             claim = partial(contradiction, decode=decode, ends=ends, stop=config.rollout.stop)
             share, size = config.sync.check_share, config.rollout.group_size
             claims = [claim] if config.env.name == "single_turn" else []  # turns of others end in other ways, too
-            publisher.rollout_checks.append(SamplingCheck(proof, share, size, claims, history).check)
+            publisher.check_rollouts = SamplingCheck(proof, share, size, claims, history).check
         servers.bring_up = partial(publisher.bring_up, trainer.check_same_model)
         return publisher
 

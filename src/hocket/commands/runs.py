@@ -1,6 +1,7 @@
 """The commands that bring hocket's parts together: train, rollout, eval and reward-test."""
 
 import asyncio
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
-def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None) -> int:
+def train(
+    config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = lambda step, metrics: None
+) -> int:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
 
     With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. Return the exit
@@ -193,10 +196,7 @@ def _run(
         target = Path(config.checkpoint.copy_to) / config.run_dir.name
         after.append(partial(copy_to, target, config.checkpoint.keep, console.say))
     keeper = stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
-    best = None
-    if config.checkpoint.best is not None and not replay:
-        best = Best(config.checkpoint.best, folder.path, folder.history, trainer, keeper)
-    return Run(
+    run = Run(
         config=config,
         trainer=trainer,
         servers=servers,
@@ -212,8 +212,11 @@ def _run(
         console=console,
         on_step=on_step,
         checkpoints=keeper,
-        best=best,
     )
+    if config.checkpoint.best is not None and not replay:
+        best = Best(config.checkpoint.best, folder.path, folder.history, trainer, keeper)
+        run = dataclasses.replace(run, keep=best.keep, best=best.summary)
+    return run
 
 
 def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:

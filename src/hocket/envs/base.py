@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from hocket.common.registry import Registry
 from hocket.config import EnvConfig
 from hocket.protocol import Toolbox, ToolCall
-from hocket.types import FinishReason, Message, Prompt, left_open
+from hocket.types import FinishReason, Message, Prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,11 @@ environment = ENVIRONMENTS.register  # decorator: @environment("name") on a clas
 
 
 CLOSING = "\n</think>\n\n"
+
+
+def left_open(text: str) -> str:
+    """Return "<think>" if a text ends within a thought, else ""."""
+    return "<think>" if "<think>" in text.rpartition("</think>")[2] else ""
 
 
 @environment("single_turn")

@@ -11,12 +11,13 @@ from pydantic import Field
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from hocket.types import FinishReason, InFlight, VersionSpan
+from hocket.types import FinishReason, InFlight
 
 _A = TypeVar("_A", bound=pydantic.BaseModel)
 FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
 TokenId = Annotated[int, Field(ge=0)]
 Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # that weights can have, as torch names it
+VersionSpan = tuple[int, int, int]  # (weight version, start, end): it sampled tokens start..end of a completion
 
 
 class Column:
@@ -183,7 +184,7 @@ class Completion(Strict):
     logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "d")]  # under the distribution sampled from
     text: str  # without the stop token
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...] = Field(min_length=1)  # [weight version, start, end] over the tokens
+    versions: tuple[VersionSpan, ...] = Field(min_length=1)
     tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
 
     @pydantic.model_validator(mode="after")

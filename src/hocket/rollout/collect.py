@@ -7,6 +7,7 @@ next ones of the stream, whichever episodes end first.
 import asyncio
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
 from hocket.client.pool import Deadline
@@ -28,6 +29,17 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The place of one episode in its batch."""
+
+    id: str  # "step 3/7/1"
+    group: str  # "step 3/7"
+    number: int  # counts the batch's episodes: prompt index x group_size + sample index
+    sampling: SamplingParams
+    deadline: Deadline
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What to play for one batch."""
 
@@ -38,17 +50,6 @@ class Plan:
     at_most: int  # groups of any kind
     deadline: Deadline
     batch: Batch = dataclasses.field(default_factory=Batch)  # as far as it is gathered
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """The place of one episode in its batch."""
-
-    id: str  # "step 3/7/1"
-    group: str  # "step 3/7"
-    number: int  # counts the batch's episodes: prompt index x group_size + sample index
-    sampling: SamplingParams
-    deadline: Deadline
 
 
 Take = Callable[[int], Mapping[int, Prompt]]  # draws n prompts, {number of the draw: prompt}; fewer at the end
@@ -65,17 +66,33 @@ async def collect(
 ) -> Batch:
     """Draw prompts until `wanted` groups have a signal or `at_most` are drawn; return all groups."""
     batch = plan.batch
+    done = defaultdict[str, dict[int, tuple[Rollout, Mapping[str, Score]]]](dict)  # episodes of each group
     missing = plan.wanted
     tasks: list[asyncio.Task[Group | None]] = []
     ended: asyncio.Queue[asyncio.Task[Group | None]] = asyncio.Queue()
+
+    async def episode(prompt: Prompt, draw: int, index: int, sample: int) -> Group | None:
+        """Play and score one episode; the last of a group to end returns the group."""
+        group = f"{plan.label}/{index}"
+        number = index * plan.group_size + sample
+        seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)
+        rollout = await play(prompt, seat)
+        batch.generated = time.perf_counter()
+        done[group][sample] = rollout, await scorer.ask(rollout)  # at once, while others are played
+        if len(done[group]) < plan.group_size:
+            return None
+        rollouts, given = zip(*(done[group][sample] for sample in range(plan.group_size)), strict=True)
+        return Group(id=group, rollouts=rollouts, scores=await scorer.settle(rollouts, given), draw=draw)
+
     try:
         while True:
             for draw, prompt in take(min(missing, plan.at_most - batch.num_drawn)).items():
-                for episode in _episodes(plan, draw, prompt, play, scorer):
-                    episode.add_done_callback(ended.put_nowait)
-                    tasks.append(episode)
-                batch.num_drawn = batch.num_drawn + 1
-                missing = missing - 1
+                for sample in range(plan.group_size):
+                    task = asyncio.create_task(episode(prompt, draw, batch.num_drawn, sample))
+                    task.add_done_callback(ended.put_nowait)
+                    tasks.append(task)
+                batch.num_drawn += 1
+                missing -= 1
             if len(batch.groups) == batch.num_drawn:
                 break
             if (group := (await ended.get()).result()) is not None:
@@ -83,28 +100,5 @@ async def collect(
                 missing += not has_signal(group)  # the next prompt takes its place
     finally:
         await cancel(tasks)
-    batch.groups.sort(key=lambda group: group.draw or 0)
+    batch.groups.sort(key=lambda group: group.draw)
     return batch
-
-
-def _episodes(
-    plan: Plan, draw: int, prompt: Prompt, play: Play, scorer: RewardScorer
-) -> list[asyncio.Task[Group | None]]:
-    """Start the episodes of one prompt, a task each; the last to end returns the group."""
-    index = plan.batch.num_drawn
-    size = plan.group_size
-    group = f"{plan.label}/{index}"
-    done = dict[int, tuple[Rollout, Mapping[str, Score]]]()
-
-    async def one(sample: int) -> Group | None:
-        number = index * size + sample
-        seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)
-        rollout = await play(prompt, seat)
-        plan.batch.generated = time.perf_counter()
-        done[sample] = rollout, await scorer.ask(rollout)  # at once, while others are played
-        if len(done) < size:
-            return None
-        rollouts, given = zip(*(done[sample] for sample in range(size)), strict=True)
-        return Group(id=group, rollouts=rollouts, scores=await scorer.settle(rollouts, given), draw=draw)
-
-    return [asyncio.create_task(one(sample)) for sample in range(size)]

@@ -17,10 +17,11 @@ from hocket.client.batcher import Turn
 from hocket.common.tasks import seed_of
 from hocket.data.prompts import Renderer, TooLongError
 from hocket.envs import Action, Environment, Observation, Step
+from hocket.envs.base import left_open
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence, left_open
+from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""

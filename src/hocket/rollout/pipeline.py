@@ -132,3 +132,7 @@ class Replay:
             ) from error
         times = {"time/generate": time.perf_counter() - start, "time/reward": 0.0}
         return Batch(groups=groups, metrics=times | rollout_metrics(groups))
+
+
+Batches = Callable[[NewBatch], AbstractAsyncContextManager[Pipeline | Replay]]
+"""Gathers batches ahead of training, or reads recorded ones."""

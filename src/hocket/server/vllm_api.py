@@ -24,11 +24,11 @@ from typing import Any
 
 from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK
-from hocket.protocol import SamplingParams, Toolbox, ToolCall
+from hocket.protocol import SamplingParams, Toolbox, ToolCall, VersionSpan
 from hocket.server.errors import ApiError, cause_of, encodable, invalid
 from hocket.server.vllm_arguments import is_cpu_build
 from hocket.server.vllm_weights import adapter_request
-from hocket.types import InFlight, VersionSpan
+from hocket.types import InFlight
 
 logger = logging.getLogger("hocket")
 

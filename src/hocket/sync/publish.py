@@ -20,11 +20,12 @@ from hocket.sync.disk import Versions
 from hocket.types import Metrics, Rollout, TrainerTurn
 
 Answer = ReloadResponse | HocketError  # a failure is a value: the other servers go on
-Answers = dict[ServerClient, tuple[str, Answer]]  # with the checksum of the weights that were sent
+Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]  # (servers, whether they have just come) → sync/*
+RolloutCheck = Callable[[Sequence[Sequence[Rollout]]], Awaitable[Metrics]]  # rollouts of each prompt → sampling/*
 
 
 class Delivery(NamedTuple):
-    answers: Answers
+    answers: dict[ServerClient, tuple[str, Answer]]  # with the checksum of the weights that were sent
     metrics: Metrics  # sync/*
 
 
@@ -35,16 +36,12 @@ class Transport(Protocol):
         """Load the trainer's weights into servers, or have them compared; can be repeated. Raises SyncError."""
 
 
-Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]
-"""(servers, whether they have just come) → sync/*. Raises SyncError."""
-
-
-RolloutCheck = Callable[[Sequence[Sequence[Rollout]]], Awaitable[Metrics]]
-"""Rollouts of each prompt, of the version that is current → sampling/*. Raises SyncError."""
-
-
 def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
     return nullcontext({})
+
+
+async def unchecked(*what: object) -> Metrics:
+    return {}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,8 +50,8 @@ class Publisher:
     pool: ServerPool
     transport: Transport
     trainer_turn: TrainerTurn = own_gpu
-    checks: list[Check] = dataclasses.field(default_factory=list)
-    rollout_checks: list[RolloutCheck] = dataclasses.field(default_factory=list)
+    check: Check = unchecked
+    check_rollouts: RolloutCheck = unchecked  # within `training`, before anything is learnt from them
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # held by a training step, or a bring-up
 
     @asynccontextmanager
@@ -62,13 +59,6 @@ class Publisher:
         """Hold the trainer and yield the metrics of getting it; if it `publishes`, the body ends with `publish`."""
         async with self.lock, self.trainer_turn(publishes) as metrics:
             yield metrics
-
-    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
-        """Check what servers said of rollouts; call it within `training`, before anything is learnt from them."""
-        metrics: Metrics = {}
-        for check in self.rollout_checks:
-            metrics |= await check(groups)
-        return metrics
 
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server; call it within `training`."""
@@ -78,9 +68,7 @@ class Publisher:
 
     async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
         metrics = await self.deliver(members)
-        for check in self.checks:
-            metrics |= await check([member for member in members if member.session is not None], came)
-        return metrics
+        return metrics | await self.check([member for member in members if member.session is not None], came)
 
     async def deliver(self, members: Sequence[Member]) -> Metrics:
         """Send the current version to servers, and mark them ready or lost. Raises as `judge`."""
@@ -108,7 +96,7 @@ class Publisher:
             member.mark_ready(answer.session)
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
-        """Give servers that came the current version. Raises as `judge`, and ServerError for another model."""
+        """Give servers that came the current version. Raises as `judge`, and what `check_model` raises."""
         if self.lock.locked() and self.pool.up:
             for member in there:
                 member.out = "the trainer is at work"  # the pool asks again soon
