@@ -142,6 +142,7 @@ class Bench:
 
     def __init__(self, settings: Sequence[str], transports: Mapping[str, Sequence[str]], num_rounds: int) -> None:
         from hocket.sync.collective import CollectiveTransport
+        from hocket.sync.deltas import DeltaWriter
         from hocket.sync.disk import Versions
         from hocket.sync.transports import DiskTransport
         from hocket.trainer.trainer import Trainer
@@ -154,7 +155,9 @@ class Bench:
             if chosen.sync.backend == "nccl":
                 self.transports[name] = CollectiveTransport(self.trainer, chosen.sync)
             else:
-                versions = Versions(chosen.run_dir, self.trainer, chosen.sync)
+                versions = Versions(chosen.run_dir, self.trainer)
+                if chosen.sync.backend == "delta":
+                    versions.first = DeltaWriter(versions).write
                 self.transports[name] = DiskTransport(versions, chosen.sync_root, chosen.sync)
         self._url = config.own_url
         self.version, self.num_rounds = 0, num_rounds

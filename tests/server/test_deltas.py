@@ -16,6 +16,7 @@ from hocket.client.server import ServerClient
 from hocket.errors import ServerError
 from hocket.protocol import ReloadResponse, TensorSpec, manifest
 from hocket.server.uploads import FOLDER
+from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.publish import Delivery
 from hocket.sync.transports import DiskTransport
@@ -75,7 +76,8 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
     try:
         trainer = FakeTrainer(server.model)
         config = config_module.load(None, [f"run.dir={tmp_path}/trainer/a", "sync.backend=delta", "sync.upload=true"])
-        versions = Versions(config.run_dir, trainer, config.sync)  # type: ignore[arg-type]
+        versions = Versions(config.run_dir, trainer)  # type: ignore[arg-type]
+        versions.first = DeltaWriter(versions).write
         disk = DiskTransport(versions, config.sync_root, config.sync, trainer.said.append)
         async with client(server, kit.TOKEN) as http:
             for version in (first, first + 1, first + 2):

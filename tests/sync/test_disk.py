@@ -19,6 +19,7 @@ from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
 from hocket.server.errors import ApiError
 from hocket.server.versions import ModelShapes
+from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.publish import Answer
 from hocket.sync.transports import DiskTransport
@@ -106,7 +107,9 @@ class Disk:
     def __init__(self, tmp_path: Path, *settings: str) -> None:
         config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *settings])
         self.trainer, self.said, self.run = FakeTrainer(), list[str](), tmp_path / "runs" / "a"
-        self.versions = Versions(config.run_dir, self.trainer, config.sync)  # type: ignore[arg-type]
+        self.versions = Versions(config.run_dir, self.trainer)  # type: ignore[arg-type]
+        if config.sync.backend == "delta":
+            self.versions.first = DeltaWriter(self.versions).write
         self._transport = DiskTransport(self.versions, config.sync_root, config.sync, self.said.append)
 
     async def deliver(self, version: int, *servers: FakeServer, compare: bool = False) -> tuple[list[Answer], Metrics]:
@@ -172,7 +175,7 @@ async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_le
 async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken_again_are_removed(
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.sync.folders.KEEP", 9)
+    monkeypatch.setattr("hocket.sync.disk.KEEP", 9)
     disk = Disk(tmp_path)
     for version in (3, 4, 5):
         await disk.deliver(version)
@@ -214,7 +217,7 @@ async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch, full_every: int, keep: int, full: Any, left: Any
 ) -> None:
     monkeypatch.setattr("hocket.sync.deltas.FULL_EVERY", full_every)
-    monkeypatch.setattr("hocket.sync.folders.KEEP", keep)
+    monkeypatch.setattr("hocket.sync.disk.KEEP", keep)
     disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for version in range(1, 8):
         disk.trainer.step(version, 100 * version)

@@ -129,7 +129,7 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
     trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
     prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
     sync = Publisher(
-        versions=Versions(Path("/nowhere"), trainer, config.sync),  # type: ignore[arg-type]
+        versions=Versions(Path("/nowhere"), trainer),  # type: ignore[arg-type]
         pool=pool,
         transport=WithFallback(fast, disk, said.append) if collective else disk,
     )
@@ -237,7 +237,7 @@ async def test_without_a_schedule_the_first_two_versions_are_checked_and_those_a
 
 async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_check_is_taken_out() -> None:
     world = await make_up("sync.check_every=1", "sync.max_logprob_gap=0.2")
-    world.proof._noise = 0.04
+    world.proof._noises = [0.04]
     world.trainer.gaps = [0.02, 0.03]
     metrics = await world.sync.publish()
     assert metrics["sync/logprob_gap"] == pytest.approx(0.03)

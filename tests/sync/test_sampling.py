@@ -50,7 +50,7 @@ class World:
             raise SyncError(message)
 
     def check(self, **known: Any) -> SamplingCheck:
-        values: dict[str, Any] = {"share": 0.5, "group_size": 4, "claims": [], "history": []}
+        values: dict[str, Any] = {"share": 0.5, "group_size": 4, "history": []}
         return SamplingCheck(self, **(values | known))  # type: ignore[arg-type]
 
 
@@ -138,8 +138,7 @@ async def test_a_gap_beyond_the_bound_fails_before_anything_is_trained(gap: floa
 async def test_an_answer_that_contradicts_its_tokens_fails() -> None:
     world = World()
     with pytest.raises(SyncError, match="contradicts its tokens: no"):
-        await world.check(claims=[lambda sequence: "no" if sequence.token_ids[1] == 5 else ""]).check([[rollout(5)]])
-    await world.check(claims=[lambda sequence: ""]).check([[rollout(5)]])
+        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check([[rollout(5)]])
 
 
 def decode(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

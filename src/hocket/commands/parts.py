@@ -31,6 +31,7 @@ from hocket.rollout.episode import Limits
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.rollout.players import Players
+from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
@@ -181,7 +182,9 @@ class Parts:
 
         config = self.config
         say = self.console.say
-        versions = Versions(config.run_dir, trainer, config.sync)
+        versions = Versions(config.run_dir, trainer)
+        if config.sync.backend == "delta":
+            versions.first = DeltaWriter(versions).write
         disk = DiskTransport(versions, config.sync_root, config.sync, say)
         transport: Transport = disk
         turn: TrainerTurn = own_gpu
@@ -203,11 +206,12 @@ class Parts:
         )
         publisher.check = proof.check
         if config.sync.check_share and config.pipeline.replay is None:
-            decode, ends = self.tokenizer.decode, tokenizers.end_ids(config.model.path, self.tokenizer)
-            claim = partial(contradiction, decode=decode, ends=ends, stop=config.rollout.stop)
-            share, size = config.sync.check_share, config.rollout.group_size
-            claims = [claim] if config.env.name == "single_turn" else []  # turns of others end in other ways, too
-            publisher.check_rollouts = SamplingCheck(proof, share, size, claims, history).check
+            check = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history)
+            if config.env.name == "single_turn":  # turns of others end in other ways, too
+                ends = tokenizers.end_ids(config.model.path, self.tokenizer)
+                stop = config.rollout.stop
+                check.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)
+            publisher.check_rollouts = check.check
         servers.bring_up = partial(publisher.bring_up, trainer.check_same_model)
         return publisher
 

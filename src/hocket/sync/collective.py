@@ -11,7 +11,7 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -71,35 +71,35 @@ class CollectiveTransport:
 
     def _send(self, version: int, links: "Sequence[_Link]") -> str:
         specs: dict[str, protocol.TensorSpec] = {}
-        names = (f"bucket {number}/{len(self.buckets)} of version {version}" for number in itertools.count(1))
-        running: list[concurrent.futures.Future[None]] = []
+        numbers = itertools.count(1)
+        running: Iterator[None] = iter(())  # a bucket on its way to each server
         with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
 
             def sink(named: Sequence[tuple[str, Tensor]]) -> None:
+                nonlocal running
                 flat, added = weight_group.pack(named, self.trainer.device)
                 specs.update(added)
-                for bucket in running:
-                    bucket.result()
-                name = next(names)
-                running[:] = [threads.submit(link.send, name, flat) for link in links]
+                list(running)
+                name = f"bucket {next(numbers)}/{len(self.buckets)} of version {version}"
+                running = threads.map(lambda link: link.send(name, flat), links)
 
             self.trainer.stream(weight_group.BUCKET_BYTES, sink)
-            for bucket in running:
-                bucket.result()
+            list(running)
         return manifest.total_checksum(specs)
 
     async def _link(self, server: ServerClient) -> "_Link | HocketError":
         try:
             health = await server.health()
             link = self._links.get(server)
-            if link is not None and link.session != health.session:
+            if link is not None and link.session == health.session:
+                if link.unreachable:
+                    return SyncError(f"the workers of {server.url} could not be connected with since they were started")
+                if not link.is_closed:
+                    return link
+            elif link is not None:
                 link.close()
-                link = None
-            if link is not None and link.unreachable:
-                return SyncError(f"the workers of {server.url} could not be connected with since they were started")
-            if link is None or link.is_closed:
-                link = self._links[server] = _Link(self, server, health)
-            return link
+            self._links[server] = _Link(self, server, health)
+            return self._links[server]
         except HocketError as error:
             return error
         except (OSError, RuntimeError) as error:
@@ -119,8 +119,8 @@ class _Link:
         self._server = server
         self._workers = health.workers
         self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
+        self._receiving: weight_group.WeightGroup | None = None  # the group, once its workers are about to receive
         self._transfers = 0  # of the group, with the running one
-        self._ready = False  # its workers are about to receive
         self._failure: SyncError | None = None  # as seen from this end
         url = urlsplit(server.url)
         gpu = weight_group.gpu_id(self._device)
@@ -146,6 +146,7 @@ class _Link:
         """Tell the server what will come; wait until its workers are ready, or it has answered."""
         start = time.monotonic()
         transport = self._transport
+        self._receiving = None
         self._transfers += 1
         source = protocol.CollectiveSource(
             group=self._address, turn=self._transfers, adapter=transport.trainer.adapter, buckets=transport.buckets
@@ -159,7 +160,7 @@ class _Link:
             async with asyncio.timeout(seconds):
                 if self.group is None and await self._announced(0):
                     self.group = await run_in_thread(self._join)
-                self._ready = await self._announced(self._transfers)
+                self._receiving = self.group if await self._announced(self._transfers) else None
         except TimeoutError:
             self._failure = SyncError(
                 f"server {self._server.url} did not begin to receive version {version} in {seconds:g} s; "
@@ -194,15 +195,17 @@ class _Link:
 
     def send(self, name: str, flat: Tensor) -> None:
         """Send one bucket, unless one has failed."""
-        if self.group is None or not self._ready or self._failure is not None:
+        group = self._receiving
+        if group is None:
             return
         try:
-            self.group.broadcast(flat.to(self.group.device))
+            group.broadcast(flat.to(group.device))
         except RuntimeError as error:
             reason = f"the connection broke: {_cause(error)}"
             if re.search("(?i)timed ?out", str(error)):
                 seconds = self._transport.sync.bucket_timeout_s
                 reason = f"{seconds:g} s passed; is it stopped? A slower network needs a higher sync.timeout_s"
+            self._receiving = None
             self._failure = SyncError(f"server {self._server.url} did not take {name}: {reason}")
 
     async def outcome(self) -> Answer:
@@ -210,9 +213,9 @@ class _Link:
         if self._failure is not None:
             self.close()  # or the workers would go on waiting
         answer = await self.answer
-        if self._failure is None or (isinstance(answer, ServerError) and answer.status is not None):
-            return answer
-        return SyncError(f"{self._failure}; {answer}") if isinstance(answer, HocketError) else self._failure
+        if self._failure is not None and isinstance(answer, ServerError) and answer.status is None:
+            return SyncError(f"{self._failure}; {answer}")
+        return answer
 
 
 def _cause(error: Exception) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from hocket.protocol import DeltaSource, TensorSpec, delta, manifest, weight_group
-from hocket.sync.folders import Folders, WrittenVersion
+from hocket.sync.disk import Versions, WrittenVersion
 
 FULL_EVERY = 50  # versions; the others are deltas
 
@@ -14,8 +14,8 @@ FULL_EVERY = 50  # versions; the others are deltas
 class DeltaWriter:
     """Keep the last version's tensors on the CPU, to write the next one's changes."""
 
-    def __init__(self, folders: Folders) -> None:
-        self._folders = folders
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
         self._base: WrittenVersion | None = None  # what the next delta changes,
         self._last: dict[str, torch.Tensor] = {}  # and its tensors
 
@@ -33,7 +33,7 @@ class DeltaWriter:
 
     def _full(self, version: int) -> WrittenVersion:
         self._last = {}
-        written = self._folders.full(version)
+        written = self._versions.full(version)
         # Copies: what was read may still be the file.
         self._last = {name: tensor.clone() for name, tensor in manifest.tensors(written.folder)}
         return written
@@ -48,11 +48,11 @@ class DeltaWriter:
                 self._last[name] = new
 
         def fill(folder: Path) -> Mapping[str, TensorSpec]:
-            self._folders.trainer.stream(weight_group.BUCKET_BYTES, sink)
+            self._versions.trainer.stream(weight_group.BUCKET_BYTES, sink)
             delta.save(changes, folder, base.checksum)
             return manifest.specs(self._last.items())
 
-        written = self._folders.write("deltas", version, fill)
+        written = self._versions.write("deltas", version, fill)
         changed = sum(change.num_changed for change in changes.values())
         share = changed / sum(map(torch.numel, self._last.values()))
         return written._replace(source=DeltaSource, metrics={"sync/changed": share})

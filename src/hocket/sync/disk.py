@@ -1,25 +1,47 @@
-"""Number the weight versions of a run, and choose how they are written."""
+"""Number weight versions and write them below a run's folder, weights/v000012: Hugging Face models, or PEFT adapters.
 
-from collections.abc import Mapping
+The manifest is of the tensors in the trainer's memory: a server also notices what went wrong on writing.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-from hocket.config import SyncConfig
-from hocket.sync.deltas import DeltaWriter
-from hocket.sync.folders import Folders
+from safetensors import SafetensorError
+
+from hocket.common.files import atomic_folder, remove_folder
+from hocket.errors import SyncError, remedy
+from hocket.protocol import DeltaSource, DiskSource, TensorSpec, manifest
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
+KINDS = ("weights", "deltas")
+KEEP = 2  # newest versions of each kind: servers may be loading those
 
-class Versions(Folders):
-    def __init__(self, run_dir: Path, trainer: "Trainer", sync: SyncConfig) -> None:
-        super().__init__(run_dir, trainer)
-        self.current = 0  # also of before the run was resumed
-        self.first = self.full  # writes what servers are sent first
-        if sync.backend == "delta":
-            self.first = DeltaWriter(self).write
-        self._begun = False  # whether it is one of this process
+
+class WrittenVersion(NamedTuple):
+    version: int
+    folder: Path
+    checksum: str
+    num_bytes: int
+    source: type[DiskSource | DeltaSource] = DiskSource  # how a server is to load it
+    metrics: Mapping[str, float] = MappingProxyType({})
+
+
+class Versions:
+    """The versions of a run. `first` writes what servers are sent first: the whole, unless something else is set."""
+
+    def __init__(self, run_dir: Path, trainer: "Trainer") -> None:
+        self.trainer = trainer
+        self.current = 0  # number; also of before the run was resumed
+        self.first = self.full
+        self._begun = False  # whether `current` is one of this process
+        self._run_dir = run_dir.resolve()
+        self._full: WrittenVersion | None = None
 
     def begin(self, held: int) -> None:
         """Set the first version's number above those of the run and of a server."""
@@ -31,15 +53,69 @@ class Versions(Folders):
         self._begun = True
         self.current += 1
 
-    def save(self) -> Path:
-        """Return the folder with the current version in full; write it if it is not there."""
-        folder = self.path("weights", self.current)
-        return folder if folder.exists() else self.full(self.current).folder
-
     def state(self) -> dict[str, int]:
         return {"version": self.current}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Continue after a saved version; remove newer ones."""
         self.current = state["version"]
-        self.remove_above(self.current)
+        for folder in self._run_dir.glob("*/v[0-9]*"):
+            if folder.parent.name in KINDS and int(folder.name[1:]) > self.current:
+                shutil.rmtree(folder)
+
+    def save(self) -> Path:
+        """Return the folder with the current version in full; write it if it is not there."""
+        folder = self.path("weights", self.current)
+        return folder if folder.exists() else self.full(self.current).folder
+
+    def path(self, kind: str, version: int) -> Path:
+        return self._run_dir / kind / f"v{version:06d}"
+
+    def full(self, version: int) -> WrittenVersion:
+        """Write the trainer's weights in full, once. Raises SyncError."""
+        if self._full is None or self._full.version != version:
+            self._full = self.write("weights", version, self.trainer.export)
+        return self._full
+
+    def write(self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]]) -> WrittenVersion:
+        """Write a version, of whose tensors `fill` returns the specs. Raises SyncError."""
+        folder = self.path(kind, version)
+        if folder.exists():
+            raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
+        try:
+            with atomic_folder(folder) as partial:
+                checksum = manifest.write(partial, version, fill(partial))
+                num_bytes = sum(path.stat().st_size for path in partial.iterdir())
+        except (OSError, SafetensorError) as error:
+            advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir"
+            raise SyncError(f"can't write weight version {version} to {folder}: {error}; {advice}") from error
+        return WrittenVersion(version, folder, checksum, num_bytes)
+
+    def mended(self, written: WrittenVersion) -> WrittenVersion | None:
+        """Return a full version in place of a delta or of damaged files; None for a sound one."""
+        if written is self._full:
+            with contextlib.suppress(SyncError):
+                self.check(written)
+                return None
+            shutil.rmtree(written.folder, ignore_errors=True)
+            self._full = None
+        return self.full(written.version)
+
+    def check(self, written: WrittenVersion) -> None:
+        """Raise SyncError unless a full version's files hold what was written to them."""
+        try:
+            found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
+        except (OSError, SafetensorError) as error:
+            found = str(error)
+        if found != written.checksum:
+            raise SyncError(
+                f"{written.folder} does not hold the weights that were written to it: something has changed its files, "
+                "or the disk is failing. Set another run.dir"
+            )
+
+    def prune(self) -> None:
+        """Remove all but the newest versions of each kind."""
+        for kind in KINDS:
+            for old in sorted(self._run_dir.glob(f"{kind}/v*"))[:-KEEP]:
+                with contextlib.suppress(OSError):  # it is tried again
+                    remove_folder(old)

@@ -6,9 +6,10 @@ completions that the server samples are the trainer's; and new weights moved the
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,8 +58,8 @@ class Proof:
     alarmed: Callable[[], bool]  # whether the last step's metrics are suspicious
     mismatches: float = 0.0  # warnings so far
     _last_due: int = 0  # version up to which all are checked
-    _noise: float = 0.0  # largest mean |Δ log-prob| of a server's first version
-    _before: dict[str, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session: the last check
+    _noises: list[float] = dataclasses.field(default_factory=list)  # mean |Δ log-prob| of each server's first version
+    _before: dict[str | None, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session
 
     def is_due(self, version: int) -> bool:
         """Return whether to check: every check_every-th, one after an alarm, and the next after either."""
@@ -84,8 +85,8 @@ class Proof:
             for member, samples in zip(asked, sampled, strict=True):
                 if isinstance(samples, ServerError):
                     self.publisher.pool.mark_lost(member, str(samples))
-                elif member.session is not None:
-                    found = await self._follow(member, member.session, samples)
+                else:
+                    found = await self._follow(member, samples)
                     metrics |= {name: max(value, metrics.get(name, value)) for name, value in found.items()}
         return metrics | {"sync/mismatches": self.mismatches - failed}
 
@@ -107,29 +108,28 @@ class Proof:
         sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
         contexts = [prompt.token_ids for prompt in self.prompts]
         request = GenerateRequest(prompts=list(map(list, contexts)), sampling=sampling, session=member.session)
-        samples = {}
+        sequences: dict[int, TokenSequence] = {}
         try:
             async with aclosing(member.server.generate(request, timeout_s=self.sync.timeout_s)) as lines:
                 async for line in lines:
                     transcript = Transcript(contexts[line.prompt])
                     transcript.add_completion(line.completion)
-                    advantages = (0.0,) * len(transcript.token_ids)
-                    samples[line.prompt] = TrainSample(sequence=transcript.sequence(), advantages=advantages)
+                    sequences[line.prompt] = transcript.sequence()
         except ServerError as error:
             return error
-        if len(samples) != len(contexts):
-            message = f"{member.url}/generate ended after {len(samples)} of {len(contexts)} completions"
+        if len(sequences) != len(contexts):
+            message = f"{member.url}/generate ended after {len(sequences)} of {len(contexts)} completions"
             return ServerError(message, code="protocol")
-        return [samples[place] for place in range(len(contexts))]
+        return as_samples(map(sequences.__getitem__, range(len(contexts))))
 
-    async def _follow(self, member: Member, session: str, samples: Sequence[TrainSample]) -> Metrics:
+    async def _follow(self, member: Member, samples: Sequence[TrainSample]) -> Metrics:
         """Compare the server's log-probs, and their change since the last check, with the trainer's."""
         version = self.publisher.versions.current
         async with self.publisher.trainer_turn(False):
             scores = await run_in_thread(self.trainer.logprobs, samples)
         answer = [_scored(sample.sequence, own) for sample, own in zip(samples, scores, strict=True)]
-        last, before = self._before.get(session, (-1, []))
-        self._before[session] = version, answer
+        last, before = self._before.get(member.session, (-1, []))
+        self._before[member.session] = version, answer
         gap = statistics.fmean(abs(scored.server - scored.trainer) for row in answer for scored in row)
         bound = self.bound(member.dtype)
         metrics = {"sync/logprob_gap": gap, "sync/max_gap": bound}
@@ -141,12 +141,11 @@ class Proof:
                 f"attention or rotary setting in the engine. Compare model.dtype on both sides, and restart the server"
             )
         elif last < 0:
-            # Not later: weights ever further behind would raise it.
-            self._noise = max(self._noise, gap)
+            self._noises.append(gap)  # not later: weights ever further behind would raise it
         if last < 0:
             self._last_due = max(self._last_due, version + 1)  # to see whether it is behind
         if last == version - 1:
-            missing, error = missing_share(before, answer, self._noise)
+            missing, error = missing_share(before, answer, max(self._noises, default=0.0))
             metrics["sync/missing_error"] = error
             if error <= MAX_ERROR:
                 metrics["sync/missing_share"] = missing
@@ -162,8 +161,7 @@ class Proof:
     def bound(self, dtype: str) -> float:
         """Return the mean |Δ log-prob| that a server with this precision may have."""
         low, high = LIMITS.get(dtype, LIMITS["bfloat16"])
-        high = self.sync.max_logprob_gap or high
-        return min(high, max(low, NOISE * self._noise)) if self._noise else high
+        return min(self.sync.max_logprob_gap or high, max(low, NOISE * max(self._noises, default=math.inf)))
 
     def fail(self, message: str) -> None:
         """Raise SyncError or, with sync.on_mismatch=warn, say it."""
@@ -174,6 +172,11 @@ class Proof:
     def warn(self, message: str) -> None:
         self.publisher.pool.say(f"WARNING: {message}")
         self.mismatches += 1
+
+
+def as_samples(sequences: Iterable[TokenSequence]) -> list[TrainSample]:
+    """Return what the trainer measures of sequences, without training on them."""
+    return [TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in sequences]
 
 
 def _scored(sequence: TokenSequence, trainer: Sequence[float]) -> list[Scored]:
@@ -192,13 +195,12 @@ def missing_share(before: Answer, now: Answer, noise: float) -> tuple[float, flo
     gaps = []
     changes = []
     for old_row, new_row in zip(before, now, strict=True):
-        for old, new in zip(old_row, new_row, strict=False):
-            if old.token != new.token:
-                break
+        rows = zip(old_row, new_row, strict=False)
+        for old, new in itertools.takewhile(lambda both: both[0].token == both[1].token, rows):
             change = new.trainer - old.trainer
             gap = old.server - old.trainer + new.server - new.trainer
             changes.append(abs(change))
-            gaps.append(math.copysign(gap, gap * change) if change else 0.0)
+            gaps.append(gap * ((change > 0) - (change < 0)))
     total = math.fsum(changes)
     square = math.fsum(change * change for change in changes)
     if total * total < MIN_TOKENS * square or total <= MIN_CHANGE * noise * len(changes):

@@ -12,37 +12,37 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from hocket.common.tasks import run_in_thread, timed
-from hocket.sync.proof import Proof
-from hocket.types import Metrics, Rollout, TokenSequence, TrainSample
+from hocket.sync.proof import Proof, as_samples
+from hocket.types import Metrics, Rollout, TokenSequence
 
 History = Sequence[Mapping[str, float | None]]
 """Metrics of the steps so far."""
 RARE = 10.0  # nats by which one token may surprise: p = 5e-5
 ENTROPY = 3.0  # nats by which one may surprise less than expected
 LONGEST = 1024  # steps
+TINY = 1e-30  # a variance of 0, as a divisor
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class SamplingCheck:
     """Compare a share of the rollouts with the trainer; those of stale weights are left out."""
 
     proof: Proof
     share: float
     group_size: int
-    claims: Sequence[Callable[[TokenSequence], str]]  # what is wrong in what a server says of its tokens, or ""
     history: History
+    claim: Callable[[TokenSequence], str] = lambda sequence: ""  # what is wrong in what a server says of its tokens
 
     async def check(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
         """Return sampling/* of each prompt's rollouts. Raise SyncError, or warn, where they fail."""
         metrics: Metrics = {}
         with timed(metrics, "time/check"):
             sequences = self._witnesses(groups)
-            if wrong := next(filter(None, (claim(one) for claim in self.claims for one in sequences)), ""):
+            if wrong := next(filter(None, map(self.claim, sequences)), ""):
                 self.proof.fail(f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it")
             metrics |= await run_in_thread(equal_pairs, groups)
             if sequences:
-                samples = [TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in sequences]
-                metrics |= self._compared(*await run_in_thread(self.proof.trainer.surprise, samples))
+                metrics |= self._compared(*await run_in_thread(self.proof.trainer.surprise, as_samples(sequences)))
             metrics |= over_run([*self.history[-LONGEST:], metrics], self.group_size)
         return metrics
 
@@ -52,8 +52,12 @@ class SamplingCheck:
         rollouts = [rollout for group in groups for rollout in group]
         lot = random.Random(rollouts[0].id if rollouts else "")
         chosen = lot.sample(rollouts, math.ceil(self.share * len(rollouts)))
-        sequences = [one for rollout in chosen for one in rollout.sequences]
-        return [one for one in sequences if one.version_min == one.version_max == version and any(one.mask[1:])]
+        return [
+            one
+            for rollout in chosen
+            for one in rollout.sequences
+            if one.version_min == one.version_max == version and any(one.mask[1:])
+        ]
 
     def _compared(self, num_tokens: float, gap: float, surprise: float, variance: float) -> Metrics:
         gap = gap / num_tokens
@@ -116,16 +120,16 @@ def over_run(rows: History, group_size: int) -> Metrics:
     Bernstein's inequality, as one rare token, or one completion that all others equal, may be most of a sum.
     """
     found = {"sampling/z": 0.0, "sampling/colder": 0.0, "sampling/equal_z": 0.0}
-    for steps in (2**power for power in range(min(len(rows), LONGEST).bit_length())):
+    for steps in (2**power for power in range(len(rows).bit_length())):
         surprise, variance, equal, expected = (
             math.fsum(row.get(f"sampling/{name}") or 0.0 for row in rows[-steps:])
             for name in ("surprise", "variance", "equal", "equal_expected")
         )
         jump = RARE if surprise > 0 else ENTROPY
-        z = surprise / math.sqrt(variance + abs(surprise) * jump / 3) if surprise else 0.0
+        z = surprise / math.sqrt(max(variance + abs(surprise) * jump / 3, TINY))
         if abs(z) > abs(found["sampling/z"]):
             found |= {"sampling/z": z, "sampling/colder": -surprise / variance if variance else 0.0}
-        if (excess := equal - expected) > 0:
-            equal_z = excess / math.sqrt(group_size * (expected / 2 + excess / 3))
-            found["sampling/equal_z"] = max(found["sampling/equal_z"], equal_z)
+        excess = max(0.0, equal - expected)
+        equal_z = excess / math.sqrt(max(group_size * (expected / 2 + excess / 3), TINY))
+        found["sampling/equal_z"] = max(found["sampling/equal_z"], equal_z)
     return found

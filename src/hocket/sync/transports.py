@@ -11,8 +11,7 @@ from hocket.common.tasks import run_in_thread, timed
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, SyncError
 from hocket.protocol import ReloadRequest, meaning
-from hocket.sync.disk import Versions
-from hocket.sync.folders import WrittenVersion
+from hocket.sync.disk import Versions, WrittenVersion
 from hocket.sync.publish import Answer, Delivery, Transport
 from hocket.types import Metrics
 
@@ -98,11 +97,8 @@ class WithFallback:
 
 def _failed(delivery: Delivery) -> list[ServerClient]:
     """Return the servers that may take a version in another way."""
-    failed = []
-    for server, (_, answer) in delivery.answers.items():
-        if isinstance(answer, HocketError) and not meaning(getattr(answer, "code", "")).final:
-            failed.append(server)
-    return failed
+    errors = ((server, answer) for server, (_, answer) in delivery.answers.items() if isinstance(answer, HocketError))
+    return [server for server, error in errors if not meaning(getattr(error, "code", "")).final]
 
 
 def _joined(first: Delivery, second: Delivery) -> Delivery:
