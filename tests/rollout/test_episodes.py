@@ -404,7 +404,7 @@ async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encod
     assert max(encoded) < 1000
     rollout, error = group.rollouts[0], group.scores[0].error
     if (first, kind) == (True, "messages"):
-        assert "reset: a prompt of too many tokens leaves no room" in (error or "")
+        assert "reset: the prompt with its messages leaves no room" in (error or "")
     else:
         assert (error, rollout.finish_reason, rollout.sequences[-1].turns) == (None, "length", 0 if first else 1)
         assert len(rollout.sequences[0].token_ids) <= 6 + 8  # prompt and turn: nothing of the text

@@ -172,7 +172,8 @@ class Episode:
 
     def __post_init__(self) -> None:
         self.transcript = Transcript(self.prompt.token_ids, self.prompt.opening)
-        self.reward: float | None = None
+        self.reward = 0.0
+        self._gives_reward = False
         self._left_s = self.limits.timeout_s
         self._num_asked = 0
         self._held = most_tokens(self.prompt, self.seat.sampling)
@@ -190,7 +191,8 @@ class Episode:
         finally:
             self._hold(0)
         sequences = (self.transcript.sequence(),)
-        return Rollout(id=self.seat.id, prompt=self.prompt, sequences=sequences, reward=self.reward, error=error)
+        reward = self.reward if self._gives_reward else None
+        return Rollout(id=self.seat.id, prompt=self.prompt, sequences=sequences, reward=reward, error=error)
 
     def _hold(self, tokens: int) -> None:
         self.budget.change(tokens - self._held)
@@ -210,8 +212,7 @@ class Episode:
         await self._close(environment)
 
     async def _take_turns(self, environment: Environment) -> None:
-        if environment.gives_reward:
-            self.reward = 0.0
+        self._gives_reward = environment.gives_reward
         seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
         start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
         observation: Observation = start or Observation()
@@ -228,13 +229,13 @@ class Episode:
                 tool_calls=completion.tool_calls,
             )
             step: Step = await self._call(environment.step, action, returns=(Step,), own_s=environment.step_timeout_s)
-            self._add_reward(step.reward)
+            self.reward += step.reward
             if step.done:
                 return
             observation = step
             token_ids = await self._between(step, completion)
         self.transcript.finish_reason = "length"
-        self._add_reward(await self._call(environment.truncated, returns=(float, int)))
+        self.reward += await self._call(environment.truncated, returns=(float, int))
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
         token_ids = self.transcript.token_ids
@@ -245,10 +246,6 @@ class Episode:
         self._num_asked += 1
         sampling = self.seat.sampling.model_copy(update=changes)
         return await self.ask(model_turn(self.prompt, self.seat, self._num_asked, token_ids, sampling))
-
-    def _add_reward(self, reward: float) -> None:
-        if self.reward is not None:
-            self.reward += reward
 
     async def _close(self, environment: Environment) -> None:
         self._left_s = self.limits.timeout_s
@@ -267,8 +264,7 @@ class Episode:
         messages = [*(self.prompt.messages or ()), *observation.messages]
         token_ids = await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)))
         if token_ids is None or len(token_ids) >= self.limits.max_length:
-            length = "too many" if token_ids is None else len(token_ids)
-            raise EpisodeError(f"reset: a prompt of {length} tokens leaves no room for a turn in model.max_length")
+            raise EpisodeError("reset: the prompt with its messages leaves no room for a turn in model.max_length")
         self.transcript = Transcript(token_ids, self.prompt.opening)
         return []
 

@@ -56,7 +56,7 @@ class Evaluation:
 
 
 def _measured(groups: Sequence[Group], reward: str, threshold: float) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [*itertools.chain.from_iterable(group.rollouts for group in groups)]
     greedy = [_marks(group, reward, slice(1)) for group in groups]
     sampled = [_marks(group, reward, slice(1, None)) for group in groups]
     given = [*itertools.chain(*greedy, *sampled)]

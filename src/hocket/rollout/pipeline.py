@@ -62,35 +62,32 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     progress: Callable[[int, str], None] = lambda step, what: None  # told what a step waits for
 
     def __post_init__(self) -> None:
-        self._plans: dict[int, Plan] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._begun: dict[int, tuple[Plan, asyncio.Task[None]]] = {}
         self._asked: float | None = None
         self._finished = 0.0
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await cancel(self._tasks.values())
+        await cancel([task for _, task in self._begun.values()])
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return a step's batch, empty at the stream's end; call it once `version` of the step before is published."""
         start = time.perf_counter()
-        metrics = {"pipeline/queued_groups": float(sum(len(plan.batch.groups) for plan in self._plans.values()))}
+        metrics = {"pipeline/queued_groups": float(sum(len(plan.batch.groups) for plan, _ in self._begun.values()))}
         if self._asked is not None:
-            busy = any(not task.done() for task in self._tasks.values())
+            busy = not all(task.done() for _, task in self._begun.values())
             idle_s = 0.0 if busy else start - max(self._finished, self._asked)
             metrics["pipeline/wait_for_policy"] = idle_s / (start - self._asked)
         self._asked = start
         for due in range(step, min(step + self.max_staleness, self.steps) + 1):
-            if due not in self._plans:
-                self._plans[due] = self.plan(due)
-                self._tasks[due] = asyncio.create_task(self._gather(self._plans[due]))
-        plan = self._plans[step]
-        task = self._tasks[step]
+            if due not in self._begun:
+                plan = self.plan(due)
+                self._begun[due] = plan, asyncio.create_task(self._gather(plan))
+        plan, task = self._begun[step]
         while not task.done():
-            num_groups = len(plan.batch.groups)
-            self.progress(step, f"{num_groups}/{plan.batch.num_drawn} groups scored" if num_groups else "generating")
+            self.progress(step, f"generating, {len(plan.batch.groups)}/{plan.batch.num_drawn} groups scored")
             await asyncio.wait({task}, timeout=PROGRESS_S)
         task.result()
-        del self._plans[step], self._tasks[step]
+        del self._begun[step]
         batch = plan.batch
         generate_s = max(0.0, batch.generated - start)
         metrics |= {"time/generate": generate_s, "time/reward": time.perf_counter() - start - generate_s}
