@@ -75,6 +75,7 @@ class Run:
         with timed(metrics, "time/step"):
             batch = await batches.batch(step, version=self.publisher.versions.current)
             await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)  # before anything can fail
+            refuse_failing(batch.groups, self.config.rewards.max_error_rate)
             shaped = [self.shape(group) for group in batch.groups]
             last = step == self.config.trainer.steps or not shaped
             metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
@@ -119,7 +120,6 @@ class Run:
 
     async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
         """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
-        refuse_failing([one.group for one in shaped], self.config.rewards.max_error_rate)
         groups = [one for one in shaped if one.reason is None]
         metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.planner.uses_pass_rates else "")
         publishes = bool(groups) and self.trainer.policy_learns

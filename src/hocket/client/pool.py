@@ -38,11 +38,11 @@ class Deadline:
         self.seconds = seconds
         self._at = time.monotonic() + seconds
         self._stops = 0
-        self._stopped_at = 0.0
+        self._stopped_at = math.inf
 
     @property
     def left_s(self) -> float:
-        return max(0.0, self._at - (self._stopped_at if self._stops else time.monotonic()))
+        return max(0.0, self._at - min(self._stopped_at, time.monotonic()))
 
     @property
     def over(self) -> bool:
@@ -51,14 +51,14 @@ class Deadline:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         self._stops += 1
-        if self._stops == 1:
-            self._stopped_at = time.monotonic()
+        self._stopped_at = min(self._stopped_at, time.monotonic())
         try:
             yield
         finally:
             self._stops -= 1
             if self._stops == 0:
                 self._at += time.monotonic() - self._stopped_at
+                self._stopped_at = math.inf
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -124,16 +124,16 @@ class ServerPool:
     def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
         self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
         self.members = [Member(self._client(url)) for url in urls]
-        self._not_found = self.find and "none is found yet"
+        self._not_found: str | None = "none is found yet"  # why the last look-up failed
         self.bring_up: BringUp = _as_they_are
         self._told: set[str] = set()  # of servers that are left out
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
         if self.find is not None:
-            self.start(self._follow(self.find))
+            self.start(self._again(FIND_S, self._look_up))
         if self.trainer is not None:
-            self.start(self._keep_telling())
+            self.start(self._again(BEAT_S, self._tell))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -149,10 +149,10 @@ class ServerPool:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _keep_telling(self) -> None:
+    async def _again(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
-            await self._tell()
+            await work()
+            await asyncio.sleep(seconds)
 
     async def release(self) -> None:
         await self._tell(leaving=True)
@@ -166,16 +166,15 @@ class ServerPool:
         request = HeartbeatRequest(trainer=self.trainer, **news)
         return await member.server.ask(request, timeout_s=LOOK_S)
 
-    async def _follow(self, find: Find) -> None:
-        while True:
-            try:
-                await self._update(await find())
-                self._not_found = None
-            except Exception as error:  # noqa: BLE001 - the run goes on with the servers that it has
-                if self._not_found is None:
-                    self.say(f"{error}. Those known so far are kept")
-                self._not_found = str(error)
-            await asyncio.sleep(FIND_S)
+    async def _look_up(self) -> None:
+        assert self.find is not None
+        try:
+            await self._update(await self.find())
+            self._not_found = None
+        except Exception as error:  # noqa: BLE001 - the run goes on with the servers that it has
+            if self._not_found is None:
+                self.say(f"{error}. Those known so far are kept")
+            self._not_found = str(error)
 
     async def _update(self, urls: Sequence[str]) -> None:
         """Add servers that have come; drop those that have left and are out.
@@ -185,8 +184,8 @@ class ServerPool:
         known = {member.url for member in self.members}
         self.members += [Member(self._client(url)) for url in dict.fromkeys(urls) if url not in known]
         for member in [*self.members]:
-            busy = member.session is not None or member.in_flight or member.next_look == math.inf
-            if member.url not in urls and not busy:
+            idle = member.session is None and not member.in_flight and member.next_look < math.inf
+            if idle and member.url not in urls:
                 self.members.remove(member)
                 self.say(f"server {member.url} has left: {member.out}")
                 await member.server.close()
@@ -205,7 +204,7 @@ class ServerPool:
         with contextlib.ExitStack() as stack:
             for deadline in deadlines:
                 stack.enter_context(deadline.stopped())
-            while not self.up and (self.members or self._not_found):
+            while not self.up and (self.members or self.find):
                 waited = time.monotonic() - start
                 names = " or ".join(f"{member.url} ({member.out})" for member in self.members)
                 what = f"waiting for {names or f'a server ({self._not_found})'}"

@@ -122,7 +122,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             return _parse(answer, await self._http.request(method, route, content=content))
 
     def _signed(self, request: R) -> R:
-        return request.model_copy(update={"trainer": self._trainer}) if self._trainer else request
+        return request.model_copy(update={"trainer": self._trainer})
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:
