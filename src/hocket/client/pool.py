@@ -18,17 +18,13 @@ from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError, door
 from hocket.protocol import Health, HeartbeatRequest, meaning
 
-MAX_LOSSES = 3
-"""Give up on a turn or an episode after this many lost servers; it may be the cause."""
+MAX_LOSSES = 3  # of servers under one turn or episode: it may be the cause
 POLL_S = 0.25
 LOOK_S = 3.0
 LOST_REST_S = 1.0
-BEAT_S = 5.0
-"""Between two heartbeats of a trainer."""
-FIND_S = 5.0
-"""Between two look-ups of the servers."""
-LOOKING_SHARE = 0.1
-"""Of the time, that looks at lost servers may cost the others."""
+BEAT_S = 5.0  # between two heartbeats
+FIND_S = 5.0  # between two look-ups of the servers
+LOOKING_SHARE = 0.1  # of the time, that looks at lost servers may cost the others
 
 
 class Deadline:

@@ -122,17 +122,19 @@ class Agents:
             api_key=session.key,
             model=session.model,
         )
-        left_s = seat.deadline.left_s
+        limits = {
+            f"env.timeout_s={self.limits.timeout_s:g}": self.limits.timeout_s,
+            "rollout.timeout_s": seat.deadline.left_s,
+        }
+        first = min(limits, key=limits.__getitem__)
         running = asyncio.create_task(_contained(self.agent, task))
         try:
-            in_time, _ = await asyncio.wait([running], timeout=min(self.limits.timeout_s, left_s))
+            in_time, _ = await asyncio.wait([running], timeout=limits[first])
         finally:  # also where the episode itself is cancelled
             ended = await _cancel(running)
         if not in_time:
-            over = left_s < self.limits.timeout_s
-            which = "rollout.timeout_s" if over else f"env.timeout_s={self.limits.timeout_s:g}"
             more = "" if ended else f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
-            raise EpisodeError(f"it was not done when {which} had passed{more}")
+            raise EpisodeError(f"it was not done when {first} had passed{more}")
         if running.cancelled():
             raise EpisodeError("it was cancelled")
         return running.result()
@@ -148,9 +150,8 @@ async def _contained(agent: Agent, task: Task) -> float | str | None:
 
 async def _cancel(running: "asyncio.Task[Any]") -> bool:
     """Cancel a task and return whether it has ended; a task that ignores cancellation is abandoned."""
-    if not running.done():
-        running.cancel()
-        await asyncio.wait([running], timeout=CANCEL_S)
+    running.cancel()
+    await asyncio.wait([running], timeout=CANCEL_S)
     running.add_done_callback(retrieve)
     if not running.done():
         # asyncio.run cancels all tasks at its end and waits for them; and when the last reference to this one goes,

@@ -51,8 +51,10 @@ class Evaluation:
     def comparable(self, groups: Sequence[Group], temperature: float) -> list[list[Rollout]]:
         """Return the rollouts whose log-probs are of this temperature; the engine's of greedy tokens are of 1."""
         temperatures = [1.0, *[self.sampling.temperature] * self.samples]
-        pairs = [zip(group.rollouts, temperatures, strict=False) for group in groups]
-        return [[rollout for rollout, mine in of_prompt if mine == temperature] for of_prompt in pairs]
+        return [
+            [rollout for rollout, mine in zip(group.rollouts, temperatures, strict=False) if mine == temperature]
+            for group in groups
+        ]
 
 
 def _measured(groups: Sequence[Group], reward: str, threshold: float) -> dict[str, float]:

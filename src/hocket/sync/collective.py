@@ -7,6 +7,7 @@ tensors are gathered in a second thread and sent in others, so that a bucket tra
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import re
 import secrets
@@ -38,14 +39,12 @@ READY_SHARE = 0.5  # of sync.timeout_s, within which a server must begin to rece
 class CollectiveTransport:
     trainer: "Trainer"
     sync: SyncConfig
-    buckets: list[list[protocol.TensorLayout]] = dataclasses.field(default_factory=list)
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         start = time.perf_counter()
         for left in [server for server in self._links if server.is_closed]:
             self._links.pop(left).close()
-        self.buckets = self.buckets or self.trainer.layout(weight_group.BUCKET_BYTES)
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]
         await asyncio.gather(*(link.begin(version, compare) for link in links))
@@ -64,6 +63,10 @@ class CollectiveTransport:
             "sync/transfer_s": time.perf_counter() - prepared,
         }
         return Delivery(dict(zip(servers, answers, strict=True)), metrics)
+
+    @functools.cached_property
+    def buckets(self) -> list[list[protocol.TensorLayout]]:
+        return self.trainer.layout(weight_group.BUCKET_BYTES)
 
     def close(self) -> None:
         for link in self._links.values():
