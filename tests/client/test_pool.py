@@ -408,28 +408,6 @@ async def test_an_answer_that_makes_no_sense_is_raised_with_its_stream_closed(se
     assert closed is begun
 
 
-async def test_turns_that_can_not_be_divided_are_told_why(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Batcher, "_divided", lambda *_: [][0])
-    async with make_pool(servers) as pool:
-        with pytest.raises(IndexError):
-            await asyncio.wait_for(play(pool, [[1], [2]]), 5)
-
-
-@pytest.mark.parametrize("failure", [SyncError("it and the trainer disagree"), error("unauthorized", 401)])
-async def test_weights_that_land_nowhere_end_the_run(servers: list[FakeServer], failure: Exception) -> None:
-    async def bring_up(there: Mapping[Member, Health]) -> None:
-        for member, health in there.items():
-            member.mark_ready(health.session)
-        raise failure
-
-    async with make_pool(servers[:1]) as pool:
-        pool.bring_up = bring_up
-        with pytest.raises(type(failure), match=str(failure)):
-            await pool.wait_up()
-
-
 async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(
     servers: list[FakeServer],
 ) -> None:

@@ -13,8 +13,6 @@ import fakes
 from hocket.client.server import ServerClient
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import (
-    AgentCall,
-    AgentRecord,
     DiskSource,
     GenerateRequest,
     ReloadRequest,
@@ -202,18 +200,6 @@ async def test_a_request_goes_to_its_route_and_returns_its_answer(route: str, as
     assert seen == [(route, asked.model_dump(mode="json") | {"trainer": "mine-1"})]
 
 
-async def test_a_client_of_no_trainer_says_that_it_is_none() -> None:
-    seen: list[dict[str, object]] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(json.loads(request.content))
-        return httpx.Response(200, json=ASLEEP.model_dump(mode="json"))
-
-    async with ServerClient("http://server", transport=httpx.MockTransport(handler)) as server:
-        await server.ask(SleepRequest(), timeout_s=5)
-    assert seen[0]["trainer"] is None
-
-
 async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path) -> None:
     for name in ("COMPLETE", "config.json", "manifest.json", "model-2.safetensors", "model-1.safetensors"):
         (tmp_path / name).write_text(name)
@@ -236,20 +222,6 @@ async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path
     ]
 
 
-async def test_after_a_refused_file_no_more_are_sent(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    seen: list[str] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(request.url.path)
-        return httpx.Response(507, json={"error": ERROR})
-
-    async with client(handler) as server:
-        with pytest.raises(ServerError, match="507: prompt 0 is too long"):
-            await server.upload(tmp_path, "v1", timeout_s=5)
-    assert seen == ["/upload/v1/model.safetensors"]
-
-
 async def test_a_file_that_can_not_be_read_is_an_error_of_the_version_that_names_it(tmp_path: Path) -> None:
     async def handler(request: httpx.Request) -> httpx.Response:
         await request.aread()
@@ -258,15 +230,3 @@ async def test_a_file_that_can_not_be_read_is_an_error_of_the_version_that_names
     async with client(handler) as server:  # type: ignore[arg-type]
         with pytest.raises(SyncError, match=r"can't read .*v1/manifest\.json: .*No such file"):
             await server.upload(tmp_path / "v1", "v1", timeout_s=5)
-
-
-async def test_a_session_is_closed_with_its_calls() -> None:
-    broken_off = AgentCall(prompt_token_ids=(7,), completion=None)
-    record = AgentRecord(calls=(AgentCall(prompt_token_ids=(7, 8), completion=DONE), broken_off), cut_off=True)
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        assert (request.method, request.url.path) == ("DELETE", "/sessions/ab")
-        return httpx.Response(200, json=record.model_dump(mode="json"))
-
-    async with client(handler) as server:
-        assert await server.close_session("ab", timeout_s=5.0) == record

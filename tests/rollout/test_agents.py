@@ -439,11 +439,6 @@ def call(asked: list[int], *sampled: int) -> AgentCall:
     return AgentCall(prompt_token_ids=tuple(asked), completion=done)
 
 
-def test_the_same_question_asked_twice_is_two_sequences_and_the_longest_one_goes_on() -> None:
-    calls = [call([5], 10), call([5], 10), call([5, 10, 11], 12), call([5, 10, 11, 12, 7], 13)]
-    assert [one.token_ids.tolist() for one in join(calls, str)] == [[5, 10], [5, 10, 11, 12, 7, 13]]
-
-
 def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:
     seen = set()
     for seed in range(1000):

@@ -438,20 +438,6 @@ async def test_other_episodes_go_on_while_a_text_is_encoded(
     assert [group.scores[0].error for group in groups] == [None] * 10
 
 
-async def test_what_an_environment_says_before_the_only_turn_is_recorded(renderer: Renderer) -> None:
-    class Begins(Environment):
-        async def reset(self, prompt: Prompt, seed: int) -> Observation:
-            return Observation(messages=[{"role": "user", "content": "Begin."}])
-
-        async def step(self, action: Action) -> Step:
-            return Step(done=True)
-
-    (group,) = await played(Begins, renderer, FakeEngine(), num_prompts=1)
-    rollout = group.rollouts[0]
-    told = {"role": "assistant", "content": rollout.text}
-    assert rollout.sequences[0].dialogue == ({"role": "user", "content": "Begin."}, told)
-
-
 async def test_an_environment_without_rewards_leaves_them_to_the_reward_functions(renderer: Renderer) -> None:
     (group,) = await played(SingleTurn, renderer, FakeEngine(), num_prompts=1)
     assert await played(None, renderer, FakeEngine(), num_prompts=1) == [group]  # the short way gives the same

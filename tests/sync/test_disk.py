@@ -330,15 +330,3 @@ async def test_a_resumed_run_that_publishes_nothing_more_has_its_last_version_an
         state = resumed.versions.state()  # of its checkpoint
         assert (resumed.versions.save(), resumed.trainer.exports) == (folder, 0)
         assert resumed.names() == ["weights/v000001"]
-
-
-async def test_a_step_that_changed_nothing_is_a_version_too_and_a_lost_server_is_not_sent_more(
-    tmp_path: Path, servers: Any
-) -> None:
-    disk, server, lost = Disk(tmp_path, "sync.backend=delta"), servers(), servers()
-    await disk.deliver(1, server, lost)
-    lost.error = GONE
-    answers, metrics = await disk.deliver(2, server, lost)
-    assert (server.names, metrics["sync/changed"]) == (["weights/v000001", "deltas/v000002"], 0.0)
-    assert answers[1] is GONE
-    assert (disk.trainer.exports, disk.names()) == (1, ["deltas/v000002", "weights/v000001"])

@@ -18,7 +18,7 @@ from hocket.errors import HocketError, ServerError, SyncError, TrainerError
 from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.disk import Versions
 from hocket.sync.proof import Proof, Scored, missing_share
-from hocket.sync.publish import Delivery, Publisher, unchecked
+from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
 from hocket.types import Prompt, TrainSample
 
@@ -190,15 +190,6 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
     assert len(world.trainer.scored) == servers  # it is checked
 
 
-async def test_without_a_proof_versions_are_published_and_servers_brought_up_all_the_same() -> None:
-    world = make()
-    world.sync.check = unchecked
-    await world.pool.wait_up()
-    assert (await world.sync.publish())["sync/servers"] == 2.0
-    assert (world.disk.compared, world.trainer.scored) == ([], [])
-    assert world.said == [f"server {url} holds version 5: float32, 3.0 MiB in 0.75 s" for url in (A, B)]
-
-
 async def test_the_trainer_scores_the_servers_own_completions_as_they_were_sampled() -> None:
     world = await make_up(servers=1)
     (request,) = world.servers[0].asked
@@ -302,24 +293,6 @@ async def test_a_comparison_that_breaks_off_is_said_and_counted_and_the_server_w
     assert (metrics["sync/servers"], metrics["sync/mismatches"], world.up) == (2.0, 1.0, [A, B])
     assert world.said[-1] == f"WARNING: http://b can't say whether it holds version 6: {failure}"
     assert len(world.trainer.scored) == 4  # of both, as their log-probs still say something
-
-
-async def test_a_completion_that_nobody_asked_for_ends_a_check_with_its_stream_closed() -> None:
-    world = await make_up(servers=1)
-    tasks: list[Any] = []
-
-    async def generate(request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
-        tasks.append(asyncio.current_task())
-        try:
-            yield StreamLine(prompt=7, index=0, completion=fakes.completion(5, logprobs=(-0.5,)))
-        finally:
-            tasks.append(asyncio.current_task())
-
-    world.servers[0].generate = generate  # type: ignore[method-assign]
-    with pytest.raises(IndexError):
-        await world.proof.check(world.pool.up, True)
-    assert len(tasks) == 2
-    assert tasks[0] is tasks[1]  # it was not left to the garbage collector
 
 
 def rows(tokens: Sequence[int], server: Sequence[float], trainer: Sequence[float]) -> list[list[Scored]]:

@@ -97,10 +97,6 @@ def test_what_begins_late_is_not_hidden_by_what_came_before() -> None:
     assert over_run([], 4) == {"sampling/z": 0.0, "sampling/colder": 0.0, "sampling/equal_z": 0.0}
 
 
-def test_rows_without_checked_tokens_say_nothing() -> None:
-    assert over_run([{"step": 0.0}, {"sampling/surprise": None}], 4)["sampling/z"] == 0
-
-
 async def test_a_share_of_the_rollouts_is_compared_and_stale_ones_are_left_out() -> None:
     world = World((4, 8e-6, -1, 2))
     groups = [[rollout(index, id_=f"step 1/{group}/{index}") for index in range(2, 6)] for group in range(2)]
