@@ -77,21 +77,22 @@ class Batcher:
     def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> Iterator[tuple[Member, Sequence[Turn]]]:
         """Divide turns into requests, urgent ones first; a group stays on its server unless that is much busier."""
         groups: dict[tuple[Deadline, str], list[Turn]] = defaultdict(list)
+        sizes = Counter[tuple[Deadline, str]]()  # in tokens
         for turn in turns:
-            groups[turn.deadline, turn.group].append(turn)
+            group = turn.deadline, turn.group
+            groups[group].append(turn)
+            sizes[group] += turn.tokens
         load = {member: member.in_flight for member in up}
-        sizes = {group: sum(turn.tokens for turn in mine) for group, mine in groups.items()}
         alike: dict[tuple[Member, SamplingParams, Deadline], list[Turn]] = defaultdict(list)
-        for group in sorted(groups, key=sizes.__getitem__, reverse=True):
-            deadline, name = group
+        for (deadline, name), size in sizes.most_common():
             homes = self._homes.setdefault(deadline, {})
             member = min(load, key=load.__getitem__)
-            home, size = homes.get(name, (member, sizes[group]))
-            if load.get(home, math.inf) - load[member] <= size:
+            home, first_size = homes.get(name, (member, size))
+            if load.get(home, math.inf) - load[member] <= first_size:
                 member = home
-            homes[name] = member, size
-            load[member] += sizes[group]
-            for turn in groups[group]:
+            homes[name] = member, first_size
+            load[member] += size
+            for turn in groups[deadline, name]:
                 alike[member, turn.sampling, deadline].append(turn)
         for (member, _, _), mine in sorted(alike.items(), key=lambda item: item[0][2].left_s):
             for start in range(0, len(mine), MAX_TURNS):

@@ -13,31 +13,25 @@ LOOK_UP_S = 10.0
 
 async def find_servers(where: str) -> list[str]:
     """Return the URLs of the servers at `where`. Raises ServerError where there are none."""
+    problem = "it names none"
     try:
         async with asyncio.timeout(LOOK_UP_S):  # a file on a network has no deadline
-            found = await asyncio.to_thread(_in_file if "/" in where else _at_name, where)
-        problem = "it names none"
+            if found := await asyncio.to_thread(_in_file if "/" in where else _at_name, where):
+                return found
     except TimeoutError:
-        found = []
         problem = f"there was no answer in {LOOK_UP_S:g} s"
     except (OSError, ValueError) as error:
-        found = []
         problem = str(error)
-    if not found:
-        raise ServerError(f"server.discover={where} finds no server: {problem}", code="unreachable")
-    return found
+    raise ServerError(f"server.discover={where} finds no server: {problem}", code="unreachable")
 
 
 def _in_file(path: str) -> list[str]:
-    urls = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        url = line.partition("#")[0].strip().rstrip("/")
-        if not url:
-            continue
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    urls = [*filter(None, (line.partition("#")[0].strip().rstrip("/") for line in lines))]
+    for url in urls:
         if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-            raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {line}")
+            raise ValueError(f"a line is no URL of a server, such as http://10.0.0.1:8000: {url}")
         _ = urlsplit(url).port  # ValueError where it is no number
-        urls.append(url)
     return urls
 
 

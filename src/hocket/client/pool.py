@@ -97,7 +97,6 @@ def why_out(health: Health) -> str | None:
 
 
 async def _as_they_are(there: Mapping[Member, Health]) -> None:
-    """Have servers work with the weights that they hold."""
     for member, health in there.items():
         member.mark_ready(health.session)
 
@@ -121,7 +120,7 @@ class ServerPool:
         self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
         self.members = [Member(self._client(url)) for url in urls]
         self._not_found: str | None = "none is found yet"  # why the last look-up failed
-        self.bring_up: BringUp = _as_they_are
+        self.bring_up: BringUp = _as_they_are  # with the weights that they hold
         self._told: set[str] = set()  # of servers that are left out
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -174,7 +174,7 @@ class _Link:
         self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
 
     async def _announced(self, number: int) -> bool:
-        """Return whether all workers have announced a transfer before the server answers."""
+        """Return whether all workers announce a transfer before the server answers."""
         ranks = range(1, 1 + self._workers)
         while not weight_group.announced(self._store, self._address.name, number, ranks):
             if self.answer.done():

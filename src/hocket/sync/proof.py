@@ -91,7 +91,6 @@ class Proof:
         return metrics | {"sync/mismatches": self.mismatches - failed}
 
     async def _compare(self, members: Sequence[Member]) -> None:
-        """Have servers compare what they compute with, with the current version."""
         version = self.publisher.versions.current
         servers = [member.server for member in members]
         delivery = await self.publisher.transport.deliver(version, servers, compare=True)
