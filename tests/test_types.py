@@ -1,7 +1,6 @@
 """What flows between the stages can't be malformed and can't be changed."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -32,12 +31,6 @@ def test_what_belongs_to_each_token_has_one_length(value: TokenSequence | TrainS
 def test_a_column_has_one_number_per_token() -> None:
     with pytest.raises(ValueError, match=r"equal lengths.*'values': 2"):
         dataclasses.replace(SAMPLE, columns={"values": (0.0, 1.0)})
-
-
-@pytest.mark.parametrize("one", [(), (1,)])
-def test_a_sample_has_a_token_to_predict_from(one: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="at least two tokens"):
-        TrainSample(sequence=TokenSequence(token_ids=one, mask=one, logprobs=one), advantages=one)
 
 
 def test_values_do_not_change() -> None:

@@ -67,7 +67,6 @@ class Rollout:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """End of the last turn: "length" where a limit cut the episode off."""
         return self.sequences[-1].finish_reason
 
     @property
@@ -117,8 +116,6 @@ class TrainSample:
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **self.columns)
-        if len(self.sequence.token_ids) < 2:
-            raise ValueError("a sample needs at least two tokens: the first one predicts the second")
 
 
 def check_lengths(**fields: Sequence[Any]) -> None:

@@ -35,10 +35,10 @@ from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
-from hocket.sync.publish import Publisher, Transport, own_gpu
+from hocket.sync.publish import Publisher
 from hocket.sync.sampling import SamplingCheck, contradiction
 from hocket.sync.transports import DiskTransport, WithFallback
-from hocket.types import Prompt, TrainerTurn
+from hocket.types import Prompt
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -186,16 +186,14 @@ class Parts:
         if config.sync.backend == "delta":
             versions.first = DeltaWriter(versions).write
         disk = DiskTransport(versions, config.sync_root, config.sync, say)
-        transport: Transport = disk
-        turn: TrainerTurn = own_gpu
+        publisher = Publisher(versions=versions, pool=servers, transport=disk)
         if config.launch.share_gpu:
             disk.on_written = trainer.offload
-            turn = partial(shared_gpu, trainer, servers, config.sync, config.model.lora is not None)
+            publisher.trainer_turn = partial(shared_gpu, trainer, servers, config.sync, config.model.lora is not None)
         elif config.sync.backend == "nccl" and config.pipeline.replay is None:
             fast = CollectiveTransport(trainer, config.sync)
             stack.callback(fast.close)
-            transport = WithFallback(fast, disk, say)
-        publisher = Publisher(versions=versions, pool=servers, transport=transport, trainer_turn=turn)
+            publisher.transport = WithFallback(fast, disk, say)
         proof = Proof(
             publisher=publisher,
             prompts=prompts[:PROOF_PROMPTS],
