@@ -13,13 +13,14 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from batches import drawing, scorer_of_all
 from hocket import config
 from hocket.client.pool import Deadline, ServerPool
+from hocket.client.server import ServerClient
 from hocket.commands.runs import Parts
 from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
 from hocket.data import tokenizer
 from hocket.data.demonstrations import load_demonstrations
 from hocket.observe.console import Console
-from hocket.protocol import SamplingParams
+from hocket.protocol import SamplingParams, SessionRequest
 from hocket.rollout.collect import Plan, collect
 from hocket.rollout.pipeline import sampling_params
 from hocket.stages.select import select
@@ -176,16 +177,16 @@ async def test_an_agent_s_tools_are_shown_to_the_model_and_its_calls_parsed(port
     tools: list[Any] = [{"type": "function", "function": function}]
     chat: list[Any] = [{"role": "user", "content": "Compute: 12*34"}]
     bounds = {"max_length": 512, "max_calls": 40, "idle_timeout_s": 60}
-    async with ServerPool([f"http://127.0.0.1:{port}"]) as servers:
-        await servers.wait_up()
-        sampling = SamplingParams(max_tokens=80, seed=5)
-        async with servers.session(sampling, tokens=100, deadline=Deadline(60), **bounds) as session:
-            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-                for _ in range(40):
-                    answer = await client.chat.completions.create(model="any", messages=chat, tools=tools)
-                    if answer.choices[0].message.tool_calls:
-                        break
-            calls = (await session.close()).calls
+    async with ServerClient(f"http://127.0.0.1:{port}") as server:
+        request = SessionRequest(sampling=SamplingParams(max_tokens=80, seed=5), **bounds)
+        session = await server.ask(request, timeout_s=60)
+        url = f"{server.url}/sessions/{session.id}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            for _ in range(40):
+                answer = await client.chat.completions.create(model="any", messages=chat, tools=tools)
+                if answer.choices[0].message.tool_calls:
+                    break
+        calls = (await server.close_session(session.id, timeout_s=60)).calls
     (made,) = answer.choices[0].message.tool_calls or ()
     assert isinstance(made, ChatCompletionMessageFunctionToolCall)
     tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
