@@ -121,7 +121,7 @@ async def trained(
     held_out: int = 2,
     score_s: float = 0.0,
     reference: tuple[float, float] | None = None,
-    on_step: OnStep = lambda step, metrics: None,
+    on_step: OnStep = None,
     **best: Any,
 ) -> tuple[World, list[Any], Any]:
     fixed = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]

@@ -37,7 +37,7 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
-    on_step: "OnStep" = lambda step, metrics: None,
+    on_step: "OnStep" = None,
 ) -> dict[str, Any]:
     """Train as the command does, with a server that this starts if none answers (docs/python.md). Raise HocketError.
 

@@ -49,7 +49,7 @@ class Run:
     console: Console
     keep: Callable[[int, Metrics], Metrics] = lambda step, metrics: {}  # keeps the weights of the best evaluation
     best: Callable[[], Mapping[str, Any] | None] = lambda: None  # which that is
-    on_step: OnStep = lambda step, metrics: None  # the user's; True, or numpy's, ends the run
+    on_step: OnStep = None  # the user's; True, or numpy's, ends the run
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
@@ -82,7 +82,7 @@ class Run:
             if last or (every and step % every == 0):
                 metrics |= await self.evaluate(step)
         metrics |= step_metrics(metrics)
-        told = self.on_step(step, metrics)
+        told = self.on_step(step, metrics) if self.on_step is not None else None
         ends = isinstance(told, bool | np.bool_) and bool(told)
         if metrics.get("eval/since_best", 0) >= (patience := self.config.checkpoint.patience):
             self.console.say(f"checkpoint.best ends the run: {patience} evaluations without a better one")

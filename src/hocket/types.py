@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-OnStep = Callable[[int, dict[str, float]], object]  # (number of a step, its metrics) → whether to stop
+OnStep = Callable[[int, dict[str, float]], object] | None  # (number of a step, its metrics) → whether to stop
 InFlight = Literal["keep", "drain", "abort"]  # requests that run while weights load: go on, end before, are aborted
 Message = Mapping[str, Any]  # one chat message, {"role": ..., "content": ...}
 Metrics = dict[str, float]

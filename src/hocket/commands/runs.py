@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
-def train(
-    config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = lambda step, metrics: None
-) -> int:
+def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None) -> int:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
 
     With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. Return the exit
