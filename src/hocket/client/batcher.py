@@ -16,9 +16,8 @@ from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
 from hocket.errors import ServerError
 from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
 
-WINDOW_S = 0.002
-DOUBLES = 8
-"""Requests in flight on a server that double the time for which turns wait for company: they never get many more."""
+WINDOW_S = 0.002  # for which turns wait for company
+DOUBLES = 8  # requests in flight on a server that double this time: they never get many more
 MAX_TURNS = MAX_PROMPTS  # in one request
 
 

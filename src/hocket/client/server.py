@@ -24,8 +24,7 @@ _STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydant
 )
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
-MAX_CONNECTIONS = 256
-"""Of one server; further requests wait for a free one."""
+MAX_CONNECTIONS = 256  # of one server; further requests wait for a free one
 
 
 class ServerClient(AbstractAsyncContextManager["ServerClient"]):

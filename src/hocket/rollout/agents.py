@@ -24,12 +24,9 @@ from hocket.rollout.collect import Seat
 from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens
 from hocket.types import Prompt, Rollout
 
-OPENING_TOKENS = 16
-"""Tokens at the end of a prompt that hold the opening of a thought, if there is one."""
-GRACE_S = 60.0
-"""How long a server keeps a session beyond its agent's deadline; normally it is closed before."""
-CANCEL_S = 5.0
-"""How long an agent that is cancelled may take to end."""
+OPENING_TOKENS = 16  # at the end of a prompt that hold the opening of a thought, if there is one
+GRACE_S = 60.0  # for which a server keeps a session beyond its agent's deadline; normally it is closed before
+CANCEL_S = 5.0  # that an agent may take to end once it is cancelled
 
 
 @dataclasses.dataclass(kw_only=True)

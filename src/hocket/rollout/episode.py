@@ -25,8 +25,7 @@ from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
-_RENDERING = ThreadPoolExecutor(1, "render")
-"""One thread of its own: two must not use a tokenizer at once, and those of `common.tasks` are the trainer's, too."""
+_RENDERING = ThreadPoolExecutor(1, "render")  # two threads must not use a tokenizer at once
 
 
 class EpisodeError(Exception):
@@ -217,8 +216,7 @@ class Episode:
         start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
         observation: Observation = start or Observation()
         token_ids = await self._before(observation)
-        while token_ids is not None and self._room(token_ids, observation) > 0:
-            room = self._room(token_ids, observation)
+        while token_ids is not None and (room := self._room(token_ids, observation)) > 0:
             self.transcript.add_observation(token_ids, observation)
             completion = await self._turn(observation, room)
             self.transcript.add_completion(completion)
@@ -273,8 +271,7 @@ class Episode:
         if not step.messages:
             return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-        options = self.prompt.options
-        following = partial(self.renderer.following, step.messages, options, ended=ended)
+        following = partial(self.renderer.following, step.messages, self.prompt.options, ended=ended)
         return await self._rendered(partial(following, at_most=self.limits.max_length))
 
     async def _text(self, observation: Observation) -> list[int] | None:

@@ -12,8 +12,7 @@ from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Plan, Play, Seat, collect
 from hocket.types import Group, Prompt, Rollout
 
-EVAL_STEP = -1
-"""Takes the place of the step in the sampling seed: no training step has it."""
+EVAL_STEP = -1  # in place of the step in the sampling seed: no training step has it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

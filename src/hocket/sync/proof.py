@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 16
 SEED = 20
+# By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does.
 LIMITS = {"float32": (3e-5, 1e-4), "float16": (2.5e-3, 0.02), "bfloat16": (0.02, 0.1)}
-"""By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does."""
 NOISE = 4.0  # by this factor a gap may exceed that of a server's first version
 MIN_CHANGE = 2.0  # of the trainer's log-probs, over the mean |Δ log-prob|: less can't be followed
 MIN_TOKENS = 10  # that the change is spread over (Σ|Δ|)² / Σ Δ²
