@@ -199,6 +199,8 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
         ("save", 7),
     ]
     assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert metrics[0]["eval/logprob_gap"] == metrics[2]["eval/logprob_gap"] == 0.25
+    assert world.checked[0] == [2, 2]  # greedy and sampled, at temperature 1
     assert metrics[1]["reward/mean"] == 0.5
     assert metrics[2]["train/loss"] == 0.5
     assert metrics[2]["staleness/max"] == 0
@@ -288,13 +290,6 @@ async def test_nothing_is_learnt_or_told_from_rollouts_that_fail_a_check(
     assert "train/loss" not in (tmp_path / "runs/a/metrics.jsonl").read_text()
     assert ("0/2" in capsys.readouterr().out) == lie.startswith("step")
     assert (tmp_path / "runs/a/rollouts" / f"{lie[:4]}_{int(lie[5]):06d}.jsonl").exists()
-
-
-async def test_an_evaluation_tells_the_gap_of_its_rollouts(tmp_path: Path) -> None:
-    world, metrics, _ = await trained(tmp_path, lambda step, j: float(j))
-    assert metrics[0]["eval/logprob_gap"] == metrics[2]["eval/logprob_gap"] == 0.25
-    assert "eval/logprob_gap" not in metrics[1]
-    assert world.checked[0] == [2, 2]  # greedy and sampled, at temperature 1
 
 
 async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(

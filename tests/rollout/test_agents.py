@@ -340,19 +340,6 @@ async def test_an_agent_that_will_not_be_cancelled_is_left_behind(monkeypatch: p
     await asyncio.wait(left)
 
 
-async def test_the_same_settings_give_the_same_random_numbers_whatever_the_order() -> None:
-    async def plays(task: Task, session: FakeSession) -> float:
-        await asyncio.sleep(random.random() / 50)  # others come first
-        session.ask(*session.ask(5))
-        return float(task.seed)
-
-    runs = [await played(plays, FakeServers(), num_prompts=20, group_size=3) for _ in range(2)]
-    assert [group.rollouts for group in runs[0]] == [group.rollouts for group in runs[1]]
-    rollouts = [rollout for group in runs[0] for rollout in group.rollouts]
-    assert len({tuple(rollout.sequences[0].token_ids) for rollout in rollouts}) == 60
-    assert len({rollout.reward for rollout in rollouts}) == 60
-
-
 # 2 tokens of each prompt and 8 of an answer: three fit
 @pytest.mark.parametrize(("budget", "most"), [(0, 5), (39, 3)])
 async def test_no_more_agents_run_at_the_same_time_than_are_wanted(budget: int, most: int) -> None:

@@ -141,15 +141,7 @@ async def test_server_and_trainer_are_never_on_the_gpu_together_and_the_server_k
         assert (metrics["time/turn"] >= 0, metrics["sync/servers"]) == (True, 1.0)
     # versions 5 to 8: the first two are always checked
     assert parts.world.diary == [*FIRST, *CHECK, *UPDATE, *CHECK, *UPDATE, *UPDATE, *CHECK]
-
-
-async def test_heartbeats_go_on_while_the_trainer_writes_a_version_and_moves(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
-    await parts.pool.wait_up()
-    await parts.step()
-    await parts.copy()
-    assert {"onload", "write", "offload", "score"} <= {*parts.world.diary}
-    assert parts.world.blocking == []
+    assert parts.world.blocking == []  # heartbeats go on while the trainer writes a version and moves
 
 
 async def test_a_server_that_dies_in_the_trainer_s_turn_is_lost_and_brought_up_again(tmp_path: Path) -> None:
