@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Self
 
 Headers = dict[str, str]
 Answer = tuple[int, Headers, Any]  # status, headers, body: text, or what becomes JSON; None: none, ever
@@ -24,7 +25,7 @@ class Service:
         self._connections = set[asyncio.Task[None]]()
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator["Service"]:
+    async def open(self) -> AsyncIterator[Self]:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with server:
@@ -66,6 +67,21 @@ class Service:
                 lines = [f"HTTP/1.1 {status} said", *(f"{name}: {value}" for name, value in head.items())]
                 writer.write("\r\n".join([*lines, "", ""]).encode() + data)
                 await writer.drain()
+
+
+class Saying(Service):
+    """Gives these answers in turn, the last one for ever; keeps what it was asked."""
+
+    def __init__(self, *answers: Answer | None) -> None:
+        super().__init__(self._say)
+        self._answers = itertools.chain(answers, itertools.repeat(answers[-1]))
+        self.bodies: list[Any] = []
+        self.headers: Headers = {}
+
+    async def _say(self, headers: Headers, body: Any) -> Answer | None:
+        self.headers = headers
+        self.bodies.append(body)
+        return next(self._answers)
 
 
 LIES = (  # what a judge writes

@@ -1,4 +1,3 @@
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from hocket.errors import ConfigError
 from hocket.rewards import RewardScorer, runners
 from hocket.rewards.http import retry_after
 from hocket.types import Score
-from service import Answer, Headers, Service
+from service import Answer, Saying
 
 Scorers = Callable[..., RewardScorer]
 Scores = Callable[..., Awaitable[Sequence[Score]]]
@@ -17,23 +16,17 @@ Scores = Callable[..., Awaitable[Sequence[Score]]]
 async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample_gets_its_own_result(
     scores_of: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got: list[Any] = []
     texts = ["a", "b", "c", "half \ud83d", "e"]
-
-    async def answer(headers: Headers, body: Any) -> Answer:
-        got.append((headers["authorization"], body))
-        told = {"total": 2, "parts": {}, "note": None}
-        return 200, {}, {"scores": [1.5, {"good": 0.5, "short": 0.25}, {"error": "no such word"}, "2", told]}
-
+    said = [1.5, {"good": 0.5, "short": 0.25}, {"error": "no such word"}, "2", {"total": 2, "parts": {}, "note": None}]
     monkeypatch.setenv("MY_KEY", "hush")
-    async with Service(answer).open() as service:
+    async with Saying((200, {}, {"scores": said})).open() as service:
         functions = {"http": {"url": f"{service.url}/score", "key_env": "MY_KEY"}}
         one, parts, error, text, told = await scores_of(functions, *texts)
     assert (one.total, parts.total, told.total, told.note) == (1.5, 0.75, 2, "")
     assert dict(parts.parts) == {"http": 0.75, "http/good": 0.5, "http/short": 0.25}
     assert (error.error, text.error) == ("http: no such word", "http: returned str instead of a number")
-    ((key, body),) = got
-    assert key == "Bearer hush"
+    (body,) = service.bodies
+    assert service.headers["authorization"] == "Bearer hush"
     assert [sample["completion"] for sample in body["samples"]] == texts
     assert body["samples"][0] == {
         "id": "a",
@@ -49,13 +42,10 @@ async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample
 
 
 async def test_a_service_for_openrlhf_is_asked_and_answers_in_its_format(scores_of: Scores) -> None:
-    async def answer(headers: Headers, body: Any) -> Answer:
-        queries = ["Sort: dbcaab", "Sort: dbcaba"]
-        assert body == {"query": queries, "prompts": ["Sort: dbca"] * 2, "labels": ["abcd"] * 2}
-        return 200, {}, {"rewards": [1.0, -1.0], "extra_logs": {}}
-
-    async with Service(answer).open() as service:
+    async with Saying((200, {}, {"rewards": [1.0, -1.0], "extra_logs": {}})).open() as service:
         scores = await scores_of({"http": {"url": service.url, "format": "openrlhf"}}, "ab", "ba")
+    queries = ["Sort: dbcaab", "Sort: dbcaba"]
+    assert service.bodies == [{"query": queries, "prompts": ["Sort: dbca"] * 2, "labels": ["abcd"] * 2}]
     assert [score.total for score in scores] == [1.0, -1.0]
 
 
@@ -77,14 +67,9 @@ async def test_a_service_is_asked_again_only_where_that_can_help_and_errors_say_
     scores_of: Scores, monkeypatch: pytest.MonkeyPatch, answers: list[Answer | None], error: str, requests: int
 ) -> None:
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
-    retries, todo = len(answers) - 1 or 1, iter(answers)
-
-    async def answer(headers: Headers, body: Any) -> Answer | None:
-        return next(todo)
-
-    async with Service(answer).open() as service:
+    async with Saying(*answers).open() as service:
         timeout_s = 0.2 if None in answers else 60
-        functions = {"http": {"url": service.url, "timeout_s": timeout_s, "retries": retries}}
+        functions = {"http": {"url": service.url, "timeout_s": timeout_s, "retries": len(answers) - 1 or 1}}
         (score,) = await scores_of(functions, "abcd", timeout_s=0.01)
     assert len(service.arrivals) == requests
     assert error.replace("URL", service.url) in (score.error or "")
@@ -92,7 +77,7 @@ async def test_a_service_is_asked_again_only_where_that_can_help_and_errors_say_
 
 
 async def test_a_service_that_nothing_listens_for_is_named(scores_of: Scores) -> None:
-    async with Service(lambda headers, body: asyncio.sleep(0)).open() as service:
+    async with Saying(None).open() as service:
         pass
     (score,) = await scores_of({"http": {"url": service.url, "retries": 0}}, "abcd")
     assert f"RefusedError: {service.url} can't be reached: ConnectError" in str(score.error)

@@ -20,6 +20,7 @@ from service import (
     Answer,
     FakeJudge,
     Headers,
+    Saying,
     Service,
     completion,
     functions,
@@ -31,20 +32,6 @@ Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
 Scores = Callable[..., Awaitable[Sequence[Score]]]
 QUIET = FakeJudge(errors=0, stalls=0, lies=0, latency_s=0.05)
-
-
-def saying(*answers: Answer | None) -> Service:
-    """A service that gives these answers in turn, the last one for ever; `bodies` are what it was asked."""
-    given = itertools.chain(answers, itertools.repeat(answers[-1]))
-
-    async def say(headers: Headers, body: Any) -> Answer | None:
-        service.bodies.append(body)  # type: ignore[attr-defined]
-        service.headers = headers  # type: ignore[attr-defined]
-        return next(given)
-
-    service: Any = Service(say)
-    service.bodies = []
-    return service  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["judge", "judge_ranking"])
@@ -79,7 +66,7 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     monkeypatch.setenv("MY_KEY", "hush")
     options = {"model": ["a", "b", "a"], "key_env": "MY_KEY", "request": {"temperature": 0}, "price": [1.0, 10.0]}
     verdict = 'Here it is: {{"reason": "so", "score": {}}}'.format
-    async with saying(*(completion(verdict(said)) for said in (8, True, 6, 2))).open() as service:
+    async with Saying(*(completion(verdict(said)) for said in (8, True, 6, 2))).open() as service:
         (score,) = await scores_of(functions(service, **options), "so [it] {is}", answer=None)
     assert score.total == pytest.approx((0.8 + 0.6 + 0.2) / 3)
     paid = {"judge/calls": 4, "judge/tokens": 4 * 120, "judge/dollars": 4 * (100 * 1 + 20 * 10) / 1e6}
@@ -110,7 +97,7 @@ async def test_tokens_are_reserved_for_a_call_and_then_counted_as_the_endpoint_d
 ) -> None:
     usage = [(100, 100), (500, 100), (-(10**9), 10**9), (float("nan"), "many"), (None, 1)]
     options = {"template": "{completion}", "max_tokens": 500, "tokens_per_minute": 1000}
-    async with saying(*(completion('{"score": 10}', *counts) for counts in usage)).open() as service:
+    async with Saying(*(completion('{"score": 10}', *counts) for counts in usage)).open() as service:
         rewards, tokens = scorer_of(functions(service, **options)), []
         for i in range(5):
             if i == 2:  # 200 + 600 fit into a minute, 200 + 600 + 600 don't
@@ -155,7 +142,7 @@ async def test_a_ranking_gives_each_place_its_value_and_shares_the_cost(scorer_o
 async def test_where_an_answer_stands_is_drawn_by_content_and_turned_round_for_the_next_judge(
     scorer_of: Scorers, make_rollout: Make
 ) -> None:
-    async with saying(completion('{"ranking": [1, 2, 3, 4, 5]}')).open() as service:
+    async with Saying(completion('{"ranking": [1, 2, 3, 4, 5]}')).open() as service:
         rewards = scorer_of(functions(service, "judge_ranking", model=["m", "m"]))
         for group in range(40):
             scores = await rewards.score_group([make_rollout(str(10 * group + i)) for i in range(5)])
@@ -184,7 +171,7 @@ async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
 ) -> None:
     """A call costs a dollar and may cost as many as `max_tokens`; those that are asked for at once wait their turn."""
     options: dict[str, Any] = {"price": [0.0, 1e6], "cache": str(tmp_path / "cache.db")}
-    async with saying(completion('{"score": 10}', 1000, 1)).open() as service:
+    async with Saying(completion('{"score": 10}', 1000, 1)).open() as service:
         for budget, max_tokens, enough, cost in ((2, 1, "ab", 2), (3, 1, "abc", 3), (8, 5, "d", 4)):
             rewards = scorer_of(functions(service, budget=budget, max_tokens=max_tokens, **options))
             for text in enough:
@@ -214,7 +201,7 @@ def test_a_call_without_a_verdict_is_counted_as_the_endpoint_counts_it_or_as_it_
     scores_of: Scores, tmp_path: Path, answer: Answer | None, dollars: float
 ) -> None:
     async def ask() -> Score:
-        async with saying(answer).open() as service:
+        async with Saying(answer).open() as service:
             late_s = 0.3 if answer is None else 60
             (score,) = await scores_of(functions(service, **counting(tmp_path), retries=0, timeout_s=late_s), "x")
             return score
@@ -225,7 +212,7 @@ def test_a_call_without_a_verdict_is_counted_as_the_endpoint_counts_it_or_as_it_
 
 def test_a_cancelled_call_is_counted_though_the_event_loop_ends_with_it(scores_of: Scores, tmp_path: Path) -> None:
     async def ask() -> None:
-        async with saying(None).open() as service:
+        async with Saying(None).open() as service:
             task = asyncio.ensure_future(scores_of(functions(service, **counting(tmp_path)), "x"))
             while not service.bodies:
                 await asyncio.sleep(0.01)
@@ -242,7 +229,7 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
         scorer = scorer_of(functions(service, **counting(tmp_path) | options))
         return lambda text: scorer.score(make_rollout(text))
 
-    async with saying(completion('{"score": 7}')).open() as service:
+    async with Saying(completion('{"score": 7}')).open() as service:
         score = judge()
         await score("1")
         with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
@@ -274,7 +261,7 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
 async def test_the_next_rollout_with_a_text_whose_calls_have_failed_does_not_pay_for_them(
     scorer_of: Scorers, make_rollout: Make
 ) -> None:
-    async with saying(completion("no"), completion('{"score": 7}')).open() as service:
+    async with Saying(completion("no"), completion('{"score": 7}')).open() as service:
         rewards = scorer_of(functions(service, retries=0))
         assert (await rewards.score(make_rollout("x"))).error
         assert (await rewards.score(make_rollout("x"))).parts["judge/calls"] == 1
@@ -313,7 +300,7 @@ async def test_what_an_endpoint_answers_instead_of_a_score_is_the_error_of_the_s
     scores_of: Scores, monkeypatch: pytest.MonkeyPatch, answer: Answer, calls: int, error: str
 ) -> None:
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.01)
-    async with saying(answer).open() as service:
+    async with Saying(answer).open() as service:
         (score,) = await scores_of(functions(service, retries=1), "abcd")
     assert error.replace("URL", service.url) in str(score.error)
     assert len(service.arrivals) == calls

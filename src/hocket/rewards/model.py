@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
+from transformers import AutoConfig
+from transformers import AutoModelForSequenceClassification as Classifier
 
 from hocket.common.tasks import run_in_thread
 from hocket.config.sections import Dtype
+from hocket.data import tokenizer as tokenizers
 from hocket.rewards.base import reward
 from hocket.rewards.runners import clock, clocked
 from hocket.rewards.scores import NoScoreError, failure
@@ -18,7 +21,7 @@ Count = Annotated[int, Field(ge=1)]
 SECTION = "rewards.functions.reward_model"
 
 
-@reward("reward_model", imports=("transformers",), own_deadline=True)
+@reward("reward_model", own_deadline=True)
 @dataclasses.dataclass(eq=False)
 class ModelReward:
     """Return the logit that a reward model gives a prompt with a completion.
@@ -36,10 +39,6 @@ class ModelReward:
     probability: bool = False
 
     def __post_init__(self) -> None:
-        from transformers import AutoConfig
-
-        from hocket.data import tokenizer as tokenizers  # with the config's classes: a worker's start would take longer
-
         self._tokenizer = tokenizers.load(self.path, f"{SECTION}.path")
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         labels = config.num_labels
@@ -56,7 +55,7 @@ class ModelReward:
         if self._tokenizer.pad_token is None:
             self.batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
         self._one_at_a_time = asyncio.Lock()
-        self.call_seconds = clock()  # of its calls, without what they wait for
+        self.call_seconds = clock()
 
     async def __aenter__(self) -> "ModelReward":
         self._model = await run_in_thread(self._load)
@@ -66,8 +65,6 @@ class ModelReward:
         del self._model
 
     def _load(self) -> Any:
-        from transformers import AutoModelForSequenceClassification as Classifier
-
         loaded = Classifier.from_pretrained(self.path, trust_remote_code=False, dtype=self.dtype)
         positions = [part for name, part in loaded.named_modules() if name.endswith("position_embeddings")]
         for part in positions:
