@@ -1,6 +1,7 @@
 """Agents as functions and as programs: what they are given, what they return, and how they end."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -133,11 +134,11 @@ import os, subprocess, sys, time
 sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 children = [subprocess.Popen(sleeps, start_new_session=away).pid for away in (False, True)]
 """
-STAYS = """
-open("{0}.partial", "w").write(f"{{os.getpid()}} {{children[0]}} {{children[1]}}")
+SAYS = """
+open("{0}.partial", "w").write(" ".join(map(str, [os.getpid(), *children])))
 os.rename("{0}.partial", "{0}")
-time.sleep(600)
 """
+STAYS = SAYS + "time.sleep(600)"
 
 
 async def test_a_program_that_is_given_up_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
@@ -147,20 +148,22 @@ async def test_a_program_that_is_given_up_is_killed_with_all_it_has_started(tmp_
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    gone(file.read_text())
+    gone(file)
 
 
-async def test_what_a_program_leaves_running_does_not_outlive_it_nor_is_waited_for(tmp_path: Path) -> None:
-    gone(str(await asyncio.wait_for(program(tmp_path, CHILDREN + "print(*children)").run(TASK), 60)))
-
-
-async def test_a_program_that_kills_what_watches_it_leaves_none_of_its_process_group(tmp_path: Path) -> None:
-    file = tmp_path / "pids"
-    code = CHILDREN.replace("(False, True)", "(False,)")
-    code += f'open({str(file)!r}, "w").write(str(children[0]))\nos.kill(os.getppid(), 9)\ntime.sleep(600)'
-    with pytest.raises(RuntimeError, match="ended with status -9"):
-        await asyncio.wait_for(program(tmp_path, code).run(TASK), 60)
-    gone(file.read_text())
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (CHILDREN + SAYS, ""),  # which does not wait for them
+        (CHILDREN.replace("(False, True)", "(False,)") + SAYS + "os.kill(os.getppid(), 9)\ntime.sleep(600)", "-9"),
+    ],
+)
+async def test_what_a_program_leaves_running_does_not_outlive_it_even_if_it_kills_what_watches_it(
+    tmp_path: Path, code: str, status: str
+) -> None:
+    with contextlib.nullcontext() if not status else pytest.raises(RuntimeError, match=f"ended with status {status}"):
+        await asyncio.wait_for(program(tmp_path, code.replace("{0}", str(tmp_path / "pids"))).run(TASK), 60)
+    gone(tmp_path / "pids")
 
 
 def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -172,7 +175,7 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     wait_for(file.exists, "the program and its children run")
     parent.kill()
     parent.wait()
-    gone(file.read_text())
+    gone(file)
 
 
 async def test_a_program_that_writes_without_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,5 +186,5 @@ async def test_a_program_that_writes_without_end_has_failed(tmp_path: Path, monk
         await asyncio.wait_for(program(tmp_path, code).run(TASK), 20)
 
 
-def gone(pids: str) -> None:
-    wait_for(lambda: all(map(is_gone, pids.split())), "all processes have ended")
+def gone(file: Path) -> None:
+    wait_for(lambda: all(map(is_gone, file.read_text().split())), "all processes have ended")

@@ -334,13 +334,9 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
         ({"template": "{compleshun}"}, "template: 'compleshun'; its fields are {completion}, {rubric}"),
         ({"template": "{rubric}"}, "template: it lacks {completion}"),
         ({"template": '{completion} {"score": 1}'}, "any other brace is written twice"),
-        ({"model": []}, "judge.model: Value should have at least 1 item"),
         ({"model": ["m", ""]}, "judge.model.1: String should have at least 1 character"),
         ({"base_url": "127.0.0.1:1"}, r"judge.base_url: String should match pattern '\^https"),
-        ({"request": 5}, "judge.request: must be a mapping of key: value"),
-        ({"requests_per_minute": 0}, "judge.requests_per_minute: Input should be greater than or equal to 1"),
         ({"tokens_per_minute": 512}, "set it above max_tokens, which is 512"),
-        ({"price": [1]}, "judge.price.1: Field required"),
         ({"price": [1, -1]}, "judge.price.1: Input should be greater than or equal to 0"),
     ],
 )
