@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 from typing import Any, cast
 
@@ -53,7 +52,7 @@ class Segments:
         restore = torch.empty(sum(self.lengths), dtype=torch.long)
         groups = []
         done = 0
-        for rounded in sorted(set(classes_s.tolist())):
+        for rounded in torch.unique(classes_s).tolist():
             members = (classes_s == rounded).nonzero()  # [segments of the group, 1]
             steps = torch.arange(int(lengths_s[members].max()))
             last = lengths_s[members] - 1
@@ -111,14 +110,12 @@ def choose_kernel(device: torch.device) -> str:
         return "torch's for CPUs"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "FlashAttention 2"
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return "FlashAttention 2 (3 needs the package flash-attn-3)"
     try:
         activate_flash_attention_impl("FA3")
         _probe(device)
     except (ImportError, OSError, RuntimeError, TypeError) as error:  # it was built for another torch, say
         restore_flash_attention_impl(_raise_warn=False)
-        return f"FlashAttention 2 (3 can't be used: {error})"
+        return f"FlashAttention 2 (3, of the package flash-attn-3, can't be used: {error})"
     return "FlashAttention 3"
 
 
@@ -135,7 +132,9 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
-        and (size == key.shape[-1] == value.shape[-1] and size <= 256 and size % 8 == 0)
+        and size == key.shape[-1] == value.shape[-1]
+        and size <= 256
+        and size % 8 == 0
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 

@@ -9,8 +9,7 @@ import functools
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -104,28 +103,40 @@ def divide(
 def _build(
     samples: Sequence[TrainSample], places: tuple[int, ...], counts: Mapping[str, int], device: torch.device
 ) -> TrainBatch:
-    def row(columns: Iterable[Any], dtype: type, part: slice = slice(1, None)) -> Tensor:
-        joined = np.concatenate([np.array(values, dtype)[part] for values in columns])
-        return torch.from_numpy(joined)[None].to(device, non_blocking=True)
+    parts = list(map(_arrays, samples))
 
-    sequences = [sample.sequence for sample in samples]
-    token_ids = [sequence.token_ids for sequence in sequences]
-    mask = [sequence.mask for sequence in sequences]
+    def row(name: str, part: slice = slice(1, None)) -> Tensor:
+        return torch.from_numpy(np.concatenate([arrays[name][part] for arrays in parts]))[None]
+
+    def there(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
     lengths = tuple(map(num_positions, samples))
-    trained = np.concatenate([values[1:] for values in mask]).nonzero()[0]
+    mask_bt = row("mask")
     return TrainBatch(
         segments=Segments(lengths, device),
-        input_ids_bt=row(token_ids, np.int64, slice(None, -1)),
-        target_ids_bt=row(token_ids, np.int64),
-        mask_bt=row(mask, np.bool_),
-        rollout_logprobs_bt=row((sequence.logprobs for sequence in sequences), np.float32),
-        advantages_bt=row((sample.advantages for sample in samples), np.float32),
-        columns={name: row((one.columns[name] for one in samples), np.float32) for name in samples[0].columns},
-        trained_n=torch.from_numpy(trained).to(device, non_blocking=True),
-        sample_bt=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths))[None].to(device, non_blocking=True),
+        input_ids_bt=there(row("token_ids", slice(None, -1))),
+        target_ids_bt=there(row("token_ids")),
+        mask_bt=there(mask_bt),
+        rollout_logprobs_bt=there(row("rollout_logprobs")),
+        advantages_bt=there(row("advantages")),
+        columns={name: there(row(name)) for name in samples[0].columns},
+        trained_n=there(mask_bt[0].nonzero()[:, 0]),
+        sample_bt=there(torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))[None]),
         places=places,
         **counts,
     )
+
+
+def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
+    """Return a sample's numbers, [t] each."""
+    sequence = sample.sequence
+    numbers = {"rollout_logprobs": sequence.logprobs, "advantages": sample.advantages, **sample.columns}
+    return {
+        "token_ids": np.array(sequence.token_ids, np.int64),
+        "mask": np.array(sequence.mask, np.bool_),
+        **{name: np.array(values, np.float32) for name, values in numbers.items()},
+    }
 
 
 def unpack(batch: TrainBatch, columns: Mapping[str, Tensor]) -> dict[int, dict[str, tuple[float, ...]]]:
