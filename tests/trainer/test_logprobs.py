@@ -10,6 +10,12 @@ TEMPERATURE = 0.7
 Inputs = tuple[torch.Tensor, torch.nn.Linear, torch.Tensor, torch.Tensor]
 
 
+def found_by(hidden: Any, head: torch.nn.Module, targets: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the columns of all positions at temperature 1 in chunks of 7, if nothing else is said."""
+    known = {"temperature": 1.0, "chunk_tokens": 7, "trained_n": torch.arange(targets.numel()), "max_tokens": 0}
+    return token_logprobs(hidden, head, targets, **known | options)
+
+
 @pytest.fixture
 def inputs() -> Inputs:
     torch.manual_seed(0)
@@ -31,17 +37,16 @@ def test_values_and_gradients_equal_those_of_all_logits(
     loss = (expected * weights).sum() + ((expected_entropy * others).sum() if entropy_gradient else 0)
     expected_grads = torch.autograd.grad(loss, [hidden, head.weight])
 
-    trained_n = mask.flatten().nonzero()[:, 0] if masked else None
-    options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "trained_n": trained_n}
-    options["entropy_gradient"] = entropy_gradient
-    logprobs, entropy = token_logprobs(hidden, head, targets, **options)
+    options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "entropy_gradient": entropy_gradient}
+    options["trained_n"] = mask.flatten().nonzero()[:, 0]
+    logprobs, entropy = found_by(hidden, head, targets, **options)
     torch.testing.assert_close(logprobs, expected)
     torch.testing.assert_close(entropy, expected_entropy)
     assert entropy.requires_grad == entropy_gradient
     grads = torch.autograd.grad((logprobs * weights).sum() + (entropy * others).sum(), [hidden, head.weight])
     torch.testing.assert_close(grads, expected_grads)
     with torch.no_grad():
-        assert not token_logprobs(hidden, head, targets, **options)[1].requires_grad
+        assert not found_by(hidden, head, targets, **options)[1].requires_grad
 
 
 def test_the_variance_of_a_draws_log_prob_is_that_of_the_softmax_without_impossible_tokens() -> None:
@@ -51,7 +56,7 @@ def test_the_variance_of_a_draws_log_prob_is_that_of_the_softmax_without_impossi
     logits = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]]).log().clamp_min(-1e4)
     targets = torch.zeros(1, 1, dtype=torch.long)
     with torch.no_grad():
-        _, entropy, variance = token_logprobs(logits, head, targets, temperature=1.0, chunk_tokens=7, variance=True)
+        _, entropy, variance = found_by(logits, head, targets, variance=True)
     log2 = torch.tensor(2.0).log()
     torch.testing.assert_close((entropy[0, 0], variance[0, 0]), (1.5 * log2, 0.25 * log2**2))
 
@@ -59,7 +64,7 @@ def test_the_variance_of_a_draws_log_prob_is_that_of_the_softmax_without_impossi
 def test_a_temperature_of_one_is_no_division_and_gives_the_same_bits(inputs: Inputs) -> None:
     hidden, head, targets, _ = inputs
     with torch.profiler.profile() as profile:
-        found = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=7)
+        found = found_by(hidden, head, targets)
     assert "aten::div" not in {event.key for event in profile.key_averages()}
     logprobs = torch.cat([(head(part) / 1.0).log_softmax(-1) for part in hidden.flatten(0, 1).split(7)])
     assert torch.equal(found[0].flatten(), logprobs.gather(-1, targets.flatten()[:, None])[:, 0])
@@ -72,7 +77,7 @@ def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backwa
         hidden, targets = torch.randn(1, tokens, 4, requires_grad=True), torch.zeros(1, tokens, dtype=torch.long)
 
         def work(hidden: torch.Tensor = hidden, targets: torch.Tensor = targets) -> None:
-            logprobs, _ = token_logprobs(hidden, head, targets, temperature=0.7, chunk_tokens=32)
+            logprobs, _ = found_by(hidden, head, targets, temperature=0.7, chunk_tokens=32)
             logprobs.sum().backward()
 
         peaks.append(peak_bytes(work))
@@ -91,9 +96,7 @@ def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> 
     head.register_forward_hook(count)
     for masked in (mask, torch.zeros_like(mask)):
         calls, trained_n = 0, masked.flatten().nonzero()[:, 0]
-        logprobs, _ = token_logprobs(
-            hidden, head, targets, temperature=1.0, chunk_tokens=7, trained_n=trained_n, max_tokens=33
-        )
+        logprobs, _ = found_by(hidden, head, targets, trained_n=trained_n, max_tokens=33)
         assert calls == 5  # ⌈33 / 7⌉
         logprobs.sum().backward()
         assert calls == 10  # and again in the backward pass
@@ -102,8 +105,6 @@ def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> 
 
 def test_an_impossible_token_gives_minus_infinity_but_a_finite_entropy() -> None:
     logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
-    logprobs, entropy = token_logprobs(
-        logits, torch.nn.Identity(), torch.tensor([[2]]), temperature=1.0, chunk_tokens=4
-    )
+    logprobs, entropy = found_by(logits, torch.nn.Identity(), torch.tensor([[2]]))
     assert logprobs.item() == -torch.inf
     assert entropy.item() == pytest.approx(torch.tensor(2.0).log().item())

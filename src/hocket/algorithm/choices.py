@@ -75,8 +75,9 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
 
 def check(algorithm: AlgorithmConfig, group_size: int) -> None:
     """Raise ConfigError where the chosen functions do not exist or do not fit together; plugins must be loaded."""
-    chosen = {kind: choose(kind, getattr(algorithm, kind)) for kind in KINDS if getattr(algorithm, kind) != "off"}
-    compares = chosen["baseline"].compares
+    for kind in ("clip", "aggregate", "correction"):
+        choose(kind, getattr(algorithm, kind))
+    compares = choose("baseline", algorithm.baseline).compares
     if not compares and algorithm.scale in ("group", "batch"):
         raise ConfigError(
             f"algorithm.baseline={algorithm.baseline} compares no rollouts: set algorithm.scale to tokens or none"
@@ -86,11 +87,14 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
             f"rollout.group_size=1 leaves algorithm.baseline={algorithm.baseline} nothing to compare with: set 2 or "
             f"more"
         )
-    if "kl" in chosen and algorithm.kl_in == "loss" and not chosen["kl"].in_loss:
+    if algorithm.kl == "off":
+        return
+    estimate = choose("kl", algorithm.kl)
+    if algorithm.kl_in == "loss" and not estimate.in_loss:
         raise ConfigError(
             f"{algorithm.kl} in the loss has no expected gradient: set algorithm.kl_in=reward, or algorithm.kl=k2"
         )
-    if "kl" in chosen and algorithm.kl_in != "loss" and "ratio_bt" in chosen["kl"].given:
+    if algorithm.kl_in != "loss" and "ratio_bt" in estimate.given:
         raise ConfigError(f"algorithm.kl={algorithm.kl} needs the policy's ratio: set algorithm.kl_in=loss")
 
 

@@ -14,8 +14,8 @@ def token_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
-    trained_n: Tensor | None = None,
-    max_tokens: int = 0,
+    trained_n: Tensor,
+    max_tokens: int,
     entropy_gradient: bool = False,
     variance: bool = False,
 ) -> tuple[Tensor, ...]:
@@ -27,13 +27,11 @@ def token_logprobs(
 
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.
-        trained_n: places in the flattened [b, t]; elsewhere both results are 0. By default all. (With a mask the host
-            would wait for the device.)
+        trained_n: places in the flattened [b, t]; elsewhere the results are 0. (With a mask the host would wait for the
+            device.)
         max_tokens: the head is called as often as for this many positions.
         entropy_gradient: costs another pass over a chunk's logits.
     """
-    if trained_n is None:
-        trained_n = torch.arange(target_ids_bt.numel(), device=target_ids_bt.device)
     hidden_nh = hidden_bth.flatten(0, 1).index_select(0, trained_n)
     targets_n = target_ids_bt.flatten().index_select(0, trained_n)
     num_calls = max(1, -(-max(len(targets_n), max_tokens) // chunk_tokens))
@@ -57,10 +55,8 @@ def token_logprobs(
 
     chunks = []
     for start in range(0, num_calls * chunk_tokens, chunk_tokens):
-        part = slice(start, start + chunk_tokens)
-        chunks.append(
-            checkpoint(of_chunk, hidden_nh[part], targets_n[part], use_reentrant=False, preserve_rng_state=False)
-        )
+        part = (hidden_nh[start : start + chunk_tokens], targets_n[start : start + chunk_tokens])
+        chunks.append(checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False))
     zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_bth.device)
     columns_n = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return tuple(zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt) for values_n in columns_n)
