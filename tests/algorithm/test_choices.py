@@ -17,7 +17,7 @@ from hocket.errors import ConfigError
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 MINE = """
-from hocket.algorithm.choices import advantage, aggregate, correction, kl, objective
+from hocket.algorithm.choices import advantage, correction
 
 @advantage("rank", per="group")
 def rank(rewards_g, power: float = 1.0):
@@ -34,18 +34,6 @@ def over_batch(rewards_n, group_n):
 def last_alone(rewards_t):
     return rewards_t
 
-@objective("squared", clips="ratio")
-def squared(ratio_bt, advantages_bt, low, high):
-    return ratio_bt.clamp(low, high) ** 2 * advantages_bt
-
-@aggregate("halves")
-def halves(mask_bt, num_tokens):
-    return mask_bt / num_tokens / 2
-
-@kl("absolute")
-def absolute(log_ratio):
-    return log_ratio.abs()
-
 @correction("root")
 def root(log_importance_bt, power: float = 0.5):
     return (log_importance_bt * power).exp()
@@ -60,19 +48,11 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def groups_of(*rewards: list[float]) -> list[Group]:
+def two_alike() -> Group:
+    """Two rollouts of two sampled tokens with the reward 2."""
     sequence = TokenSequence(token_ids=(1, 2, 3), mask=(False, True, True), logprobs=(0.0, -1.0, -1.0))
-    prompt = Prompt(id="p", token_ids=(1,))
-    return [
-        Group(
-            id=str(number),
-            rollouts=tuple(
-                Rollout(id=f"{number}/{index}", prompt=prompt, sequences=(sequence,)) for index in range(len(of))
-            ),
-            scores=tuple(Score(total=reward) for reward in of),
-        )
-        for number, of in enumerate(rewards)
-    ]
+    rollout = Rollout(id="0", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
+    return Group(id="0", rollouts=(rollout,) * 2, scores=(Score(total=2.0),) * 2)
 
 
 def test_an_own_advantage_of_the_group_has_its_options_and_is_divided_by_scale() -> None:
@@ -91,29 +71,20 @@ def test_an_own_advantage_of_the_batch_gets_all_rewards_and_the_numbers_of_their
 
 def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_spread() -> None:
     algorithm = load(None, ["algorithm.baseline=last_alone", "algorithm.scale=none"]).algorithm
-    shaped = [shape(group, algorithm, 10) for group in groups_of([2.0, 2.0])]
-    assert shaped[0].reason is None
-    samples, _ = train_samples(shaped, [], algorithm, 0.0)
+    shaped = shape(two_alike(), algorithm, 10)
+    assert shaped.reason is None
+    samples, _ = train_samples([shaped], [], algorithm, 0.0)
     assert [list(sample.advantages) for sample in samples] == [[0.0, 0.0, 2.0]] * 2
     compared = load(None, ["algorithm.baseline=rank"]).algorithm
-    assert shape(groups_of([2.0, 2.0])[0], compared, 10).reason == "every reward is 2"
+    assert shape(two_alike(), compared, 10).reason == "every reward is 2"
 
 
-def test_own_objective_aggregate_kl_and_correction_make_the_loss() -> None:
-    config = LossConfig(
-        clip="squared",
-        aggregate="halves",
-        kl="absolute",
-        kl_coef=0.5,
-        correction={"name": "root", "power": 0.5},
-        clip_high=0.5,
-    )
-    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    old = torch.tensor([[-1.0, -2.0 - math.log(2)]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
+def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_examples.py has objectives, aggregates, KLs
+    config = LossConfig(correction={"name": "root", "power": 0.25}, aggregate="token_mean")
+    rollout, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)
     output = policy_loss(
-        logprobs,
-        old - math.log(4),
+        rollout + math.log(16),
+        rollout,
         torch.tensor([[3.0, -1.0]]),
         mask,
         config=config,
@@ -121,32 +92,19 @@ def test_own_objective_aggregate_kl_and_correction_make_the_loss() -> None:
         num_sequences=1,
         entropy_bt=torch.zeros(1, 2),
         sample_bt=torch.zeros(1, 2, dtype=torch.int64),
-        old_logprobs_bt=old,
-        ref_logprobs_bt=logprobs.detach() + torch.tensor([[-1.0, 3.0]]),
     )
-    # weight √4 = 2; squares of 1 and 2, the latter clipped at 1.5; KL .5 · (1 + 3); a half of the mean over two tokens
-    assert output.loss.item() == pytest.approx((-2 * (3.0 - 2.25) + 0.5 * 4) / 4)
-    output.loss.backward()
-    # −2 · 2 · r² · A, 0 where it is clipped; the KL's slope .5 · sign
-    torch.testing.assert_close(logprobs.grad, torch.tensor([[(-2 * 2 * 3.0 + 0.5) / 4, -0.5 / 4]]))
-    assert output.metrics["clip_high"].item() == 0.5
+    assert output.loss.item() == pytest.approx(-2 * (3.0 - 1.0) / 2)  # 16 to the power of 1/4; every ratio is 1
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            "baseline=rnk",
-            r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: .*critic, .*; add your own",
-        ),
+        ("baseline=rnk", r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: .*critic, .*; add your own"),
         ("clip=pp0", "there is no objective 'pp0'"),
         ("baseline={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),
         ("baseline={name: rank, power: x}", "algorithm.baseline.power: Input should be a valid number"),
         ("clip={name: ppo, dual_clip: 1}", "algorithm.clip.dual_clip: Input should be greater than 1"),
-        (
-            "baseline={name: none, discount: 0};scale=none",
-            "algorithm.baseline.discount: Input should be gr",
-        ),
+        ("baseline={name: none, discount: 0};scale=none", "algorithm.baseline.discount: Input should be gr"),
         ("baseline={name: none, gae_lambda: 1};scale=none", r"advantage none.* has no option 'gae_lambda'"),
         ("clip={name: cispo, dual_clip: 3}", "objective cispo.* has no option 'dual_clip'"),
         ("baseline=none", "baseline=none compares no rollouts: set algorithm.scale to tokens or none"),

@@ -6,6 +6,7 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.samples import (
+    KlController,
     Shaped,
     fate,
     is_measured,
@@ -14,7 +15,7 @@ from hocket.algorithm.samples import (
     signal_metrics,
     train_samples,
 )
-from hocket.config import AlgorithmConfig
+from hocket.config import AdaptiveKl, AlgorithmConfig
 from hocket.data.stream import Outcome
 from hocket.types import Columns, FinishReason, Group, Prompt, Rollout, Score, TokenSequence, TrainSample
 
@@ -81,15 +82,14 @@ def last_advantages(samples: list[TrainSample]) -> list[float]:
     return [sample.advantages[-1] for sample in samples]
 
 
-def test_each_rollout_gets_its_group_normalised_advantage() -> None:
+def test_each_rollout_with_a_score_gets_its_group_normalised_advantage() -> None:
     # mean 0.5, unbiased deviation of (0, 0, 1, 1) = sqrt(4 * 0.25 / 3) = 0.57735; 0.5 / 0.57735 = 0.866025
-    samples, shaping = sampled([group("a", [0.0, 0.0, 1.0, 1.0])])
+    samples, shaping = sampled([group("a", [0.0, 0.0, None, 1.0, 1.0])])
     assert last_advantages(samples) == pytest.approx([-0.866025, -0.866025, 0.866025, 0.866025], abs=1e-5)
-    assert [s.sequence.token_ids[-1] for s in samples] == [10, 11, 12, 13]
+    assert [s.sequence.token_ids[-1] for s in samples] == [10, 11, 13, 14]
     assert list(samples[0].advantages[:2]) == [0.0, 0.0]
     assert samples[0].sequence == make_rollout(-0.5).sequences[0]
-    assert samples[0].columns == {}
-    assert shaping == {}
+    assert (samples[0].columns, shaping) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -173,15 +173,6 @@ def test_groups_are_trained_whose_mean_reward_lies_within_the_range(rewards: lis
     )
 
 
-def test_a_rollout_without_a_score_is_left_out_of_samples_and_mean() -> None:
-    # scored rewards 0 and 1: mean 0.5, deviation sqrt(0.5) = 0.707107
-    groups = [group("a", [0.0, None, 1.0])]
-    samples, _ = sampled(groups)
-    assert [s.sequence.token_ids[-1] for s in samples] == [10, 12]
-    assert last_advantages(samples) == pytest.approx([-0.707106, 0.707106], abs=1e-5)
-    assert [one.reward for one in shaped(groups)[0].scored] == [0.0, 1.0]
-
-
 def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -> None:
     groups = [of_rollouts(make_rollout(-1.0, None, -1.0), make_rollout(-1.0), rewards=[1.0, 0.0])]
     measured = [{"ref_logprobs": (0.0, 0.0, -2.0, 0.0, 0.0)}, {"ref_logprobs": (0.0, 0.0, -1.0)}]
@@ -200,13 +191,9 @@ def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -
 
 @pytest.mark.parametrize(
     ("preset", "rewards", "expected"),
-    [
-        (
-            "rloo",
-            ([1.0, 2.0, 6.0], [0.0, 3.0]),
-            [-3.0, -1.5, 4.5, -3.0, 3.0],
-        ),  # 1 − (2 + 6)/2, 2 − (1 + 6)/2, 6 − (1 + 2)/2
-        ("dr_grpo", ([1.0, 2.0, 6.0],), [-2.0, -1.0, 3.0]),  # only centred
+    [  # 1 − (2 + 6)/2, 2 − (1 + 6)/2, 6 − (1 + 2)/2; only centred
+        ("rloo", ([1.0, 2.0, 6.0], [0.0, 3.0]), [-3.0, -1.5, 4.5, -3.0, 3.0]),
+        ("dr_grpo", ([1.0, 2.0, 6.0],), [-2.0, -1.0, 3.0]),
     ],
 )
 def test_advantages_of_presets_by_hand(preset: str, rewards: list[list[float | None]], expected: list[float]) -> None:
@@ -324,3 +311,24 @@ def test_a_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None
     assert last_advantages(samples) == pytest.approx([-0.75, -0.75, 0.75])
     assert shaping["rollout/kl"] == pytest.approx(5 / 3)
     assert [sample.columns["ref_logprobs"][-1] for sample in samples] == [-1.5, -3.5, -1.5]
+
+
+def test_a_fixed_coefficient_stays_and_an_adaptive_one_follows_the_distance_within_bounds() -> None:
+    controller = KlController(AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.3))
+    controller.update(100.0, 1000)
+    controller.restore({"coef": 0.9})  # a run that goes on with another coefficient
+    assert controller.coef == 0.3
+    kl_in = AdaptiveKl(name="reward", target=0.1, horizon=1000)
+    config = AlgorithmConfig(kl="k1", kl_in=kl_in, scale="none", kl_coef=0.5)
+    controller = KlController(config)
+    controller.update(0.11, 100)  # 10 % too far: 0.5 · (1 + 0.1 · 100 / 1000)
+    assert controller.coef == pytest.approx(0.505)
+    controller.update(5.0, 100)  # far too far counts as 20 %: · (1 + 0.2 · 0.1)
+    assert controller.coef == pytest.approx(0.505 * 1.02)
+    controller.update(-1.0, 500)  # · (1 − 0.2 · 0.5)
+    assert controller.coef == pytest.approx(0.505 * 1.02 * 0.9)
+    controller.update(None, 500)
+    assert controller.coef == pytest.approx(0.505 * 1.02 * 0.9)
+    other = KlController(config)
+    other.restore(controller.state())
+    assert other.coef == controller.coef

@@ -49,6 +49,14 @@ def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Con
     return config_module.load(None, [*defaults, *places, *settings])
 
 
+def records_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
 def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, -math.inf]], requires_grad=True)
     batch: Any = SimpleNamespace(mask_bt=torch.tensor([[True, True, False]]), num_tokens_global=4)
@@ -86,7 +94,7 @@ def test_sft_learns_the_responses_and_leaves_a_model(
     before = cross_entropy(model)
     sft.run(make_config(model, tmp_path, "rollout.temperature=0.5"))  # a sampling temperature, not the model's
     assert rows == [("rows.jsonl", 63, 64)]
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     assert [record["step"] for record in records] == list(range(1, 61))
     assert records[0]["train/loss"] == pytest.approx(before, abs=1e-5)
     assert records[0]["train/tokens"] == 9
@@ -105,7 +113,7 @@ def test_the_held_out_loss_is_measured_before_on_schedule_and_at_the_end_and_mov
     settings = ("eval.data.source=held.jsonl", "eval.every_steps=2", "trainer.steps=5")
     sft.run(make_config(model, tmp_path, *settings, "eval.num_prompts=2"))
     assert [source for source, *_ in rows] == ["rows.jsonl", "held.jsonl"]
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     measured = {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
     assert [*measured] == [0, 2, 4, 5]
     assert measured[0] == pytest.approx(cross_entropy(model, ROWS[:2]), abs=1e-5)
@@ -114,8 +122,7 @@ def test_the_held_out_loss_is_measured_before_on_schedule_and_at_the_end_and_mov
     assert f"step 0/5  held-out loss {measured[0]:.4f}, of 2 demonstrations" in said
     assert f"loss {records[4]['train/loss']:.4f}  held-out loss {measured[4]:.4f}" in said
     sft.run(make_config(model, tmp_path, *settings, "eval.num_prompts=0", f"run.dir={tmp_path}/unmeasured"))
-    files = [tmp_path / name / "model" / "model.safetensors" for name in ("unmeasured", "run")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "unmeasured")
 
 
 def test_epochs_take_each_sample_as_often_and_end_the_schedule_with_the_last(
@@ -123,7 +130,7 @@ def test_epochs_take_each_sample_as_often_and_end_the_schedule_with_the_last(
 ) -> None:
     sft.run(make_config(model, tmp_path, "sft.epochs=3", "sft.batch_size=2", "trainer.schedule=linear"))
     assert "sft.epochs decides: 5 steps of 2 demonstrations" in capsys.readouterr().out
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     assert [record["train/sequences"] for record in records] == [2, 2, 2, 2, 1]
     assert [record["train/learning_rate"] for record in records] == pytest.approx([0.02, 0.016, 0.012, 0.008, 0.004])
 
@@ -148,10 +155,9 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
         with pytest.raises(KeyboardInterrupt):
             sft.run(resumable)
     sft.run(resumable)
-    files = [tmp_path / name / "model" / "model.safetensors" for name in ("straight", "run")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    expected = [json.loads(line) for line in (tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()]
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "straight")
+    records = records_of(tmp_path / "run")
+    expected = records_of(tmp_path / "straight")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert [record["train/loss"] for record in records] == [record["train/loss"] for record in expected]
 
