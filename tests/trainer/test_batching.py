@@ -1,9 +1,7 @@
 import dataclasses
 import random
-from typing import Any
 
 import pytest
-import torch
 from tests.trainer.builders import pack, sample_of, sequence
 
 from hocket.errors import TrainerError
@@ -18,23 +16,6 @@ def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0) -> TrainSam
     return sample_of(dataclasses.replace(rollout, logprobs=logprobs), advantage)
 
 
-def random_samples(count: int, seed: int = 0) -> list[TrainSample]:
-    rng = random.Random(seed)
-    return [
-        sample(*(rng.randrange(1, 60) for _ in range(rng.randint(3, 20))), prompt=2, advantage=rng.gauss(0, 1))
-        for _ in range(count)
-    ]
-
-
-def segments(batch: TrainBatch) -> list[tuple[list[Any], ...]]:
-    """(inputs, targets, mask, log-probs, advantages) of every segment."""
-    fields = (batch.input_ids_bt, batch.target_ids_bt, batch.mask_bt, batch.rollout_logprobs_bt, batch.advantages_bt)
-    positions = [position for length in batch.segments.lengths for position in range(length)]
-    assert batch.segments.positions_bt.tolist() == [positions]
-    columns = [field[0].split(list(batch.segments.lengths)) for field in fields]
-    return [tuple(part.tolist() for part in row) for row in zip(*columns, strict=True)]
-
-
 def test_a_hand_worked_batch() -> None:
     long, short, tiny = sample(5, 6, 7, 8, prompt=2, advantage=2.0), sample(1, 2, advantage=-1.0), sample(3, 4)
     [[batch]] = pack([short, long, tiny], micro_batch_tokens=6)
@@ -46,6 +27,9 @@ def test_a_hand_worked_batch() -> None:
     assert batch.mask_bt.tolist() == [[False, True, True, True, True]]
     assert batch.rollout_logprobs_bt.tolist() == [[0.0, -7.0, -8.0, -2.0, -4.0]]
     assert batch.advantages_bt.tolist() == [[0.0, 2.0, 2.0, -1.0, 1.0]]
+    assert batch.trained_n.tolist() == [1, 2, 3, 4]
+    assert batch.sample_bt.tolist() == [[0, 0, 0, 1, 2]]
+    assert batch.places == (1, 0, 2)
     assert (batch.num_tokens_global, batch.num_sequences_global, batch.max_tokens) == (4, 3, 4)
 
 
@@ -54,22 +38,16 @@ def test_a_hand_worked_batch() -> None:
 def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
     num_ranks: int, micro_batch_tokens: int
 ) -> None:
-    samples = random_samples(37)
+    rng = random.Random(0)
+    samples = [sample(*range(rng.randint(3, 20)), prompt=2) for _ in range(37)]
     ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for rank in ranks for batch in rank]
+    assert sorted(place for batch in batches for place in batch.places) == list(range(37))
     assert max(batch.input_ids_bt.numel() for batch in batches) <= micro_batch_tokens
-    assert {batch.num_tokens_global for batch in batches} == {sum(sum(s.sequence.mask) for s in samples)}
-    assert {batch.num_sequences_global for batch in batches} == {37}
-    assert sum(int(batch.mask_bt.sum()) for batch in batches) == sum(sum(s.sequence.mask) for s in samples)
-
-    found = sorted(segment for batch in batches for segment in segments(batch) if any(segment[2]))
-    expected = [
-        (one.token_ids[:-1], one.token_ids[1:], one.mask[1:], one.logprobs[1:], torch.tensor(s.advantages[1:]).tolist())
-        for s in samples
-        for one in [s.sequence]
-    ]
-    assert found == sorted(tuple(map(list, row)) for row in expected)
+    num_tokens = sum(sum(one.sequence.mask) for one in samples)
+    assert {(batch.num_tokens_global, batch.num_sequences_global) for batch in batches} == {(num_tokens, 37)}
+    assert sum(int(batch.mask_bt.sum()) for batch in batches) == num_tokens
 
 
 def test_micro_batches_are_filled_longest_first_and_the_costliest_comes_first() -> None:
@@ -116,25 +94,22 @@ def numbers(batch: TrainBatch) -> dict[int, dict[str, tuple[float, ...]]]:
     return unpack(batch, {"values": (10.0 * batch.target_ids_bt).where(batch.mask_bt, 0.0)})
 
 
-def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_packed_into() -> None:
-    samples = [
-        sample_of(sequence((1, 2, 3), (False, True, True))),
-        sample_of(sequence((4, 5, 6, 7, 8), (False, False, True, False, True))),
-        sample_of(sequence((1, 2, 3), (False, True, True))),  # the first one again
-        sample_of(sequence((9, 10), (False, True))),
-        sample_of(sequence((3, 4, 5), (True, False, False))),  # nothing of it is trained
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_tokens", [4, 6, 100])
+def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_packed_into(
+    num_ranks: int, micro_batch_tokens: int
+) -> None:
+    sequences = [
+        sequence((1, 2, 3), (False, True, True)),
+        sequence((4, 5, 6, 7, 8), (False, False, True, False, True)),
+        sequence((1, 2, 3), (False, True, True)),  # the first one again
+        sequence((9, 10), (False, True)),
+        sequence((3, 4, 5), (True, False, False)),  # nothing of it is trained
     ]
-    expected = [
-        {"values": (0.0, 20.0, 30.0)},
-        {"values": (0.0, 0.0, 60.0, 0.0, 80.0)},
-        {"values": (0.0, 20.0, 30.0)},
-        {"values": (0.0, 100.0)},
-        {"values": (0.0, 0.0, 0.0)},
-    ]
-    for num_ranks in (1, 2, 3):
-        for micro_batch_tokens in (4, 6, 100):
-            ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
-            shares = [numbers(batch) for batches in ranks for batch in batches]
-            assert sum(map(len, shares)) == 5
-            found = {index: row for share in shares for index, row in share.items()}
-            assert [found[index] for index in range(5)] == expected
+    expected = [(0.0, 20.0, 30.0), (0.0, 0.0, 60.0, 0.0, 80.0), (0.0, 20.0, 30.0), (0.0, 100.0), (0.0, 0.0, 0.0)]
+    samples = list(map(sample_of, sequences))
+    ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
+    shares = [numbers(batch) for batches in ranks for batch in batches]
+    found = {place: row for share in shares for place, row in share.items()}
+    assert sum(map(len, shares)) == 5
+    assert [found[place] for place in range(5)] == [{"values": row} for row in expected]

@@ -220,4 +220,4 @@ def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f}" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.0f}"
+    return f"{num_bytes / GIB:.2f}"
