@@ -300,8 +300,9 @@ def logprob_step(num_tokens: int, vocabulary: int, in_chunks: bool) -> None:
     targets = torch.zeros(1, num_tokens, dtype=torch.long, device=DEVICE)
     if in_chunks:
         every = torch.arange(num_tokens, device=DEVICE)
-        options = {"temperature": 1.0, "chunk_tokens": CHUNK_TOKENS, "trained_n": every, "max_tokens": num_tokens}
-        logprobs, _ = token_logprobs(hidden, head, targets, **options)
+        logprobs, _ = token_logprobs(
+            hidden, head, targets, temperature=1.0, chunk_tokens=CHUNK_TOKENS, trained_n=every, max_tokens=num_tokens
+        )
     else:
         full = head(hidden).float().log_softmax(dim=-1)
         logprobs = full.gather(-1, targets[..., None]).squeeze(-1)

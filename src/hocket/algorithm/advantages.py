@@ -34,7 +34,8 @@ def group_advantages(
         advantages_n = _by_group(lambda rewards_g: choice(rewards_g=rewards_g), rewards_n, ids_n)
     else:
         parts_n = {name: rewards_n.new_tensor([part[name] for part in parts]) for name in parts[0]}
-        advantages_n = choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n)
+        advantages_n = torch.empty_like(rewards_n)
+        advantages_n[:] = choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n)
     if scale == "group":
         advantages_n = advantages_n / (_by_group(deviation, rewards_n, ids_n) + EPS)
     if scale == "batch":

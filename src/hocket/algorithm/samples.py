@@ -210,7 +210,7 @@ def _by_token(row: _Row, reward: float, algorithm: AlgorithmConfig, kl_coef: flo
     if isinstance(found, tuple):
         found, returns_n = found
         row.columns["returns"] = _whole(returns_n, row.sequence)
-    advantages_n: Tensor = found
+    advantages_n: Tensor = found.expand_as(rewards_n)
     return advantages_n
 
 
