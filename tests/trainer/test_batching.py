@@ -5,7 +5,7 @@ import pytest
 from tests.trainer.builders import pack, sample_of, sequence
 
 from hocket.errors import TrainerError
-from hocket.trainer.batching import TrainBatch, balance, check_fits, unpack
+from hocket.trainer.batching import TrainBatch, check_fits, unpack
 from hocket.types import TrainSample
 
 
@@ -57,14 +57,6 @@ def test_micro_batches_are_filled_longest_first_and_the_costliest_comes_first() 
     assert [batch.segments.lengths for batch in batches] == [(9,), (6, 4), (3, 2, 2)]
     [batches] = pack(samples, micro_batch_tokens=10)
     assert [batch.segments.lengths for batch in batches] == [(6, 4), (9,), (3, 2, 2)]
-
-
-def test_the_costliest_goes_first_and_each_to_the_cheapest_part() -> None:
-    # 8 and 7; 6 beside the 7, 5 beside the 8; both have 13, and the first part gets the 4.
-    parts = [[[8, 7, 6, 5, 4][index] for index in part] for part in balance([8, 7, 6, 5, 4], 2)]
-    assert parts == [[8, 5, 4], [7, 6]]
-    assert balance([3.0], 3) == [[0], [], []]
-    assert balance([3.0, 1.0], 1) == [[0, 1]]
 
 
 def test_ranks_share_the_cost_rather_than_the_tokens() -> None:

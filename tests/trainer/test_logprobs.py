@@ -61,15 +61,6 @@ def test_the_variance_of_a_draws_log_prob_is_that_of_the_softmax_without_impossi
     torch.testing.assert_close((entropy[0, 0], variance[0, 0]), (1.5 * log2, 0.25 * log2**2))
 
 
-def test_a_temperature_of_one_is_no_division_and_gives_the_same_bits(inputs: Inputs) -> None:
-    hidden, head, targets, _ = inputs
-    with torch.profiler.profile() as profile:
-        found = found_by(hidden, head, targets)
-    assert "aten::div" not in {event.key for event in profile.key_averages()}
-    logprobs = torch.cat([(head(part) / 1.0).log_softmax(-1) for part in hidden.flatten(0, 1).split(7)])
-    assert torch.equal(found[0].flatten(), logprobs.gather(-1, targets.flatten()[:, None])[:, 0])
-
-
 def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backward() -> None:
     head = torch.nn.Linear(4, 2000, bias=False)
     peaks = []
