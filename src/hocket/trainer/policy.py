@@ -1,7 +1,6 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies out."""
 
 import concurrent.futures
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,7 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.kernels import compile_layers, use_liger
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.lora import Adapter
-from hocket.trainer.weights import Weights, load_model, unshared
+from hocket.trainer.weights import Weights, empty_model, load_model, unshared
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
 WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
@@ -60,8 +59,10 @@ class Policy(nn.Module):
         self.weights = WEIGHTS[config.weights](config)
         options = {"dtype": dtype, "attn_implementation": attention.NAME, **self.weights.options(dtype)}
         torch.manual_seed(seed)
-        with contextlib.nullcontext() if loads else torch.device("meta"):
-            model = load_model(config.path, random_init=config.random_init or not loads, **options)
+        if loads:
+            model = load_model(config.path, random_init=config.random_init, **options)
+        else:
+            model = empty_model(config.path, **options)
         self.weights.prepare(model, seed)
         self.model = model
         self.temperature = temperature
@@ -141,9 +142,9 @@ class Policy(nn.Module):
 
 
 def skeleton(config: ModelConfig) -> Any:
-    """Return the model without weights, on the meta device."""
+    """Return what is trained, and what not, without weights, on the meta device."""
+    model = empty_model(config.path)
     with torch.device("meta"):
-        model = load_model(config.path, random_init=True)
         WEIGHTS[config.weights](config).prepare(model, seed=0)
     return model
 

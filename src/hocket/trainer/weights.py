@@ -54,8 +54,7 @@ class Weights:
         """Write a whole model from a checkpoint's parameters."""
         path = self.config.path
         tokenizer = tokenizers.load(path)
-        with torch.device("meta"):
-            model = load_model(path, random_init=True)
+        model = empty_model(path)
         with contextlib.suppress(OSError):  # it has none
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -73,6 +72,12 @@ class Weights:
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that each own a storage: safetensors refuses parts of one."""
     return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
+
+
+def empty_model(path: str, **options: Any) -> Any:
+    """Return a model without weights, on the meta device."""
+    with torch.device("meta"):
+        return load_model(path, random_init=True, **options)
 
 
 def load_model(path: str, *, random_init: bool = False, **options: Any) -> Any:
