@@ -134,7 +134,7 @@ def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
     numbers = {"rollout_logprobs": sequence.logprobs, "advantages": sample.advantages, **sample.columns}
     return {
         "token_ids": np.array(sequence.token_ids, np.int64),
-        "mask": np.array(sequence.mask, np.bool_),
+        "mask": np.frombuffer(bytes(sequence.mask), np.bool_),
         **{name: np.array(values, np.float32) for name, values in numbers.items()},
     }
 
