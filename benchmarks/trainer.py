@@ -64,9 +64,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hocket import config as configs
-from hocket.algorithm.losses import LossOutput
+from hocket.algorithm.losses import LossOutput, policy_loss
 from hocket.trainer.batching import TrainBatch, divide, num_positions
-from hocket.trainer.extras import configured_loss
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.policy import Policy, skeleton
@@ -142,7 +141,7 @@ class Loop:
     def __init__(self, model: nn.Module, config: configs.Config) -> None:
         self.model = model.to(DEVICE)
         self.config = config
-        self.loss = configured_loss(config.algorithm.loss(config.rollout.max_tokens))
+        self.loss = functools.partial(policy_loss, config=config.algorithm.loss(config.rollout.max_tokens))
         self.dtype = getattr(torch, config.model.dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
 

@@ -6,6 +6,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from hocket.algorithm.losses import LossBatch, LossOutput, policy_loss
 from hocket.client.pool import Deadline
 from hocket.config import RewardsConfig
 from hocket.config.algorithm import PRESETS, LossConfig, PresetName
@@ -21,6 +24,33 @@ def preset_loss(name: PresetName, **changes: Any) -> LossConfig:
     """Returns the loss of a published algorithm, with changes."""
     row = {key: value for key, value in PRESETS[name].knobs.items() if key in LossConfig.model_fields}
     return LossConfig(**row | changes)
+
+
+def loss_of(
+    logprobs: torch.Tensor,
+    rollout: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    config: LossConfig,
+    num_tokens: int,
+    num_sequences: int = 1,
+    entropy: torch.Tensor | None = None,
+    sample: torch.Tensor | None = None,
+    **columns: torch.Tensor | None,
+) -> LossOutput:
+    """Returns the loss of rows that are a sequence each, and have no entropy, if nothing else is said."""
+    rows = torch.arange(len(logprobs))[:, None].expand_as(logprobs)
+    batch = LossBatch(
+        rollout_logprobs_bt=rollout,
+        advantages_bt=advantages,
+        columns={name: column for name, column in columns.items() if column is not None},
+        mask_bt=mask,
+        sample_bt=rows if sample is None else sample,
+        num_tokens_global=num_tokens,
+        num_sequences_global=num_sequences,
+    )
+    return policy_loss(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, batch, config)
 
 
 def drawing(prompts: Sequence[Prompt]) -> Callable[[int], Mapping[int, Prompt]]:

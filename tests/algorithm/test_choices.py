@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from batches import loss_of
 from hocket.algorithm import choices
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import choose
-from hocket.algorithm.losses import LossConfig, policy_loss
+from hocket.algorithm.losses import LossConfig
 from hocket.algorithm.samples import shape, train_samples
 from hocket.common.registry import load_plugins
 from hocket.config import load
@@ -82,17 +83,8 @@ def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_
 def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_examples.py has objectives, aggregates, KLs
     config = LossConfig(correction={"name": "root", "power": 0.25}, aggregate="token_mean")
     rollout, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)
-    output = policy_loss(
-        rollout + math.log(16),
-        rollout,
-        torch.tensor([[3.0, -1.0]]),
-        mask,
-        config=config,
-        num_tokens=2,
-        num_sequences=1,
-        entropy_bt=torch.zeros(1, 2),
-        sample_bt=torch.zeros(1, 2, dtype=torch.int64),
-    )
+    advantages = torch.tensor([[3.0, -1.0]])
+    output = loss_of(rollout + math.log(16), rollout, advantages, mask, config=config, num_tokens=2)
     assert output.loss.item() == pytest.approx(-2 * (3.0 - 1.0) / 2)  # 16 to the power of 1/4; every ratio is 1
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from batches import loss_of
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import check
-from hocket.algorithm.losses import LossConfig, policy_loss
+from hocket.algorithm.losses import LossConfig
 from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.errors import ConfigError
@@ -57,7 +58,7 @@ def test_loss_and_gradients_equal_those_of_trl(name: str) -> None:
     case = RECORDED["cases"][name]
     config = LossConfig(**({"correction": "none", "clip_low": 0.2, "clip_high": 0.28} | AS_RECORDED[name]))
     for expected in case["loss"]:
-        output = policy_loss(
+        output = loss_of(
             logprobs,
             given["rollout"],
             given["advantages"][:, None].expand(rows, tokens),
@@ -65,10 +66,10 @@ def test_loss_and_gradients_equal_those_of_trl(name: str) -> None:
             config=config,
             num_tokens=int(mask.sum()),
             num_sequences=rows,
-            entropy_bt=entropies,
-            sample_bt=torch.arange(rows)[:, None].expand(rows, tokens).where(mask, -1),
-            old_logprobs_bt=given["old"],
-            ref_logprobs_bt=given["reference"],
+            entropy=entropies,
+            sample=torch.arange(rows)[:, None].expand(rows, tokens).where(mask, -1),
+            old_logprobs=given["old"],
+            ref_logprobs=given["reference"],
         )
         assert output.loss.item() == pytest.approx(expected, rel=1e-9)
     found = torch.autograd.grad(output.loss, (logprobs, entropies), allow_unused=True, materialize_grads=True)

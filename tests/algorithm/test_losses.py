@@ -1,27 +1,20 @@
 import dataclasses
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from batches import preset_loss
+from batches import loss_of, preset_loss
 from hocket import config as config_module
-from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
+from hocket.algorithm.losses import LossConfig
 from hocket.config.algorithm import PRESETS
 from hocket.observe.metrics import effective_sample_size
 
 RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.1, 0.7, 1.0]])
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
 MASK = torch.tensor([[True, True, True], [True, True, False]])
-
-
-def loss_of(logprobs: Tensor, *tensors: Tensor, **known: Any) -> LossOutput:
-    """Return the loss, of rows that are a sequence each if nothing else is said."""
-    rows = torch.arange(len(logprobs))[:, None].expand_as(logprobs)
-    return policy_loss(logprobs, *tensors, **{"entropy_bt": torch.zeros_like(logprobs), "sample_bt": rows} | known)
 
 
 def test_the_metrics_of_importance_weights_by_hand() -> None:
@@ -111,7 +104,7 @@ def test_a_kl_in_the_loss_is_added_where_tokens_are_trained_and_is_aggregated_li
     mask, zeros = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2)
     config = LossConfig(aggregate="seq_mean_token_mean", kl="k2", kl_coef=0.1)
     known = {"config": config, "num_tokens": 3, "num_sequences": 2}
-    output = loss_of(logprobs, zeros - 1, zeros, mask, ref_logprobs_bt=reference, **known)
+    output = loss_of(logprobs, zeros - 1, zeros, mask, ref_logprobs=reference, **known)
     output.loss.backward()
     torch.testing.assert_close(output.loss, torch.tensor(0.1 * (0.625 / 2 + 2) / 2))
     torch.testing.assert_close(logprobs.grad, 0.1 * torch.tensor([[0.5 / 4, -1 / 4], [2 / 2, 0.0]]))
@@ -125,7 +118,7 @@ def test_the_entropy_is_rewarded_and_aggregated_like_the_loss() -> None:
     config = LossConfig(aggregate="seq_mean_token_sum", entropy_coef=0.01)
     known = {"config": config, "num_tokens": 3, "num_sequences": 2}
     zeros = torch.zeros(2, 2)
-    output = loss_of(logprobs, zeros, zeros, mask, entropy_bt=entropy, **known)
+    output = loss_of(logprobs, zeros, zeros, mask, entropy=entropy, **known)
     output.loss.backward()
     torch.testing.assert_close(output.loss, torch.tensor(-0.01 * 7 / 2))
     torch.testing.assert_close(entropy.grad, torch.tensor([[-0.005, -0.005], [-0.005, 0.0]]))
@@ -235,9 +228,9 @@ def packed_loss(
         config=config,
         num_tokens=num_tokens,
         num_sequences=sum(any(token.trained for token in sequence) for sequence in sequences),
-        old_logprobs_bt=column("old", math.nan) if with_old else None,
-        ref_logprobs_bt=column("reference", math.nan) if config.kl != "off" else None,
-        sample_bt=torch.tensor([v + [-1] * (width - len(v)) for v in sample]),
+        old_logprobs=column("old", math.nan) if with_old else None,
+        ref_logprobs=column("reference", math.nan) if config.kl != "off" else None,
+        sample=torch.tensor([v + [-1] * (width - len(v)) for v in sample]),
     )
     output.loss.backward()
     assert logprobs.grad is not None

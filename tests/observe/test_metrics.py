@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.algorithm.losses import LossConfig, policy_loss
+from batches import loss_of
+from hocket.algorithm.losses import LossConfig
 from hocket.algorithm.samples import shape, signal_metrics, train_samples
 from hocket.config import load
 from hocket.observe.metrics import (
@@ -132,8 +133,7 @@ def test_where_no_rollout_is_stale_the_gap_may_be_no_more_than_rounding(
 def loss_metrics() -> dict[str, float]:
     zeros_bt = torch.zeros(1, 1)
     mask_bt = torch.ones(1, 1, dtype=torch.bool)
-    more = {"num_tokens": 1, "num_sequences": 1, "entropy_bt": zeros_bt, "sample_bt": zeros_bt}
-    output = policy_loss(zeros_bt, zeros_bt, zeros_bt, mask_bt, config=LossConfig(), ref_logprobs_bt=zeros_bt, **more)
+    output = loss_of(zeros_bt, zeros_bt, zeros_bt, mask_bt, config=LossConfig(), num_tokens=1, ref_logprobs=zeros_bt)
     return {f"train/{name}": 1.0 for name in output.metrics.keys() - {"importance_square"} | {"tokens", "entropy"}}
 
 

@@ -7,10 +7,9 @@ from tests.trainer.builders import make_rollouts, pack, sample_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batches import preset_loss
-from hocket.algorithm.losses import LossConfig
+from hocket.algorithm.losses import LossConfig, policy_loss
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError
-from hocket.trainer.extras import configured_loss
 from hocket.trainer.policy import MixedProduct, Policy, compute_in_float32
 from hocket.types import TrainSample
 
@@ -40,7 +39,7 @@ def loss_and_gradient(
     total = 0.0
     for batches in pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks):
         for batch in batches:
-            output = configured_loss(config)(*policy(batch), batch)
+            output = policy_loss(*policy(batch), batch, config)
             output.loss.backward()
             total += output.loss.item()
     return total, [p.grad.clone() for p in policy.parameters() if p.grad is not None]
@@ -157,5 +156,5 @@ def test_from_a_batch_to_its_gradient_nothing_waits_for_the_device(
     device = torch.device("meta")
     policy = make_policy(tied_model).to(device)
     [[batch, *_]] = pack(samples, device, micro_batch_tokens=100)
-    configured_loss(preset_loss(preset))(*policy(batch), batch).loss.backward()
+    policy_loss(*policy(batch), batch, preset_loss(preset)).loss.backward()
     assert all(p.grad is not None and p.grad.device == device for p in policy.parameters())

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hocket.algorithm.losses import LossBatch
 from hocket.errors import TrainerError
 from hocket.trainer.attention import Segments
 from hocket.types import TokenSequence, TrainSample
@@ -23,21 +24,14 @@ _NO_TOKENS = TokenSequence(token_ids=(0, 0), mask=(False, False), logprobs=(0.0,
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
+class TrainBatch(LossBatch):
     """One forward pass of one rank. b: one row; t next-token axis: everything at t is about the predicted token."""
 
     segments: Segments  # the sequences, in their order in the row
     input_ids_bt: Tensor
     target_ids_bt: Tensor
-    mask_bt: Tensor  # True where the predicted token is trained
-    rollout_logprobs_bt: Tensor  # the engine's, 0 where the mask is False
-    advantages_bt: Tensor  # 0 where the mask is False
-    columns: Mapping[str, Tensor]  # [b, t] the samples' other numbers, by name
     trained_n: Tensor  # places in the row where the mask is True
-    sample_bt: Tensor  # number of the sequence in the row
     places: tuple[int, ...]  # of the sequences among the packed samples
-    num_tokens_global: int  # trained tokens of the whole optimiser step, over all ranks
-    num_sequences_global: int  # sequences with a trained token, counted likewise
     max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
 
 
