@@ -69,10 +69,6 @@ def test_the_peak_is_the_data_sheets_where_the_device_is_known() -> None:
 def test_a_measured_peak_does_not_depend_on_how_long_the_threads_take_to_start(
     peak: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert 1e8 < peak_flops.__wrapped__(torch.device("cpu"), torch.float32) < 1e15  # this machine's
     monkeypatch.setattr(flops, "_seconds_of_product", lambda matrix: 2e-5 + 2 * len(matrix) ** 3 / peak)
     assert peak_flops.__wrapped__(torch.device("cpu"), torch.float32) == pytest.approx(peak, rel=0.01)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_peak_of_a_cpu_is_measured(dtype: torch.dtype) -> None:
-    assert 1e8 < peak_flops(torch.device("cpu"), dtype) < 1e15

@@ -150,13 +150,10 @@ def test_targets_and_rank_are_what_the_config_says(tied_model: str) -> None:
             skeleton(ModelConfig(path=tied_model, lora=LoraConfig(targets=[target])))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_four_bits_without_a_gpu_are_refused(ranks: Ranks, tied_model: str) -> None:
+def test_four_bits_without_a_gpu_or_the_package_are_refused_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"model\.lora\.quantize needs a CUDA device"):
-        make_trainer(ranks, tied_model, "model.lora.quantize=nf4")
-
-
-def test_four_bits_without_the_package_are_refused_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+        lora.quantization(torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model\.lora\.quantize needs the package bitsandbytes"):
