@@ -13,6 +13,7 @@ import pytest
 
 import hocket
 from hocket.client.server import ServerClient
+from hocket.cluster.launch import visible_gpus
 from hocket.commands import parts
 from hocket.commands import runs as commands
 from hocket.config import Config, load
@@ -125,7 +126,7 @@ def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_i
 
     for name in ("servers_as_they_are", "own_server", "trainer"):
         monkeypatch.setattr(commands.Parts, name, lambda *_: pytest.fail("a server or the trainer was asked for"))
-    monkeypatch.setattr(commands, "clear_gpu", lambda *_, **__: pytest.fail("a server was waited for"))
+    monkeypatch.setattr(parts.Servers, "clear_gpu", lambda *_, **__: pytest.fail("a server was waited for"))
     request.addfinalizer(lambda: REWARDS.forget("broken"))
     settings = (f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4")
     config = load(None, [*settings, "rewards.functions={broken: 1}"])
@@ -213,9 +214,9 @@ def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_mem
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.delenv("HOCKET_DEVICE", raising=False)
-    monkeypatch.setattr(parts, "pool_of", lambda *_: Pool())
+    monkeypatch.setattr(parts.Servers, "pool", lambda *_: Pool())
     monkeypatch.setattr(parts, "put_to_sleep", put_to_sleep)
-    asyncio.run(parts.clear_gpu(load(None, settings)))
+    asyncio.run(parts.Servers(load(None, settings)).clear_gpu())
     assert done == ["waited"] * waits + ["put to sleep"] * ("launch.share_gpu=true" in settings)
 
 
@@ -241,5 +242,5 @@ def test_with_gpus_apart_batches_overlap_and_weights_are_broadcast(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.delenv("HOCKET_DEVICE", raising=False)
-    config = parts.chosen(load(None, settings))
+    config = load(None, settings).chosen(on_gpu=bool(visible_gpus()))
     assert (config.pipeline.max_staleness, config.sync.backend) == (ahead, "nccl" if broadcasts else "disk")

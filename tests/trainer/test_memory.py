@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hocket import config as config_module
 from hocket.cluster.plan import OFFLOADED
-from hocket.commands.parts import chosen
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import memory
@@ -200,7 +199,7 @@ def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
 def test_without_a_gpu_the_size_is_8192_for_every_part_of_a_run(ranks: Ranks, tied_model: str) -> None:
     config = config_module.load(None, [f"model.path={tied_model}"])
     assert config.trainer.micro_batch_tokens == "auto"
-    assert chosen(config).trainer.micro_batch_tokens == 8192
+    assert config.chosen(on_gpu=False).trainer.micro_batch_tokens == 8192
     with Trainer(config, ranks=ranks) as trainer:
         assert trainer.micro_batch_tokens == 8192
 

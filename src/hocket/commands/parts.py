@@ -1,5 +1,6 @@
 """The parts of a run, made from its configuration; runs.py brings them together."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -48,11 +49,53 @@ NUM_SHOWN = 2  # prompts, at the start
 NO_ROWS = "eval.data names no held-out rows: set its source or, of a hub dataset, its split"
 
 
+@dataclasses.dataclass(frozen=True)
+class Servers:
+    """The servers that a config names, or the one that it would start."""
+
+    config: Config
+
+    async def answer(self) -> bool:
+        """Return whether the config names its servers, or one answers where it would start it."""
+        if self.config.names_servers:
+            return True
+        async with ServerClient(self.config.own_url, token=self.config.token) as server:
+            return await server.answers()
+
+    async def clear_gpu(self, **tell: Callable[..., None]) -> None:
+        """Wait for a server that may be on this GPU, before any rank takes it; put it to sleep to share the GPU.
+
+        vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
+        """
+        config = self.config
+        shares = config.launch.share_gpu
+        if shares or (config.pipeline.replay is None and visible_gpus() and not config.gpus_apart):
+            async with self.pool(trainer_id(config.run_dir), **tell) as servers:
+                await servers.wait_up()
+                if shares:
+                    await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
+
+    def pool(self, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
+        """Return the pool of the servers; `trainer`: the id under which a run takes them."""
+        server = self.config.server
+        return ServerPool(
+            self.config.server_urls,
+            find=partial(find_servers, server.discover) if server.discover is not None else None,
+            token=self.config.token,
+            trainer=trainer,
+            take_over=self.config.sync.take_over,
+            silence_s=server.silence_s,
+            start_timeout_s=server.start_timeout_s,
+            **tell,
+        )
+
+
 class Parts:
     """Makes the parts that train, rollout and eval have in common."""
 
     def __init__(self, config: Config, console: Console) -> None:
-        self.config = chosen(config)
+        self.config = config.chosen(on_gpu=bool(visible_gpus()))
+        self.servers = Servers(self.config)
         self.console = console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
@@ -232,8 +275,8 @@ class Parts:
                 member.mark_ready(health.session)
 
         with ExitStack() as stack:
-            waiting = self.console.doing if await answers(config) else self.own_server(stack, arguments)
-            async with pool_of(config, on_wait=waiting, say=self.console.say) as servers:
+            waiting = self.console.doing if await self.servers.answer() else self.own_server(stack, arguments)
+            async with self.servers.pool(on_wait=waiting, say=self.console.say) as servers:
                 servers.bring_up = check
                 await servers.wait_up()
                 yield servers
@@ -252,53 +295,3 @@ class Parts:
             self.console.doing(what, waited_s)
 
         return waiting
-
-
-async def answers(config: Config) -> bool:
-    """Return whether the config names its servers, or one answers where this config would start it."""
-    if config.names_servers:
-        return True
-    async with ServerClient(config.own_url, token=config.token) as server:
-        return await server.answers()
-
-
-def chosen(config: Config) -> Config:
-    """Return the config with each `auto` replaced; micro-batches are measured on a GPU, later."""
-    gpus = visible_gpus()
-    apart = bool(gpus) and config.gpus_apart
-    trainer = config.trainer if gpus else config.trainer.unmeasured()
-    pipeline = config.pipeline
-    if pipeline.max_staleness == "auto":
-        pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
-    sync = config.sync
-    if sync.backend == "auto":
-        sync = sync.model_copy(update={"backend": "nccl" if apart else "disk"})
-    return config.model_copy(update={"trainer": trainer, "pipeline": pipeline, "sync": sync})
-
-
-async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
-    """Wait for a server that may be on this GPU, before any rank takes it; put it to sleep to share the GPU.
-
-    vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
-    """
-    shares = config.launch.share_gpu
-    if shares or (config.pipeline.replay is None and visible_gpus() and not config.gpus_apart):
-        async with pool_of(config, trainer_id(config.run_dir), **tell) as servers:
-            await servers.wait_up()
-            if shares:
-                await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
-
-
-def pool_of(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
-    """Return the pool of the configured servers; `trainer`: the id under which a run takes them."""
-    server = config.server
-    return ServerPool(
-        config.server_urls,
-        find=partial(find_servers, server.discover) if server.discover is not None else None,
-        token=config.token,
-        trainer=trainer,
-        take_over=config.sync.take_over,
-        silence_s=server.silence_s,
-        start_timeout_s=server.start_timeout_s,
-        **tell,
-    )

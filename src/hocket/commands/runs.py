@@ -16,8 +16,8 @@ from hocket.algorithm import choices
 from hocket.client.discover import find_servers
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
-from hocket.cluster.launch import free_port
-from hocket.commands.parts import Parts, answers, chosen, clear_gpu, pool_of
+from hocket.cluster.launch import free_port, visible_gpus
+from hocket.commands.parts import Parts, Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of, write_atomically
 from hocket.common.registry import load_plugins
@@ -55,12 +55,12 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
     machine.bound_nccl(config.sync.bucket_timeout_s)
-    config = chosen(config)  # the same on all ranks; and config.yaml says what is
+    config = config.chosen(on_gpu=bool(visible_gpus()))  # the same on all ranks; and config.yaml says what is
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
         if not dry_run:
-            asyncio.run(clear_gpu(config))
+            asyncio.run(Servers(config).clear_gpu())
         Trainer(config).follow()
         return 0
     with Console(config.trainer.steps) as console, ExitStack() as stack:
@@ -165,9 +165,9 @@ def _run(
         console.say(change)
     replay = None if config.pipeline.replay is None else Replay(Path(config.pipeline.replay))
     waiting: Callable[..., None] = console.doing
-    if serve and not replay and not run_there(answers(config)):
+    if serve and not replay and not run_there(parts.servers.answer()):
         waiting = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
-    run_there(clear_gpu(config, on_wait=waiting, say=console.say))
+    run_there(parts.servers.clear_gpu(on_wait=waiting, say=console.say))
     trainer = parts.trainer(stack)
     from hocket.algorithm.samples import KlController, shape
     from hocket.loop import Run
@@ -179,7 +179,7 @@ def _run(
     console.say(trainer.memory)
     servers = ServerPool(())
     if not replay:
-        servers = pool_of(config, trainer_id(config.run_dir), on_wait=waiting, say=console.say)
+        servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
     publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}

@@ -1,6 +1,7 @@
 """Load a Config from YAML and overrides, write it back, compare it, and print the table of keys."""
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from hocket.common import markdown
 from hocket.common.files import kind_of
 from hocket.common.registry import explain
 from hocket.config.elsewhere import name_here, names_table
-from hocket.config.sections import Section, UserPath
+from hocket.config.sections import Section, UserPath, put
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
@@ -45,29 +46,32 @@ for _tag, _pattern in PLAIN.items():
 
 def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
     """Read a YAML file (None: defaults), set `section.key=value` or a mapping's values, and validate."""
-    values: Any = {}
     given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(_read, overrides))
-    if path is not None:
-        if Path(path).is_dir():
-            kind = kind_of(Path(path)) or "folder"
-            raise ConfigError(f"{path} is a {kind}, not a config file; as a model: model.path={path}")
-        try:
-            with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
-                values = yaml.load(file, _Loader) or {}
-        except yaml.YAMLError as error:
-            advice = "indent by spaces; text with : { or # needs quotes"
-            raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"can't read the config {path}: {error}; paths are relative to {Path.cwd()}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
+    values = {} if path is None else _read_file(Path(path))
     for key, value in given.items():
-        _set(values, key, value)
+        put(values, key, value)
     try:
         return Config.model_validate(values)
     except pydantic.ValidationError as error:
-        wrong = (one for item in error.errors() for one in _explain(item))
+        wrong = itertools.chain.from_iterable(map(_explain, error.errors()))
         raise ConfigError("\n".join(_source(key, path, given) + text for key, text in wrong)) from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        kind = kind_of(path) or "folder"
+        raise ConfigError(f"{path} is a {kind}, not a config file; as a model: model.path={path}")
+    try:
+        with path.open(encoding="utf-8") as file:  # YAML's errors name it
+            values = yaml.load(file, _Loader)
+    except yaml.YAMLError as error:
+        advice = "indent by spaces; text with : { or # needs quotes"
+        raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read the config {path}: {error}; paths are relative to {Path.cwd()}") from error
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
+    return values or {}
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
@@ -78,44 +82,17 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
     overrides = [item for item in settings if item not in paths]
     if len(paths) > 1:
         raise ConfigError(f"one config file at most, got {', '.join(paths)}; settings look like section.key=value")
-    if default is not None and not paths:
-        paths = [default]
-    return load(next(iter(paths), None), overrides), [*paths, *overrides]
+    file = next(iter(paths), default)
+    return load(file, overrides), [*filter(None, [file]), *overrides]
 
 
 def dump(config: Config) -> str:
     """Return the config as YAML that `load` reads back, without the token."""
-    return to_yaml(as_dict(config))
+    return to_yaml(config.as_dict())
 
 
 def to_yaml(values: Any) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
-
-
-def as_dict(config: Config) -> dict[str, Any]:
-    """Return the config for JSON, without the token."""
-    values = config.model_dump(mode="json", by_alias=True)
-    values["server"]["token"] = None  # a run folder is shared; a secret is not
-    # Unset is as in data; and a source of its own, even the default, would be held-out rows.
-    values["eval"]["data"] = config.eval.data.model_dump(mode="json", exclude_unset=True)
-    return values
-
-
-def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return key → (before, now) of what differs from an earlier `as_dict`, but checkpoint.resume."""
-    old = _by_key(as_dict(Config())) | _by_key(before)  # a new setting had its default
-    new = _by_key(as_dict(config))
-    options = {key for key in old if key.startswith(("curriculum.", "env."))}  # of plugins
-    pairs = {key: (old.get(key), new.get(key)) for key in sorted(new.keys() | options)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key != "checkpoint.resume"}
-
-
-def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for section, value in values.items():
-        settings = value if isinstance(value, Mapping) else {"": value}
-        found |= {f"{section}.{key}".removesuffix("."): one for key, one in settings.items()}
-    return found
 
 
 def reference() -> str:
@@ -155,17 +132,6 @@ def _read(override: str) -> tuple[str, Any]:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", error)
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        child = values.get(parent)
-        if not isinstance(child, dict | None):
-            raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
-        values[parent] = dict(child or {})  # a copy: by an alias it may stand elsewhere, too
-        values = values[parent]
-    values[leaf] = value
 
 
 def _is_text(key: str) -> bool:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hocket.common.files import newest_version
 from hocket.common.registry import refuse_owned
-from hocket.config.deepspeed import read_deepspeed
+from hocket.errors import ConfigError
 
 
 def _path(text: str) -> str:
@@ -62,6 +62,18 @@ class Section(pydantic.BaseModel):
             if contradiction:
                 raise ValueError(message)
         return self
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested mappings, which are copied: by an alias they may stand elsewhere, too."""
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = values.get(parent)
+        if not isinstance(child, dict | None):
+            raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
+        values[parent] = dict(child or {})
+        values = values[parent]
+    values[leaf] = value
 
 
 class RunConfig(Section):
@@ -241,7 +253,7 @@ class TrainerConfig(Section):
     """Kernels of PyTorch, of torch.compile, or Liger's (a package)."""
     offload_optimizer: bool = False
     """Optimizer and (ZeRO-3) gradients on the CPU."""
-    deepspeed: Annotated[dict[str, Any], pydantic.BeforeValidator(read_deepspeed)] = Field({})
+    deepspeed: dict[str, Any] = Field({})
     """Others of DeepSpeed: {zero_optimization: {overlap_comm: true}}, or a ds_config.json."""
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:

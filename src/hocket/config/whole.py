@@ -13,6 +13,7 @@ from hocket.common.machine import is_here
 from hocket.config import deployment, sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.deepspeed import adopt
+from hocket.config.elsewhere import MOVED
 from hocket.config.sections import Section
 from hocket.errors import ConfigError
 
@@ -110,6 +111,33 @@ class Config(Section):
         yield from ((wrong, f"eval.data: {why}") for wrong, why in (held_out._contradictions() if held_out else ()))
         _ = self.token  # a weak one is refused now
 
+    def chosen(self, *, on_gpu: bool) -> "Config":
+        """Return the config with each `auto` replaced; on a GPU micro-batches are measured, later."""
+        apart = on_gpu and self.gpus_apart
+        pipeline = {"max_staleness": int(apart)} if self.pipeline.max_staleness == "auto" else {}
+        sync = {"backend": "nccl" if apart else "disk"} if self.sync.backend == "auto" else {}
+        changed = {
+            "trainer": self.trainer if on_gpu else self.trainer.unmeasured(),
+            "pipeline": self.pipeline.model_copy(update=pipeline),
+            "sync": self.sync.model_copy(update=sync),
+        }
+        return self.model_copy(update=changed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the config for JSON, without the token."""
+        values = self.model_dump(mode="json", by_alias=True)
+        values["server"]["token"] = None  # a run folder is shared; a secret is not
+        # Unset is as in data; and a source of its own, even the default, would be held-out rows.
+        values["eval"]["data"] = self.eval.data.model_dump(mode="json", exclude_unset=True)
+        return values
+
+    def changes(self, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return key → (before, now) of what differs from an earlier `as_dict`, but checkpoint.resume."""
+        old = _by_key(Config().as_dict()) | _by_key(before)  # a new setting had its default
+        new = _by_key(self.as_dict())
+        keys = (old.keys() | new.keys()) - MOVED.keys() - {"checkpoint.resume"}
+        return {key: (old.get(key), new.get(key)) for key in sorted(keys) if old.get(key) != new.get(key)}
+
     @property
     def run_dir(self) -> Path:
         return Path(self.run.dir)
@@ -179,3 +207,10 @@ class Config(Section):
         if token is not None and not re.fullmatch("[ -~]{8,}", token):
             raise ConfigError("server.token, or $HOCKET_TOKEN, needs at least 8 plain ASCII characters")
         return token
+
+
+def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"plugins": values.get("plugins", [])}
+    for section in values.keys() - found.keys():
+        found |= {f"{section}.{key}": value for key, value in values[section].items()}
+    return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hocket.common.files import complete_folder, partial_of, remove_folder, unused
-from hocket.config import Config, as_dict, changes
+from hocket.config import Config
 from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.observe.rows import GROWING, METRICS, read_lines
 from hocket.protocol.manifest import COMPLETE_FILE
@@ -79,7 +79,7 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
         return None
     saved = read(folders[-1])
     line = f"going on from {saved.folder}"
-    for key, (before, now) in changes(saved.config, config).items():
+    for key, (before, now) in config.changes(saved.config).items():
         if f"{key}.".startswith(_SAME):
             advice = "set it as it was, or choose another run.dir"
             raise ConfigError(f"can't go on from {folders[-1]}: {key} was {before!r}, {now!r} is another run; {advice}")
@@ -171,7 +171,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return
         state = {
             "step": step,
-            "config": as_dict(self._config),
+            "config": self._config.as_dict(),
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
             "trainer": self._copied,
             "parts": {name: part.state() for name, part in self._parts.items()},
