@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def row(model: str, size: str, mode: str, card: str) -> dict[str, str]:
     """Returns a line of the table: one server and one trainer rank, a GPU of this size for each."""
-    found = plan.find_needs(load(None, [f"model.path={model}", *COMMON, *MODES[mode]]), 2, plan.GPUS[card])
+    found = plan.Needs(load(None, [f"model.path={model}", *COMMON, *MODES[mode]]), 2, plan.GPUS[card])
     numbers = {
         "rank_gib": f"{found.rank.total / GIB:.1f}",
         "micro_batch_tokens": str(found.largest_micro_batch),
@@ -76,7 +76,7 @@ def test_what_fits_on_which_gpu_is_what_the_table_says(models: dict[str, str], m
 def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_hand(models: dict[str, str]) -> None:
     settings = [f"model.path={models['7B']}", *COMMON, "launch.servers=4", "server.gpu_memory_utilization=0.9"]
     settings.append("sync.backend=disk")
-    found = plan.find_needs(load(None, settings), 8, plan.GPUS["80GB"])
+    found = plan.Needs(load(None, settings), 8, plan.GPUS["80GB"])
     assert found.parameters == 7_615_616_512
     assert (found.where.servers, found.where.ranks) == (["0", "1", "2", "3"], "4,5,6,7")
     # keys and values, 28 layers of 4 heads of 128 in bfloat16: 57,344 bytes per token; 2.5 GiB are vLLM's own
@@ -96,7 +96,7 @@ def test_the_machines_memory_and_the_seconds_of_an_offloaded_update_are_those_wo
 ) -> None:
     settings = [f"model.path={models['7B']}", *COMMON, *MODES["offload"], "trainer.micro_batch_tokens=16384"]
     settings += ["sync.backend=disk", "checkpoint.async=true", "algorithm.minibatches=2"]
-    found = plan.find_needs(load(None, settings), 2, plan.GPUS["80GB"])
+    found = plan.Needs(load(None, settings), 2, plan.GPUS["80GB"])
     # 7.6156 billion parameters: 122 GB master weights, moments and the update's gradients, 30 GB their sums; a version
     # in 16 bits; a copy of the checkpoint while it is written; a server and a rank of 3 GiB each.
     assert {name: round(size / 1e9, 1) for name, size in found.host.items()} == {
@@ -109,7 +109,7 @@ def test_the_machines_memory_and_the_seconds_of_an_offloaded_update_are_those_wo
     # 30 GB travel both ways at 25 GB/s, 2.44 s; and twice 15 GB of new weights.
     assert found.seconds["offload"] == pytest.approx(2 * (2.13 + 3 * 2.44 + 0.61), rel=0.002)
     shared = [f"model.path={models['0.5B']}", *COMMON, "launch.share_gpu=true", "launch.servers=1"]
-    found = plan.find_needs(load(None, shared), 1, plan.GPUS["80GB"])
+    found = plan.Needs(load(None, shared), 1, plan.GPUS["80GB"])
     state = found.rank.weights + found.rank.gradients + found.rank.optimizer
     assert found.host["while the server generates"] == state
     assert found.host["checkpoint"] == 2**30  # of 6 GB, file by file
@@ -129,9 +129,7 @@ def test_a_shipped_config_fits_the_gpus_that_it_is_for(
 ) -> None:
     config = load(ROOT / "config" / f"{name}.yaml", [])
     assert size in config.model.path
-    found = plan.find_needs(
-        load(ROOT / "config" / f"{name}.yaml", [f"model.path={models[size]}"]), gpus, plan.GPUS[card]
-    )
+    found = plan.Needs(load(ROOT / "config" / f"{name}.yaml", [f"model.path={models[size]}"]), gpus, plan.GPUS[card])
     assert found.fits
     assert found.largest_micro_batch >= config.trainer.micro_batch_tokens
     assert found.kv_tokens >= 16 * config.model.max_length  # or few sequences are decoded at the same time
@@ -139,12 +137,12 @@ def test_a_shipped_config_fits_the_gpus_that_it_is_for(
 
 def test_a_plan_that_does_not_fit_names_the_least_costly_ways_out(models: dict[str, str]) -> None:
     settings = [f"model.path={models['7B']}", "model.max_length=4096", "trainer.micro_batch_tokens=8192"]
-    said = list(plan.report(load(None, settings), settings, 8, "80GB"))
+    said = list(plan.report(settings, 8, "80GB"))
     assert any("a rank needs more than its GPU has" in line for line in said)
     ways = [line.split(":")[0].strip() for line in said[-3:]]
     assert ways == ["trainer.gradient_checkpointing=true", "trainer.offload_optimizer=true", "model.lora={}"]
     settings += ["model.lora={}", "trainer.gradient_checkpointing=true", "server.gpu_memory_utilization=0.7"]
-    said = list(plan.report(load(None, settings), settings, 2, "24GB"))
+    said = list(plan.report(settings, 2, "24GB"))
     assert "no room for one sequence of 4,096 tokens; choose a shorter model.max_length" in said[-1]
 
 
@@ -153,17 +151,21 @@ def test_a_rank_fits_where_a_sequence_does_with_the_margin_that_the_trainer_leav
     room: float, fits: bool, models: dict[str, str]
 ) -> None:
     config = load(None, [f"model.path={models['0.5B']}", *COMMON, *MODES["offload"], "server.kv_cache_mib=64"])
-    rank = plan.find_needs(config, 2, plan.GPUS["80GB"]).rank  # of 8192 tokens
+    rank = plan.Needs(config, 2, plan.GPUS["80GB"]).rank  # of 8192 tokens
     needed = rank.total - rank.activations * (1 - (256 + 1024) / 8192)  # of one prompt and completion
-    found = plan.find_needs(config, 2, plan.Gpu("H100", room * needed / GIB, 3.35e12))
-    assert (found.fits, found.largest_micro_batch >= 256 + 1024, "offload" in found.seconds) == (fits, fits, fits)
+    found = plan.Needs(config, 2, plan.Gpu("H100", room * needed / GIB, 3.35e12))
+    assert (found.fits, found.largest_micro_batch >= 256 + 1024, found.fits and "offload" in found.seconds) == (
+        fits,
+        fits,
+        fits,
+    )
 
 
 def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, str]) -> None:
-    config = load(None, [f"model.path={models['0.5B']}"])
-    assert "8 x 80GB (H100)" in next(plan.report(config, [], 8, "h100"))
+    settings = [f"model.path={models['0.5B']}"]
+    assert "8 x 80GB (H100)" in next(plan.report(settings, 8, "h100"))
     with pytest.raises(ConfigError, match=r"--gpu 90GB is not known: choose 24GB \(4090\), 48GB"):
-        list(plan.report(config, [], 8, "90GB"))
+        list(plan.report(settings, 8, "90GB"))
 
 
 def test_every_card_has_a_peak() -> None:

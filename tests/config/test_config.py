@@ -225,7 +225,7 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("model.lora.quantize=nf4 trainer.offload_optimizer=true", "set stage 2"),
         (
             "trainer.deepspeed.scheduler.type=WarmupLR trainer.deepspeed.train_batch_size=64",
-            "as hocket sets it: set trainer.schedule and trainer.warmup_steps; trainer.deepspeed.train_batch_size can't be set",
+            "set trainer.schedule and trainer.warmup_steps; trainer.deepspeed.train_batch_size can't be set, as hocket",
         ),
         (
             "trainer.deepspeed.zero_optimization.stage=3 trainer.zero_stage=2",

@@ -55,7 +55,7 @@ async def groups_of(
     settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
     load_plugins(settings.plugins)
     parts = Parts(settings, Console(steps=1))
-    prompts = parts.prompts("train", settings.data)
+    prompts = parts.prompts()
     plan = Plan(
         label="s",
         sampling=sampling_params(settings.rollout, seed=0, step=1),

@@ -143,7 +143,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             config=config,
             trainer=trainer,
             servers=copy,
-            stream=parts.stream(parts.prompts("train", config.data)),
+            stream=parts.stream(parts.prompts()),
             play=play,
             scorer=RewardScorer(calls, config.rewards.functions),
             shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),

@@ -44,16 +44,19 @@ class Child(subprocess.Popen[bytes]):
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
         self.log = log
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") if log is not None else contextlib.nullcontext() as output:
-            self.begin = output.tell() if output else 0  # of its own words: another launch may have written before
+        self.begin = 0  # of its own words: another launch may have written before
+        with contextlib.ExitStack() as stack:
+            output = None
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("ab"))
+                self.begin = output.tell()
             super().__init__(
                 [sys.executable, *command],
                 env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT if output else None,
+                stderr=output,
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the parent alone, which stops its children
             )
 
@@ -102,31 +105,33 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     logs = config.run_dir / "logs"
     plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, visible_gpus())
     ports = free_ports(config.server.host, config.server.port, len(plan.servers))
-    urls = [config.url_at(port) for port in ports]
-    names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
+    urls = ",".join(map(config.url_at, ports))
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
     if plan.ranks and not config.launch.share_gpu:
         arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
-    serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
-    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{','.join(urls)}]"]
+    serve = ["-m", "hocket", "serve", *arguments]
+    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{urls}]"]
     print(f"run folder {config.run_dir}, logs in {logs}")
-    if (port := config.server.port) not in ports:
+    port = config.server.port
+    if port not in ports:
         print(f"port {port} is in use by {holder(port) or 'another process'}; {ports[0]} is free")
-    for name, url, gpus in zip(names, urls, plan.servers, strict=True):
-        print(f"{name}: {url} on {_where(gpus)}")
+    commands = []
+    for number, (port, gpus) in enumerate(zip(ports, plan.servers, strict=True)):
+        name = f"server_{number}" if len(ports) > 1 else "server"
+        print(f"{name}: {config.url_at(port)} on {_where(gpus)}")
+        commands.append((logs / f"{name}.log", [*serve, f"server.port={port}"], variables(gpus)))
     print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
-    environments = [variables(gpus) for gpus in plan.servers]
     if dry_run:
-        lines = [_typed(command, env) for command, env in zip(serve, environments, strict=True)]
-        print("by hand:", *lines, _typed(train, variables(plan.ranks), plan.num_ranks), sep="\n")
+        print("by hand:", *(_typed(command, env) for _, command, env in commands), sep="\n")
+        print(_typed(train, variables(plan.ranks), plan.num_ranks))
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: it stops the children, too
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     servers: list[Child] = []
     try:
-        for name, command, env in zip(names, serve, environments, strict=True):
-            servers.append(Child(command, env=env, log=logs / f"{name}.log"))
+        for log, command, env in commands:
+            servers.append(Child(command, env=env, log=log))
         check = functools.partial(refuse_all_dead, [*servers])
         return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
     finally:
@@ -146,8 +151,8 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
     apart = len(gpus) > 1 and not settings.share_gpu
     ours = theirs = gpus
     if apart:
-        left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
-        num_servers = settings.servers or max(1, left // size)
+        kept = settings.trainers or len(gpus) - len(gpus) // 2
+        num_servers = settings.servers or max(1, (len(gpus) - kept) // size)
         ours = gpus[: num_servers * size]
         theirs = gpus[num_servers * size :]
         num_ranks = settings.trainers or max(1, len(theirs))

@@ -4,15 +4,14 @@ Memory is what the trainer estimates at its start. Seconds are a model of the ph
 named here with their sources: good for a choice between settings, not for a promise.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hocket.algorithm import choices
-from hocket.cluster.launch import Placement, place
+from hocket.cluster.launch import place
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data import tokenizer as tokenizers
@@ -20,7 +19,7 @@ from hocket.errors import ConfigError
 from hocket.trainer import flops, memory
 from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.extras import configured
-from hocket.trainer.memory import GIB, Estimate
+from hocket.trainer.memory import GIB
 from hocket.trainer.policy import skeleton
 from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES
@@ -73,132 +72,117 @@ WAYS = (
 NUM_WAYS = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run needs on each kind of process; sizes in bytes, times in seconds of one step."""
+    """What a run needs on the GPUs of one machine; sizes in bytes, times in seconds of one step.
 
-    where: Placement
-    parameters: int
-    rank: Estimate
-    room: float  # of a rank's GPU, but for the margin that the trainer leaves there, too
-    largest_micro_batch: int  # tokens that fit
-    weights: float  # of the model on each GPU of a server
-    kv_cache: float  # bytes of all GPUs of a server
-    kv_tokens: int
-    sequences: int  # of the full context that its KV cache holds
-    stage: int  # of ZeRO
-    trained: int  # parameters, of a critic too
-    published: int  # bytes of a version of the weights
-    broadcasts: bool  # by NCCL
-    host: dict[str, float]  # bytes of the machine's memory, by purpose; not all at the same time
-    seconds: dict[str, float]  # by phase
+    Raise ConfigError where the GPUs can't be divided.
+    """
+
+    def __init__(self, config: Config, num_gpus: int, gpu: Gpu) -> None:
+        self._config = config
+        self._gpu = gpu
+        server = config.server
+        size = server.tensor_parallel_size
+        where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
+        self.where = where
+        dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
+        trainer = config.trainer.unmeasured()
+        self._model = skeleton(config.model)
+        models = configured(config).models(config.model)
+        sizes = [p.numel() for p in self._model.parameters()]
+        learned = [p.numel() for p in self._model.parameters() if p.requires_grad]
+        self.parameters = sum(sizes)
+        learners = [skeleton(model) for model, learns in models if learns]
+        self.trained = sum(p.numel() for one in learners for p in one.parameters() if p.requires_grad)
+        self.published = 2 * self.trained
+        self.weights = sum(sizes if config.model.lora else learned) * dtype.itemsize / size  # on each GPU of a server
+        shape = Shape.of(self._model)
+        self._kv_token = 2 * shape.layers * shape.key * dtype.itemsize
+        left = GIB * (gpu.gib * server.gpu_memory_utilization - ENGINE_GIB) - self.weights
+        self.kv_cache = size * (server.kv_cache_mib << 20 if server.kv_cache_mib else left)  # of all GPUs of a server
+        self.kv_tokens = max(0, int(self.kv_cache / self._kv_token))
+        self.sequences = self.kv_tokens // tokenizers.context_length(config.model)  # of the full context
+        beside = 0.0  # what a server takes of a rank's GPU
+        if not where.apart:
+            asleep = config.launch.share_gpu
+            beside = ENGINE_GIB * GIB + (0.0 if asleep else self.weights + self.kv_cache / size)
+        self.room = (1 - memory.MARGIN) * (gpu.gib * GIB - beside)  # but for what the trainer leaves there, too
+        rank = memory.needed(models, trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
+        self.stage = default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
+        per_token = rank.activations / int(trainer.micro_batch_tokens)
+        free = self.room - (rank.total - rank.activations)
+        self.largest_micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))  # tokens that fit
+        self._prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
+        if config.trainer.micro_batch_tokens == "auto":  # at least of one sequence
+            tokens = min(8192, max(self.largest_micro_batch, self._prompt + config.rollout.max_tokens))
+            rank = rank._replace(activations=per_token * tokens)
+        self.rank = rank
+        backend = config.sync.backend
+        self.broadcasts = backend == "nccl" or (backend == "auto" and where.apart)
 
     @property
     def fits(self) -> bool:
         """Whether both sides have room; vLLM wants it for one sequence of the full context."""
         return self.rank.total <= self.room and self.sequences > 0
 
+    @property
+    def host(self) -> dict[str, float]:
+        """What processes need of the machine's memory, but for files in its cache; not all at the same time."""
+        config = self._config
+        rank = self.rank
+        num_ranks = self.where.num_ranks
+        checkpoint = 12 * self.trained
+        found: dict[str, float] = {"processes": HOST_GIB * GIB * (len(self.where.servers) + num_ranks)}
+        if config.trainer.offload_optimizer:
+            found["offloaded"] = OFFLOADED[self.stage] * self.trained
+        if config.launch.share_gpu:
+            if config.model.lora:
+                found["while the trainer trains"] = PINNED * self.weights
+            found["while the server generates"] = num_ranks * (rank.weights + rank.gradients + rank.optimizer)
+        if not self.broadcasts:
+            found["version"] = self.published * (1 + (config.sync.backend == "delta"))
+        found["checkpoint"] = checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES)
+        return found
 
-def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
-    """Return what a config needs on the GPUs of one machine. Raises ConfigError where they can't be divided."""
-    server = config.server
-    size = config.server.tensor_parallel_size
-    where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
-    dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
-    model = skeleton(config.model)
-    held = configured(config).models(config.model)
-    learners = [skeleton(one) for one, learns in held if learns]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    trainer = config.trainer.unmeasured()
-    rank = memory.needed(held, trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
-    share = server.gpu_memory_utilization
-    weights = sum(p.numel() for p in model.parameters() if p.requires_grad or config.model.lora) * dtype.itemsize / size
-    shape = Shape.of(model)
-    kv_token = 2 * shape.layers * shape.key * dtype.itemsize
-    kv_cache = size * (
-        server.kv_cache_mib << 20 if server.kv_cache_mib else GIB * (gpu.gib * share - ENGINE_GIB) - weights
-    )
-    kv_tokens = max(0, int(kv_cache / kv_token))
-    stays = 0.0 if config.launch.share_gpu else weights + kv_cache / size  # of a server that sleeps, vLLM's own
-    room = (1 - memory.MARGIN) * (gpu.gib * GIB - (stays + ENGINE_GIB * GIB if not where.apart else 0.0))
-    per_token = rank.activations / int(trainer.micro_batch_tokens)
-    free = room - (rank.total - rank.activations)
-    micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))
-    if config.trainer.micro_batch_tokens == "auto":  # at least of one sequence
-        sequence = (config.data.max_prompt_tokens or PROMPT_TOKENS) + config.rollout.max_tokens
-        rank = rank._replace(activations=per_token * min(8192, max(micro_batch, sequence)))
-    needs = Needs(
-        where=where,
-        parameters=sum(p.numel() for p in model.parameters()),
-        rank=rank,
-        room=room,
-        largest_micro_batch=micro_batch,
-        weights=weights,
-        kv_cache=kv_cache,
-        kv_tokens=kv_tokens,
-        sequences=kv_tokens // tokenizers.context_length(config.model),
-        stage=default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True),
-        trained=sum(p.numel() for one in learners for p in one.parameters() if p.requires_grad),
-        published=2 * trained,
-        broadcasts=config.sync.backend == "nccl" or (config.sync.backend == "auto" and where.apart),
-        host={},
-        seconds={},
-    )
-    seconds = _seconds(config, needs, model, gpu, kv_token) if needs.fits else {}
-    return dataclasses.replace(needs, seconds=seconds, host=_host_bytes(config, needs))
-
-
-def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
-    """Return what all processes need of the machine's memory, but for files in its cache."""
-    rank = needs.rank
-    where = needs.where
-    state = where.num_ranks * (rank.weights + rank.gradients + rank.optimizer)
-    checkpoint = 12 * needs.trained
-    found = {
-        "processes": HOST_GIB * GIB * (len(where.servers) + where.num_ranks),
-        "offloaded": OFFLOADED[needs.stage] * needs.trained if config.trainer.offload_optimizer else 0,
-        "while the trainer trains": PINNED * needs.weights if config.launch.share_gpu and config.model.lora else 0,
-        "while the server generates": state if config.launch.share_gpu else 0,
-        "version": 0 if needs.broadcasts else needs.published * (1 + (config.sync.backend == "delta")),
-        "checkpoint": checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES),
-    }
-    return {name: size for name, size in found.items() if size}
-
-
-def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
-    rollout = config.rollout
-    peak = flops.PEAKS[gpu.name]
-    length = LENGTH * rollout.max_tokens
-    prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
-    count = rollout.prompts_per_step * rollout.group_size
-    size = config.server.tensor_parallel_size
-    mine = count / len(needs.where.servers)
-    limit = config.server.engine.get("max_num_seqs", MAX_SEQUENCES)
-    running = max(1.0, min(mine, limit, needs.kv_tokens / (prompt + length)))
-    read = needs.weights + running * (prompt + length / 2) * kv_token / size
-    product = 2 * needs.parameters * running / size / (DECODE_FLOPS * peak)
-    iteration = ITERATION_S + max(read / (DECODE_MEMORY * gpu.bandwidth), product)
-    prefill = 2 * needs.parameters * prompt * mine / rollout.group_size / size / (DECODE_FLOPS * peak)
-    of_step = flops.step_flops(flops.model_flops(model), [int(prompt + length)] * count, int(length * count))
-    update = of_step / (needs.where.num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
-    passes = (config.algorithm.kl != "off") + (config.algorithm.updates > 1)  # of log-probs alone
-    seconds = {
-        "generate": prefill + iteration * max(rollout.max_tokens, mine * length / running),
-        "train": update * config.algorithm.epochs + passes * update / 3,
-        "rank 0": HOST_S * count * (prompt + length),
-        "weights": needs.published * (NCCL_S if needs.broadcasts else DISK_S),
-        "checkpoint": 12 * needs.trained * CHECKPOINT_S,
-    }
-    if config.trainer.offload_optimizer:  # while the CPU updates, and gradients and weights travel, GPUs wait
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of a step by phase, where both sides fit."""
+        config = self._config
+        rollout = config.rollout
+        peak = flops.PEAKS[self._gpu.name]
+        length = LENGTH * rollout.max_tokens
+        prompt = self._prompt
+        count = rollout.prompts_per_step * rollout.group_size
+        num_ranks = self.where.num_ranks
+        size = config.server.tensor_parallel_size
+        mine = count / len(self.where.servers)
+        limit = config.server.engine.get("max_num_seqs", MAX_SEQUENCES)
+        running = max(1.0, min(mine, limit, self.kv_tokens / (prompt + length)))
+        read = self.weights + running * (prompt + length / 2) * self._kv_token / size
+        product = 2 * self.parameters * running / size / (DECODE_FLOPS * peak)
+        iteration = ITERATION_S + max(read / (DECODE_MEMORY * self._gpu.bandwidth), product)
+        prefill = 2 * self.parameters * prompt * mine / rollout.group_size / size / (DECODE_FLOPS * peak)
+        of_step = flops.step_flops(flops.model_flops(self._model), [int(prompt + length)] * count, int(length * count))
+        update = of_step / (num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
+        epochs = config.algorithm.epochs
         updates = config.algorithm.updates
-        tokens = config.trainer.micro_batch_tokens
-        share = count * (prompt + length) * config.algorithm.epochs / updates / needs.where.num_ranks
-        micro_batches = math.ceil(share / (needs.largest_micro_batch if tokens == "auto" else tokens))
-        # ZeRO-3 has the sums brought to the GPU and back for every micro-batch; they stay there at other stages.
-        travels = (8 * micro_batches if needs.stage == 3 else 4) + 2
-        per_parameter = UPDATE_BYTES / HOST_BANDWIDTH + travels / needs.where.num_ranks / PCIE_BANDWIDTH
-        seconds["offload"] = updates * needs.trained * per_parameter
-    return seconds
+        passes = (config.algorithm.kl != "off") + (updates > 1)  # of log-probs alone
+        seconds = {
+            "generate": prefill + iteration * max(rollout.max_tokens, mine * length / running),
+            "train": update * epochs + passes * update / 3,
+            "rank 0": HOST_S * count * (prompt + length),
+            "weights": self.published * (NCCL_S if self.broadcasts else DISK_S),
+            "checkpoint": 12 * self.trained * CHECKPOINT_S,
+        }
+        if config.trainer.offload_optimizer:  # while the CPU updates, and gradients and weights travel, GPUs wait
+            tokens = config.trainer.micro_batch_tokens
+            share = count * (prompt + length) * epochs / updates / num_ranks
+            micro_batches = math.ceil(share / (self.largest_micro_batch if tokens == "auto" else tokens))
+            # ZeRO-3 has the sums brought to the GPU and back for every micro-batch; they stay there at other stages.
+            travels = (8 * micro_batches if self.stage == 3 else 4) + 2
+            per_parameter = UPDATE_BYTES / HOST_BANDWIDTH + travels / num_ranks / PCIE_BANDWIDTH
+            seconds["offload"] = updates * self.trained * per_parameter
+        return seconds
 
 
 def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
@@ -208,7 +192,7 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tupl
         if any(less <= set(way) for less in found):
             continue
         try:
-            needs = find_needs(read_settings([*arguments, *way])[0], num_gpus, gpu)
+            needs = Needs(read_settings([*arguments, *way])[0], num_gpus, gpu)
         except ConfigError:  # it contradicts another setting
             continue
         if needs.fits:
@@ -216,15 +200,16 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tupl
             yield " ".join(way), needs
 
 
-def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
+def report(arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
     """Yield the lines that `run.py plan` prints. Raises ConfigError for a card that is not known."""
     size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
     if size not in GPUS:
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
     gpu = GPUS[size]
+    config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
-    needs = find_needs(config, num_gpus, gpu)
+    needs = Needs(config, num_gpus, gpu)
     where = needs.where
     context = tokenizers.context_length(config.model)
     yield f"{config.model.path}: {needs.parameters / 1e9:.2f} billion parameters; {num_gpus} x {size} ({gpu.name})"

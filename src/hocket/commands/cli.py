@@ -25,7 +25,7 @@ from hocket.errors import TRACEBACK, ConfigError, HocketError, door, remedy
 from hocket.observe import metrics
 from hocket.trainer import checkpoints
 
-QUICKSTART = "config/quickstart.yaml"
+DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it as it is imported; micro-batches differ in length
 Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ[TRACEBACK] = "1"  # for the processes that this one starts, too
     try:
         if "settings" in args:
-            args.config, args.arguments = read_settings([*args.settings, *rest], args.default)
+            args.config, args.arguments = read_settings([*args.settings, *rest], DEFAULTS.get(args.command))
         status: int | None = args.run(args)
         return status or 0
     except KeyboardInterrupt:
@@ -99,12 +99,16 @@ def _parser() -> argparse.ArgumentParser:
             command.epilog = EPILOG
         for names, how in (*options, TRACEBACKS):
             command.add_argument(*names, **how)
-        command.set_defaults(command=name, run=run, default=QUICKSTART if name == "quickstart" else None)
+        command.set_defaults(command=name, run=run)
     return parser
 
 
 def _option(*names: str, **how: Any) -> Option:
     return names, how
+
+
+def _page(name: str, content: Callable[[], str], **how: Any) -> Option:
+    return _option(name, dest="page", action="store_const", const=content, **how)
 
 
 def _command(*options: Option) -> Callable[[Run], Run]:
@@ -192,8 +196,8 @@ def _sft(args: argparse.Namespace) -> None:
     _option("--json", action="store_true", help="print the server's whole answer"),
 )
 def _generate(args: argparse.Namespace) -> None:
-    from hocket.client.discover import find_servers
     from hocket.client.server import ServerClient
+    from hocket.commands.parts import Servers
     from hocket.protocol import ChatMessage, GenerateRequest, GenerateResponse, PromptInput, SamplingParams
 
     config: Config = args.config
@@ -210,9 +214,8 @@ def _generate(args: argparse.Namespace) -> None:
         raise ConfigError("; ".join(wrong)) from error
 
     async def ask() -> GenerateResponse:
-        where = config.server.discover
-        urls = config.server_urls if where is None else await find_servers(where)
-        async with ServerClient(urls[0], token=config.token) as server:
+        url, *_ = await Servers(config).urls()
+        async with ServerClient(url, token=config.token) as server:
             return await server.ask(request, timeout_s=config.rollout.timeout_s)
 
     answer = asyncio.run(ask())
@@ -256,7 +259,7 @@ def _plan(args: argparse.Namespace) -> int:
     from hocket.cluster import plan
 
     status = 0
-    for line in plan.report(args.config, args.arguments, args.gpus, args.gpu):
+    for line in plan.report(args.arguments, args.gpus, args.gpu):
         print(line, flush=True)
         status |= line.startswith("does not fit")
     return status
@@ -306,19 +309,12 @@ def _select(args: argparse.Namespace) -> None:
 
 @_command(
     SETTINGS,
-    _option("--reference", action="store_true", help="print every key with default and meaning"),
-    _option("--metrics", action="store_true", help="print every metric with meaning and healthy range"),
-    _option("--presets", action="store_true", help="print the settings of every published algorithm"),
+    _page("--reference", config_module.reference, help="print every key with default and meaning"),
+    _page("--metrics", metrics.reference, help="print every metric with meaning and healthy range"),
+    _page("--presets", config_module.preset_table, help="print the settings of every published algorithm"),
 )
 def _config(args: argparse.Namespace) -> None:
-    if args.reference:
-        print(config_module.reference())
-    elif args.metrics:
-        print(metrics.reference())
-    elif args.presets:
-        print(config_module.preset_table())
-    else:
-        print(config_module.dump(args.config), end="")
+    print(args.page() if args.page else config_module.dump(args.config).rstrip())
 
 
 @_command()

@@ -55,6 +55,10 @@ class Servers:
 
     config: Config
 
+    async def urls(self) -> Sequence[str]:
+        where = self.config.server.discover
+        return self.config.server_urls if where is None else await find_servers(where)
+
     async def answer(self) -> bool:
         """Return whether the config names its servers, or one answers where it would start it."""
         if self.config.names_servers:
@@ -117,10 +121,18 @@ class Parts:
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
             raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
 
-    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Prompts | KeptPrompts:
-        """Return the prompts of a source that are short enough, and say how many were not."""
-        setting = "rollout.max_tokens" if max_tokens is None else "eval.max_tokens"
-        answer = max_tokens or self.config.rollout.max_tokens
+    def prompts(self) -> Prompts | KeptPrompts:
+        """Return the prompts to train on, and show the first ones."""
+        answer = self.config.rollout.max_tokens
+        prompts, longest = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
+        self.needed = longest + self.example.thinking_tokens + answer
+        for prompt in prompts[:NUM_SHOWN]:
+            seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
+            self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
+        return prompts
+
+    def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts | KeptPrompts, int]:
+        """Return the prompts that leave room for an answer, with the longest one's length; say how many do not."""
         thought = self.example.thinking_tokens  # before an answer
         room = self.longest - thought - answer
         if room < 1:
@@ -141,12 +153,7 @@ class Parts:
             if not prompts:
                 raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
             self.console.say(f"{what}: dropped {len(lengths) - len(prompts)} prompts of {data.source} {too_long}")
-        if what == "train":
-            self.needed = max(length for length in lengths if length <= limit) + thought + answer
-            for prompt in prompts[:NUM_SHOWN]:
-                seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
-                self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
-        return prompts
+        return prompts, max(length for length in lengths if length <= limit)
 
     @property
     def _tools(self) -> Sequence[Mapping[str, Any]]:
@@ -156,11 +163,14 @@ class Parts:
         """Return the prompts of the evaluation; say where rows are missing."""
         data = self.config.held_out_data
         settings = self.config.eval
-        if data is not None:
-            return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts]
-        if settings.num_prompts:
-            self.console.say(f"nothing is evaluated: {NO_ROWS}")
-        return ()
+        if data is None:
+            if settings.num_prompts:
+                self.console.say(f"nothing is evaluated: {NO_ROWS}")
+            return ()
+        setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
+        answer = settings.max_tokens or self.config.rollout.max_tokens
+        prompts, _ = self._fitting("eval", data, setting, answer)
+        return prompts[: settings.num_prompts]
 
     def stream(self, prompts: Prompts | KeptPrompts) -> PromptStream:
         planner = bind(self.config.curriculum, prompts, self.config.trainer.seed)

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hocket.algorithm import choices
-from hocket.client.discover import find_servers
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
 from hocket.cluster.launch import free_port, visible_gpus
@@ -85,7 +84,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     config = parts.config
     say = parts.console.say
     calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
-    prompts = parts.prompts("train", config.data)
+    prompts = parts.prompts()
     say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
     parts.stream(prompts)
     first = prompts[0]
@@ -100,17 +99,15 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     say(f"{what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
 
     async def look() -> dict[str, Health | None]:
-        urls: Sequence[str] = config.server_urls
-        if config.server.discover is not None:
-            try:
-                urls = await find_servers(config.server.discover)
-            except ServerError as error:  # there is none yet
-                say(str(error))
-        there: dict[str, Health | None] = dict.fromkeys(urls)
+        there: dict[str, Health | None] = {}
+        try:
+            urls = await parts.servers.urls()
+        except ServerError as error:  # server.discover finds none yet
+            say(str(error))
+            return there
         for url in urls:
             async with ServerClient(url, token=config.token) as server:
-                if await server.answers():
-                    there[url] = await server.health()
+                there[url] = await server.health() if await server.answers() else None
         return there
 
     found = asyncio.run(look())
@@ -156,7 +153,7 @@ def _run(
     """Bring the parts together; first those whose faults show before any server or trainer is up."""
     calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
     parts = Parts(config, console)
-    prompts = parts.prompts("train", config.data)
+    prompts = parts.prompts()
     held_out = parts.held_out()
     stream = parts.stream(prompts)
     run_there(calls.set_up())
@@ -173,22 +170,22 @@ def _run(
     from hocket.loop import Run
     from hocket.trainer.state import SavedTensors
 
-    if saved:
-        trainer.restore(SavedTensors(saved.folder), saved.trainer)
-    parts.limit(trainer)
-    console.say(trainer.memory)
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
     publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
+    last = 0
     if saved:
+        trainer.restore(SavedTensors(saved.folder), saved.trainer)
         saved.restore(kept)
+        last = saved.step
     elif not replay:
         folder.ledger(0, [{"num_prompts": len(prompts)}])
+    parts.limit(trainer)
+    console.say(trainer.memory)
     play = parts.play(servers)
-    last = saved.step if saved else 0
     after: list[Callable[[Path], None]] = []
     if config.checkpoint.copy_to is not None:
         target = Path(config.checkpoint.copy_to) / config.run_dir.name
@@ -262,7 +259,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
     ):
         checkpoints.make_room(config.run_dir, console.say)
         parts = Parts(config, console)
-        stream = parts.stream(parts.prompts("train", config.data))
+        stream = parts.stream(parts.prompts())
 
         async def run() -> None:
             await calls.set_up()  # before a server is started
