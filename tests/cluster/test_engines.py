@@ -169,28 +169,6 @@ def test_kubernetes_objects_have_the_fields_of_its_schemas() -> None:
     assert sorted(kinds) == ["Deployment", "Job", "PersistentVolumeClaim", "Service", "Service"]
 
 
-def test_the_names_in_the_kubernetes_files_agree() -> None:
-    files = render(*CASES["kubernetes"])
-    service, deployment = yaml.safe_load_all(files["servers.yaml"])
-    meeting, job = yaml.safe_load_all(files["trainer.yaml"])
-    top, (claim,) = yaml.safe_load(files["kustomization.yaml"]), yaml.safe_load_all(files["storage.yaml"])
-    settings = yaml.safe_load(files["config.yaml"])
-    assert settings["server"]["discover"] == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
-    assert meeting["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
-    for selector, pods in ((service, deployment), (meeting, job)):
-        assert selector["spec"]["selector"] == pods["spec"]["template"]["metadata"]["labels"]
-        spec = pods["spec"]["template"]["spec"]
-        (container,) = spec["containers"]
-        volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
-        assert volumes["config"]["configMap"]["name"] == top["configMapGenerator"][0]["name"]
-        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-        assert container["envFrom"][0]["secretRef"]["name"] == top["secretGenerator"][0]["name"]
-        assert container["image"] in [image["name"] for image in top["images"]]
-    master = next(word for word in job["spec"]["template"]["spec"]["containers"][0]["command"] if "master-addr" in word)
-    assert master == f"--master-addr={job['metadata']['name']}-0.{meeting['metadata']['name']}"
-
-
 @pytest.mark.parametrize(
     ("status", "code", "killed"),
     [

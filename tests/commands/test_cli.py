@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
@@ -18,7 +18,6 @@ import hocket
 from hocket.commands.cli import main
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
-from processes import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,26 +250,6 @@ def test_an_interrupted_run_says_once_how_to_go_on(
     monkeypatch.setattr("hocket.cluster.launch.die_with_launcher", lambda: True)  # which says it
     assert main(["train"]) == 130
     assert capsys.readouterr().err == ""
-
-
-def test_a_dry_run_says_what_a_run_would_use_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = MagicMock(num_parameters=1234, memory="it fits", micro_batch_tokens=1024)
-    trainer.__enter__.return_value = trainer
-    monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda config: trainer)
-    port = free_port()
-    assert main(["train", "--dry-run", f"run.dir={tmp_path}/a", f"server.port={port}", "eval.num_prompts=7"]) == 0
-    said = capsys.readouterr().out
-    for line in (
-        "2048 prompts to train on, 7 held out",
-        "'exact_match': 1.0",
-        "1,234 parameters; it fits",
-        "no server an",
-    ):
-        assert line in said
-    assert said.endswith("nothing stands in the way of a run\n")
-    assert not list(tmp_path.iterdir())
 
 
 PRINTS = {  # a command → what writes far more than a pipe holds, or writes after its reader has gone

@@ -53,13 +53,17 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-def test_a_dry_run_pays_an_answer_behind_the_thought_that_the_template_opens(dry_run: Any) -> None:
+def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the_template_opens(
+    dry_run: Any, tmp_path: Path
+) -> None:
     said = dry_run("server.urls=[http://up,http://down]")
     assert "the reference answer of " in said
     assert "scored as if the model had written it, gets {" in said
     assert r": 'a thought\n</think>\n\n" in said
     assert "'think_format': 1.0" in said
     assert "nothing stands in the way of a run" in said
+    assert "4 prompts to train on, 256 held out" in said
+    assert not (tmp_path / "run").exists()
     failed = dry_run("server.urls=[http://up]", "data.answer_column=null", "rewards.functions={exact_match: 1}")
     assert "the empty answer of " in failed
     assert "has no score: exact_match: " in failed

@@ -126,11 +126,8 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
         ("trainer.learning_rate=1e-6", 1e-6),
         ("trainer.zero_stage=null", None),
         ("trainer.betas=[0.9, 0.95]", (0.9, 0.95)),
-        ("trainer.gradient_checkpointing=true", True),
-        ("trainer.micro_batch_tokens=100", 100),
         ("data.answer_pattern=#### x=(.*)", re.compile("#### x=(.*)")),
         ("run.dir=runs/exp #3", "runs/exp #3"),  # text is taken as it stands
-        ("run.dir=2024_10", "2024_10"),
         ("run.dir=010/a", "010/a"),
         ("run.dir=~/runs/a", "/home/somebody/runs/a"),
     ],
@@ -145,8 +142,6 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
     ("written", "read"),
     [
         ("1e-6", 1e-6),
-        ("-2.5E+3", -2500.0),
-        ("1.", 1.0),
         (".5", 0.5),
         ("-7", -7),
         ("TRUE", True),
@@ -155,7 +150,6 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("off", "off"),  # the rest is no text in YAML 1.1
         ("010", "010"),
         ("1_000", "1_000"),
-        ("12:30", "12:30"),
         ("2024-01-01", "2024-01-01"),
         ("'1e-6'", "1e-6"),
     ],
@@ -177,43 +171,27 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
     ("overrides", "answer"),
     [
         ("algorithm.correction=[]", "algorithm.correction: must be a name, or {name: NAME, option: value}"),
-        ("algorithm.discount=0.9", "here that is algorithm.baseline={name: none, discount: NUMBER}"),
         ("algorithm.ratio=sequence", "set correction=none"),
         ("algorithm.correction_low=3", "here that is algorithm.correction={name: NAME, bounds: [LOW, HIGH]}"),
-        ("algorithm.reward_range=[1,0]", "algorithm.reward_range: must be [lowest, highest]"),
-        ("launch.gpus_per_node=4", "here that is launch --engine NAME --gpus-per-node N"),
         ("algorithm.kl_in=reward", "have no effect; set kl or leave them out"),
         ("algorithm.kl=k2", "kl=k2 needs a weight"),
         ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set another scale"),
         ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
-        ("modle.path=x", "unknown key 'modle.path'; did you mean 'model.path'?"),
         ("learning_rate=1", "did you mean 'critic.learning_rate' or 'trainer.learning_rate'?"),
         ("zzzz=1", "unknown key 'zzzz'; `python run.py config --reference` lists all"),
         ("trainer.temperature=1", "did you mean 'rollout.temperature' or 'eval.temperature'?"),
-        ("lr=1e-5", "unknown key 'lr'; here that is trainer.learning_rate"),
         ("critic.optim.lr=1e-5", "unknown key 'critic.optim.lr'; here that is critic.learning_rate"),
-        ("algorithm.beta=0.1", "unknown key 'algorithm.beta'; here that is algorithm.kl_coef, with algorithm.kl"),
-        ("actor_rollout_ref.rollout.n=4", "unknown key 'actor_rollout_ref.rollout.n'; here that is rollout.group_size"),
         ("actor_rollout_ref.actor.clip_ratio=1 actor_rollout_ref.rollout.n=4", "n'; here that is rollout.group_size"),
-        ("eval.data.subset=main", "here that is data.source: hf:NAME:SUBSET"),
         ("rollout.top_p=0.9", "here that is no setting: training samples from the whole distribution"),
-        ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
         ("algorithm.preset=dapo env.thinking_tokens=9", "overlong_share=0.2 would punish the thoughts"),
         ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
         ("run.dir=runs/.hidden", "in no hidden folder"),
         ("run.dir=", "run.dir: the path is empty: is a shell variable not set?"),
-        ("sync.root=", "sync.root: the path is empty: "),
         ("server.urls=localhost:8000", "should match pattern '^https?://'"),
-        (
-            "server.discover=servers",
-            "server: discover=servers is neither NAME:PORT nor a file with a slash",
-        ),
-        ("server.discover=http://a:1", "a URL goes to urls"),
+        ("server.discover=servers", "server: discover=servers is neither NAME:PORT nor a file with a slash"),
         ("server.discover=server:65536", "server: discover=server:65536 is neither NAME:PORT nor a file"),
         ("server.discover=a:1 server.urls=http://a:1", "discover and urls both name the servers: leave one out"),
-        ("trainer.collective_timeout_s=600", "here that is 6 x sync.timeout_s"),
-        ("launch.server_gpus=0", "here that is the variable CUDA_VISIBLE_DEVICES, servers first"),
         ("pipeline.replay=runs/default", "this run's own folder"),
         ("trainer.steps", "overrides look like section.key=value"),
         ("trainer.steps=[1", "not valid YAML: expected ',' or ']'"),
@@ -221,7 +199,6 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("data.answer_pattern=(x) data.answer_column=null", "data: answer_pattern needs answer_column"),
         ("data.system_prompt=x data.chat_template=false", "data: system_prompt needs chat_template: true"),
         ("model.lora={} model.random_init=true", "with random_init there are none"),
-        ("model.lora.quantize=nf4 trainer.zero_stage=3", "set stage 2"),
         ("model.lora.quantize=nf4 trainer.offload_optimizer=true", "set stage 2"),
         (
             "trainer.deepspeed.scheduler.type=WarmupLR trainer.deepspeed.train_batch_size=64",
@@ -229,25 +206,17 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ),
         (
             "trainer.deepspeed.zero_optimization.stage=3 trainer.zero_stage=2",
-            "trainer.deepspeed: zero_optimization.stage=3, but trainer.zero_stage=2: leave one of them out",
+            "stage=3, but trainer.zero_stage=2: leave",
         ),
         ("trainer.deepspeed.optimizer.type=Lion", "optimizer can't be set, as hocket sets it: set trainer.learning"),
-        (
-            "trainer.deepspeed.zero_optimization.offload_optimizer.device=nvme",
-            "zero_optimization.offload_optimizer can't be set, as hocket sets it: set trainer.offload_optimizer",
-        ),
+        ("trainer.deepspeed.zero_optimization.offload_optimizer.device=nvme", "set trainer.offload_optimizer"),
         ("trainer.deepspeed.zero_optimization.zenflow={}", "zero_optimization.zenflow is not passed on: leave it out"),
         ("trainer.deepspeed.zero_optimization.overlap_com=true", "did you mean 'zero_optimization.overlap_comm'?"),
-        (
-            "trainer.deepspeed=nowhere.json",
-            "trainer.deepspeed: no JSON file of its settings can be read there: [Errno 2]",
-        ),
-        ("trainer.patience=2", "here that is checkpoint.best={name: METRIC, patience: N}"),
+        ("trainer.deepspeed=nowhere.json", "no JSON file of its settings can be read there: [Errno 2]"),
         ("checkpoint.best=eval/greedy data.source=a.jsonl", "checkpoint.best needs held-out rows: set eval.data"),
         ("trainer.deepspeed=[1]", "trainer.deepspeed: must be a mapping of key: value"),
         ("algorithm.preset=ppo critic.warmup_steps=10 trainer.steps=10", "leaves no step of trainer.steps=10"),
         ("trainer.offload_optimizer=true trainer.zero_stage=0", "offload_optimizer needs zero_stage"),
-        ("sync.delta=true", "here that is sync.backend=delta"),
         ("run.dir=runs/a sync.root=elsewhere", "runs/a must lie under sync.root="),
         ("launch.share_gpu=true pipeline.max_staleness=1", "needs pipeline.max_staleness=0"),
         ("launch.share_gpu=true sync.backend=nccl", "NCCL can't connect two processes on one GPU"),
@@ -291,19 +260,24 @@ def test_every_name_from_elsewhere_leads_to_a_setting_and_is_none_here() -> None
     assert len(set(names)) == len(names)
 
 
-def test_a_reward_may_be_a_weight_alone_or_have_arguments() -> None:
+@pytest.mark.parametrize(("key", "here"), config.MOVED.items())
+def test_a_key_of_before_is_answered_with_its_new_place(key: str, here: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key {key!r}; here that is {here}")):
+        config.load(None, {key: 1})
+
+
+def test_a_reward_may_be_a_weight_alone_or_have_arguments_and_the_accuracy_is_the_pass_rate() -> None:
     loaded = config.load(overrides=["rewards.functions={math: 0.5, length: {weight: 0.1, target: 40}}"])
     assert loaded.rewards.functions["math"].weight == 0.5
     assert loaded.rewards.functions["length"].model_extra == {"target": 40}
+    for accuracy, passes in (("length", "length"), ("null", "math"), ("exact_match", "math")):  # if it is trained
+        assert (
+            config.load(None, ["rewards.functions={math: 0.5, length: 0.1}", f"eval.reward={accuracy}"]).pass_reward
+            == passes
+        )
     weights = {"{gate: yes}": 0.0, "{gate: true, weight: 2}": 2.0, "{gate: false}": 1.0, "{}": 1.0}  # of a gate 0
     for written, weight in weights.items():
         assert config.load(overrides=[f"rewards.functions.x={written}"]).rewards.functions["x"].weight == weight
-
-
-def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_reward() -> None:
-    for reward, passes in (("format", "format"), ("null", "right"), ("exact_match", "right")):
-        loaded = config.load(None, ["rewards.functions={right: 1.0, format: 0.1}", f"eval.reward={reward}"])
-        assert loaded.pass_reward == passes
 
 
 def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,14 +316,6 @@ def test_versions_are_published_under_the_parent_of_the_run_folder_symlinks_reso
     assert config.load(None, [f"run.dir={tmp_path}/link"]).sync_root == tmp_path / "real"
 
 
-def test_a_users_own_file_of_deepspeed_is_read_without_what_it_leaves_to_the_trainer(tmp_path: Path) -> None:
-    path, passed = tmp_path / "ds_config.json", {"overlap_comm": True, "stage3_prefetch_bucket_size": 5e7}
-    values = {"bf16": "auto", "wall_clock_breakdown": True, "zero_optimization": {"stage": "auto", **passed}}
-    path.write_text(json.dumps(values))
-    expected = {"wall_clock_breakdown": True, "zero_optimization": passed}
-    assert config.load(None, [f"trainer.deepspeed={path}"]).trainer.deepspeed == expected
-
-
 def test_what_a_file_of_deepspeed_sets_that_hocket_has_under_another_name_is_taken_over(tmp_path: Path) -> None:
     # As transformers documents it for ZeRO-3 with offload, with numbers in place of some "auto".
     path = tmp_path / "ds_config.json"
@@ -366,7 +332,7 @@ def test_what_a_file_of_deepspeed_sets_that_hocket_has_under_another_name_is_tak
             "overlap_comm": True,
             "stage3_max_live_parameters": 1e9,
         },
-        "gradient_accumulation_steps": "auto",
+        "wall_clock_breakdown": True,
         "gradient_clipping": 0.5,
         "train_batch_size": "auto",
     }
@@ -375,7 +341,8 @@ def test_what_a_file_of_deepspeed_sets_that_hocket_has_under_another_name_is_tak
     assert found.model.dtype == "bfloat16"
     expected = {"learning_rate": 3e-6, "betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 0.5}
     expected |= {"zero_stage": 3, "offload_optimizer": True}
-    expected["deepspeed"] = {"zero_optimization": {"overlap_comm": True, "stage3_max_live_parameters": 1e9}}
+    zero = {"overlap_comm": True, "stage3_max_live_parameters": 1e9}
+    expected["deepspeed"] = {"zero_optimization": zero, "wall_clock_breakdown": True}
     assert {key: getattr(found.trainer, key) for key in expected} == expected
     assert config.load(None, {f"trainer.{key}": value for key, value in expected.items()}).trainer == found.trainer
 
