@@ -152,15 +152,17 @@ def launch(
         (folder / ".gitignore").write_text(f"{TOKEN_FILE}\n", encoding="utf-8")
     lines = [line.format(folder=shlex.quote(str(folder))) for line in SUBMIT[engine]]
     if not submit:
-        print("\n".join(["read and edit them, then submit:", f"  cd {folder}", *(f"  {line}" for line in lines)]))
-    for line in lines if submit else ():
+        print("read and edit them, then submit:", f"cd {folder}", *lines, sep="\n  ")
+        return
+    for line in lines:
         print(f"$ {line}", flush=True)
         try:
-            status = subprocess.run(shlex.split(line), cwd=folder).returncode
+            subprocess.run(shlex.split(line), cwd=folder, check=True)
         except FileNotFoundError as error:
             raise ConfigError(f"{error.filename} is not installed here: submit from a machine that has it") from error
-        if status:
-            raise ConfigError(f"`{line}` in {folder} ended with status {status}, for the reason above")
+        except subprocess.CalledProcessError as error:
+            status = error.returncode
+            raise ConfigError(f"`{line}` in {folder} ended with status {status}, for the reason above") from error
 
 
 def _count(number: int, thing: str) -> str:

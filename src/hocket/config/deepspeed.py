@@ -1,12 +1,12 @@
 """Read what `trainer.deepspeed` passes on to DeepSpeed 0.19.8: `{...}`, or the path of somebody's ds_config.json."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hocket.common.registry import refuse_owned
-from hocket.config.sections import put
+from hocket.config.sections import leaves, put
 
 _OWNED = {
     "train_batch_size": "rollout.prompts_per_step and rollout.group_size",
@@ -76,10 +76,10 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     found = dict(values)
     passed: dict[str, Any] = {}
     others = []
-    leaves = dict(_leaves(asked))
-    if not leaves.get("fp16.enabled"):  # many files say how to scale the losses of a precision that they don't use
-        leaves = {name: value for name, value in leaves.items() if not name.startswith("fp16.")}
-    for name, value in leaves.items():
+    settings = {name: value for name, value in leaves(asked).items() if value != "auto"}  # that is for the trainer
+    if not settings.get("fp16.enabled"):  # many files say how to scale the losses of a precision that they don't use
+        settings = {name: value for name, value in settings.items() if not name.startswith("fp16.")}
+    for name, value in settings.items():
         kind = ".".join(name.split(".")[: 1 + name.startswith(_ZERO)])
         meant = {_RENAMED[name]: value} if name in _RENAMED else _MEANT.get(f"{name}={value}")
         if kind in _PASSED or kind.startswith(_STAGE_3):
@@ -101,15 +101,6 @@ def _set(found: dict[str, Any], meant: Mapping[str, Any], asked: str) -> None:
         if before != value:
             raise ValueError(f"trainer.deepspeed: {asked}, but {setting}={before}: leave one of them out")
         put(found, setting, value)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value with its path, but those left to the trainer ("auto")."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif value != "auto":
-            yield f"{prefix}{name}", value
 
 
 def _read(value: Any) -> Any:

@@ -16,7 +16,7 @@ from hocket.common import markdown
 from hocket.common.files import kind_of
 from hocket.common.registry import explain
 from hocket.config.elsewhere import name_here, names_table
-from hocket.config.sections import Section, UserPath, put
+from hocket.config.sections import Section, UserPath, leaves, put
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
@@ -110,9 +110,17 @@ def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldI
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
-        kind, *_ = get_args(field.annotation) or (field.annotation,)
+        kind, *_ = _kinds(field)
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from _fields(kind, f"{key}.")
+
+
+def _kinds(field: FieldInfo) -> tuple[Any, ...]:
+    return get_args(field.annotation) or (field.annotation,)
+
+
+_TEXTS = {key for key, field in _fields() if {*_kinds(field)} <= {str, UserPath, re.Pattern[str], type(None)}}
+"""Keys whose value is literal text: "runs/a #3", "2024_10", "0123"."""
 
 
 def _default(field: FieldInfo) -> str:
@@ -122,22 +130,17 @@ def _default(field: FieldInfo) -> str:
 
 
 def _read(override: str) -> tuple[str, Any]:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
+    found = re.fullmatch("([^=]+)=(.*)", override, re.DOTALL)
+    if found is None:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
-    if text != "null" and _is_text(key):
+    key, text = found.groups()
+    if text != "null" and key in _TEXTS:
         return key, text
     try:
         return key, yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", error)
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
-
-
-def _is_text(key: str) -> bool:
-    """Return whether the key's value is literal text: "runs/a #3", "2024_10", "0123"."""
-    kind = next((field.annotation for name, field in _fields() if name == key), None)
-    return all(one in (str, UserPath, re.Pattern[str], type(None)) for one in get_args(kind) or (kind,))
 
 
 def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
@@ -149,14 +152,11 @@ def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
     key = ".".join(map(str, item["loc"]))
-    value = item["input"]
-    if item["type"] == "extra_forbidden" and isinstance(value, Mapping) and value:
-        for name in value:
-            yield from _explain({**item, "loc": (*item["loc"], name), "input": value[name]})
-    elif item["type"] == "extra_forbidden":
-        yield key, f"unknown key {key!r}; {_hint(key)}"
+    if item["type"] == "extra_forbidden":
+        for name in leaves({key: item["input"]}):
+            yield name, f"unknown key {name!r}; {_hint(name)}"
     else:
-        yield key, (f"{key}: " if key else "") + explain(item)
+        yield key, ": ".join(filter(None, [key, explain(item)]))
 
 
 def _hint(key: str) -> str:

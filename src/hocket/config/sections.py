@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -74,6 +74,17 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         values[parent] = dict(child or {})
         values = values[parent]
     values[leaf] = value
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key → value of nested mappings."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= leaves(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 class RunConfig(Section):

@@ -64,9 +64,8 @@ class Config(Section):
         )
         run_dir = self.run_dir.resolve()
         root = self.sync_root.resolve()
-        inside = run_dir.is_relative_to(root) and run_dir != root
         yield (
-            not inside or "/." in str(run_dir)[len(str(root)) :],
+            re.search(r"(^|/)\.", os.path.relpath(run_dir, root)) is not None,  # outside it is .., the same is .
             f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder",
         )
         yield (
@@ -151,12 +150,14 @@ class Config(Section):
         """Section eval.data, filled from section data; None with no evaluation, or no held-out rows."""
         own = self.eval.data
         data = self.data
+        given = own.model_fields_set
         kind, _, name = data.source.partition(":")
-        has_splits = kind == "hf" and not (Path(name).expanduser() / "state.json").is_file()
-        other = own.split != data.split and (kind == "task" or (has_splits and "split" in own.model_fields_set))
-        if not (self.eval.num_prompts and (other or "source" in own.model_fields_set)):
+        is_saved = (Path(name).expanduser() / "state.json").is_file()  # without splits
+        has_split = kind == "task" or (kind == "hf" and not is_saved and "split" in given)
+        is_other = "source" in given or (has_split and own.split != data.split)
+        if not (is_other and self.eval.num_prompts):
             return None
-        shared = type(data).model_fields.keys() - own.model_fields_set - {"split", "limit"}
+        shared = type(data).model_fields.keys() - given - {"split", "limit"}
         return own.model_copy(update={name: getattr(data, name) for name in shared})
 
     @property
