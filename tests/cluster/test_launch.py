@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -154,29 +155,32 @@ while len(list(folder.iterdir())) < 3:
 """
 
 
+def run_ranks(folder: Path, code: str = RANK, check: Callable[[], None] = lambda: None) -> int:
+    (folder / "ranks").mkdir()
+    command = ["-c", code, str(folder / "ranks")]
+    return launch.run_ranks(command, 3, env={"X": "y"}, check=check, logs=folder / "logs")
+
+
 def ranks_in(folder: Path) -> list[list[str]]:
-    return [path.read_text().split() for path in sorted(folder.iterdir())]
+    return [path.read_text().split() for path in sorted((folder / "ranks").iterdir())]
 
 
 def test_ranks_run_together_and_find_each_other(tmp_path: Path) -> None:
-    assert launch.run_ranks(["-c", RANK, str(tmp_path)], 3, env={"X": "y"}, check=lambda: None) == 0
-    ports = {words[6] for words in ranks_in(tmp_path)}
-    assert len(ports) == 1
+    assert run_ranks(tmp_path) == 0
+    (port,) = {words[6] for words in ranks_in(tmp_path)}
     assert [words[1:] for words in ranks_in(tmp_path)] == [
-        [str(rank), str(rank), "3", "3", "127.0.0.1", *ports, "y"] for rank in range(3)
+        [str(rank), str(rank), "3", "3", "127.0.0.1", port, "y"] for rank in range(3)
     ]
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_status_and_last_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = f"{RANK}\nif os.environ['RANK'] == '1': sys.exit('no room')\ntime.sleep(600)"
-    folder, logs = tmp_path / "ranks", tmp_path / "logs"
-    folder.mkdir()
-    assert launch.run_ranks(["-c", code, str(folder)], 3, env={"X": "y"}, check=lambda: None, logs=logs) == 1
-    assert f"rank 1 ended with status 1; the end of {logs / 'rank_1.log'}:\nno room" in capsys.readouterr().err
-    assert len(ranks_in(folder)) == 3
-    assert all(is_gone(words[0]) for words in ranks_in(folder))
+    assert run_ranks(tmp_path, f"{RANK}\nif os.environ['RANK'] == '1': sys.exit('no room')\ntime.sleep(600)") == 1
+    log = tmp_path / "logs" / "rank_1.log"
+    assert f"rank 1 ended with status 1; the end of {log}:\nno room" in capsys.readouterr().err
+    assert len(ranks_in(tmp_path)) == 3
+    assert all(is_gone(words[0]) for words in ranks_in(tmp_path))
 
 
 def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
             raise ServerError("gone", code="unreachable")
 
     with pytest.raises(ServerError):
-        launch.run_ranks(["-c", f"{RANK}\ntime.sleep(600)", str(tmp_path)], 3, env={"X": "y"}, check=check)
+        run_ranks(tmp_path, f"{RANK}\ntime.sleep(600)", check)
     wait_for(lambda: all(words and is_gone(words[0]) for words in ranks_in(tmp_path)), "the ranks are gone")
 
 

