@@ -81,51 +81,36 @@ def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_mi
         assert f"error: {samples}:1 is no sample: {error}" in capsys.readouterr().err
 
 
-def test_reward_test_reads_a_runs_own_rollouts_whatever_columns_the_data_has_and_all_of_them(
+def test_reward_test_reads_a_runs_own_rollouts_whatever_columns_the_data_has_and_gives_a_failed_one_no_score(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = Prompt(id="rows:1", token_ids=(1,), text="1+2?", answer="3", meta={"nums": [1, 2]})
     tokens = {"token_ids": (1, 5, 6), "mask": (False, True, True), "logprobs": (0.0, -1.0, -1.0)}
     said = TokenSequence(**tokens, opening="<think>\n", text="both</think><answer>1 + 2</answer>")
-    groups = [
-        Group(
-            id=f"step {step}/0",
-            rollouts=tuple(Rollout(id=f"step {step}/0/{i}", prompt=asked, sequences=(said,)) for i in range(2)),
-            scores=(Score(total=7.0, parts={"env": 0.25}),) * 2,
+    good = Score(total=7.0, parts={"env": 0.25})
+    outcomes = {  # what a reward did before does not count: it may be better by now
+        "a": [(None, good), ("it was late", Score(total=math.nan, error="it was late"))],
+        "b": [(None, Score(total=math.nan, parts={"env": 0.25}, error="length: it was late"))],
+    }
+    groups = []
+    for name, members in outcomes.items():
+        rollouts = (
+            Rollout(id=f"{name}/{i}", prompt=asked, sequences=(said,), error=error)
+            for i, (error, _) in enumerate(members)
         )
-        for step in (1, 2)
-    ]
-    (tmp_path / "step_000001.jsonl").write_text(lines_of(groups))
-    functions = "{think_format: 1, countdown: 1, length: {up_to: 4}, env: 1}"  # opening, meta, sampled tokens, reward
-    settings = ["data.prompt_column=question", "data.answer_column=target", "data.limit=1"]
-    samples = f"--samples={tmp_path}/step_000001.jsonl"
-    assert main(["reward-test", f"rewards.functions={functions}", samples, *settings]) == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "step 1/0/0  2.75  think_format 1, countdown 1, length 0.5, env 0.25"
-    assert last == "4 samples in 2 groups, 0 without a score"
-
-
-def test_reward_test_gives_a_failed_episode_no_score_and_a_user_his_own_group_id(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked, path = Prompt(id="rows:1", token_ids=(1,), text="1+2?", answer="3"), tmp_path / "rows.jsonl"
-    told = [TokenSequence(token_ids=(1, 5), mask=(False, True), logprobs=(0.0, 0.0), text=text) for text in ("3", "")]
-    errors, scores = (None, "it was late"), (Score(total=1.0), Score(total=math.nan, error="it was late"))
-    rollouts = [Rollout(id=f"a/{i}", prompt=asked, sequences=(told[i],), error=errors[i]) for i in range(2)]
-    failed_reward = Score(total=math.nan, error="exact_match: it was late")  # may be better by now
-    groups = [
-        Group(id="a", rollouts=tuple(rollouts), scores=scores),
-        Group(id="b", rollouts=(rollouts[0],), scores=(failed_reward,)),
-    ]
+        groups.append(Group(id=name, rollouts=tuple(rollouts), scores=tuple(score for _, score in members)))
+    path = tmp_path / "step_000001.jsonl"
     path.write_text(lines_of(groups))
-    command = ["reward-test", f"--samples={path}", "data.prompt_column=question", "data.answer_column=target"]
-    assert main([*command, "rewards.functions={exact_match: 1}"]) == 1
+    functions = "{think_format: 1, countdown: 1, length: {up_to: 4}, env: 1}"  # opening, meta, sampled tokens, reward
+    columns = [f"--samples={path}", "data.prompt_column=question", "data.answer_column=target"]
+    assert main(["reward-test", f"rewards.functions={functions}", *columns, "data.limit=1"]) == 1
     first, late, again, *_, last = capsys.readouterr().out.splitlines()
-    assert [first, late] == ["a/0  1  exact_match 1", "a/1  error: it was late  "]
-    assert [again, last] == ["a/0  1  exact_match 1", "3 samples in 2 groups, 1 without a score"]
-    rows = [{"question": "1+2?", "target": 3, "group_id": name, "completion": "3"} for name in "ab"]
+    assert first == "a/0  2.75  think_format 1, countdown 1, length 0.5, env 0.25"
+    assert (late, again) == ("a/1  error: it was late  ", first.replace("a/0", "b/0"))
+    assert last == "3 samples in 2 groups, 1 without a score"
+    rows = [{"question": "1+2?", "target": 3, "group_id": name, "completion": "3"} for name in "ab"]  # a user's own
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([*command, "rewards.functions={exact_match: 1}"]) == 0
+    assert main(["reward-test", "rewards.functions={exact_match: 1}", *columns]) == 0
     assert capsys.readouterr().out.endswith("2 samples in 1 groups, 0 without a score\n")
 
 
