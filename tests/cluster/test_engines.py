@@ -41,8 +41,7 @@ CASES["slurm_one_node"] = "slurm", [EXAMPLE, "run.dir=runs/one-node", "launch.se
 
 
 def render(engine: str, settings: list[str], gpus_per_node: int = 8) -> dict[str, str]:
-    _, files = engines.render(engine, settings, gpus_per_node, output=None, root=SHARED, python=PYTHON)
-    return {path.name: text for path, text in files.items()}
+    return engines.render(engine, settings, gpus_per_node, output=None, root=SHARED, python=PYTHON)[2]
 
 
 @pytest.fixture(autouse=True)
@@ -123,12 +122,12 @@ def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trai
     # nodes of 4 GPUs: servers of 2 GPUs, so 2 + 1 on 2 nodes; 8 ranks on 2 nodes
     sizes = ["launch.servers=3", "server.tensor_parallel_size=2", "launch.trainers=8"]
     settings = [EXAMPLE, f"run.dir={tmp_path}/run", *sizes]
-    _, files = engines.render("slurm", settings, 4, output=tmp_path, root=tmp_path, python="python3")
+    _, _, files = engines.render("slurm", settings, 4, output=tmp_path, root=tmp_path, python="python3")
     for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'n%s\\n' 1 2 3 4\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    for path, text in files.items():
-        path.write_text(text)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     calls = tmp_path / "calls"
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
     env |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[1-4]"}
@@ -147,9 +146,9 @@ def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trai
 @pytest.mark.parametrize(("own", "length"), [({}, 32), ({"HOCKET_TOKEN": "of-my-own"}, 9)])
 def test_a_batch_script_for_one_node_has_a_token_too(own: dict[str, str], length: int, tmp_path: Path) -> None:
     settings = [*CASES["slurm_one_node"][1], "server.token=never-in-a-file"]
-    _, files = engines.render("slurm", settings, 8, output=tmp_path, root=tmp_path, python=f"{tmp_path}/python")
-    for path, text in files.items():
-        path.write_text(text)
+    _, _, files = engines.render("slurm", settings, 8, output=tmp_path, root=tmp_path, python=f"{tmp_path}/python")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
         assert "never-in-a-file" not in text
     (tmp_path / "python").write_text("#!/usr/bin/env bash\necho ${#HOCKET_TOKEN} $*\n")
     (tmp_path / "python").chmod(0o755)
@@ -227,11 +226,11 @@ def fake_ray(ends: Sequence[tuple[int, object]] = ()) -> MagicMock:
 def job_of(ray: MagicMock, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the names of a Ray job that runs in this checkout, and writes into a folder."""
     settings = [*CASES["ray"][1], f"run.dir={folder}/run"]
-    _, files = engines.render("ray", settings, 4, output=folder, root=ROOT, python=sys.executable)
+    _, _, files = engines.render("ray", settings, 4, output=folder, root=ROOT, python=sys.executable)
     for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, name, ray)
     job: dict[str, Any] = {"__name__": "job"}
-    exec(compile(files[folder / "ray_job.py"], "ray_job.py", "exec"), job)
+    exec(compile(files["ray_job.py"], "ray_job.py", "exec"), job)
     return job
 
 

@@ -73,10 +73,10 @@ def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) 
 
 def render(
     engine: str, settings: Sequence[str], gpus_per_node: int, *, output: Path | None, root: Path, python: str
-) -> tuple[Layout, dict[Path, str]]:
-    """Return the layout and the files, which run in `root`, hocket's checkout, with the interpreter `python`.
+) -> tuple[Layout, Path, dict[str, str]]:
+    """Return the layout, a folder and its files, which run in `root`, hocket's checkout, with the interpreter `python`.
 
-    They belong into `output`, by default launch/ENGINE in the run folder. Raise ConfigError where no engine can do it.
+    The folder is `output`, by default launch/ENGINE in the run folder. Raise ConfigError where no engine can do it.
     """
     given, _ = read_settings(settings)
     size = given.launch
@@ -109,10 +109,10 @@ def render(
     templates.filters |= {"sh": lambda value: shlex.quote(str(value)), "text": lambda value: json.dumps(str(value))}
     known = {"layout": layout, "config": config, "folder": folder, "name": name, "python": python, "root": root}
     known |= {"curable": CURABLE, "gpus_per_node": gpus_per_node}
-    files = {folder / "config.yaml": HEAD + to_yaml(values)}
+    files = {"config.yaml": HEAD + to_yaml(values)}
     for template in templates.list_templates(filter_func=lambda template: template.startswith(f"{engine}/")):
-        files[folder / Path(template).stem] = templates.get_template(template).render(known, run_dir=run_dir)
-    return layout, files
+        files[Path(template).stem] = templates.get_template(template).render(known, run_dir=run_dir)
+    return layout, folder, files
 
 
 def launch(
@@ -127,21 +127,23 @@ def launch(
     """Write the files of a run and say how to submit them, or do so. Keep those that the user has edited."""
     if not Path("run.py").exists():
         raise ConfigError("type this in hocket's checkout, which all nodes see: the job runs run.py there")
-    layout, files = render(engine, settings, gpus_per_node, output=output, root=Path.cwd(), python=sys.executable)
-    folder = next(iter(files)).parent
-    print(f"{layout}\nfiles: {folder}: {' '.join(sorted(path.name for path in files))}")
+    layout, folder, files = render(
+        engine, settings, gpus_per_node, output=output, root=Path.cwd(), python=sys.executable
+    )
+    print(f"{layout}\nfiles: {folder}: {' '.join(sorted(files))}")
     if dry_run:
         return
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
     written = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     edited = []
-    for path, text in files.items():
-        if path.exists() and path.read_text(encoding="utf-8") not in (text, written.get(path.name)):
-            edited.append(path.name)
+    for name, text in files.items():
+        path = folder / name
+        if path.exists() and path.read_text(encoding="utf-8") not in (text, written.get(name)):
+            edited.append(name)
         else:
             path.write_text(text, encoding="utf-8")
-    record.write_text(json.dumps({path.name: text for path, text in files.items()}), encoding="utf-8")
+    record.write_text(json.dumps(files), encoding="utf-8")
     if edited:
         print(f"kept as you have edited it: {' '.join(edited)}; for a fresh one delete it, or name another --output")
     token = folder / TOKEN_FILE

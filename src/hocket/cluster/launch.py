@@ -157,21 +157,21 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
         ours = gpus[: num_servers * size]
         theirs = gpus[num_servers * size :]
         num_ranks = settings.trainers or max(1, len(theirs))
-    for number, needed, found, what in (
-        (num_servers, num_servers * size, ours, "launch.servers"),
-        (num_ranks, num_ranks, theirs, "launch.trainers"),
+    elif backend == "nccl":
+        raise ConfigError(
+            f"GPU {gpus[0]} has a server and a trainer, which NCCL can't connect: show it more GPUs "
+            "(CUDA_VISIBLE_DEVICES), or let them share this one: launch.share_gpu=true sync.backend=disk"
+        )
+    for what, number, needed, found in (
+        ("launch.servers", num_servers, num_servers * size, ours),
+        ("launch.trainers", num_ranks, num_ranks, theirs),
     ):
         if needed > len(found):
             raise ConfigError(
                 f"{what}={number} needs {needed} GPUs, and of this machine's {len(gpus)} it has {len(found)}: lower "
                 "it, server.tensor_parallel_size, or the number of the other side"
             )
-    servers = [",".join(ours[number * size : (number + 1) * size]) for number in range(num_servers)]
-    if not apart and backend == "nccl":
-        raise ConfigError(
-            f"GPU {gpus[0]} has a server and a trainer, which NCCL can't connect: show it more GPUs "
-            "(CUDA_VISIBLE_DEVICES), or let them share this one: launch.share_gpu=true sync.backend=disk"
-        )
+    servers = [",".join(ours[first : first + size]) for first in range(0, num_servers * size, size)]
     return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks, apart)
 
 

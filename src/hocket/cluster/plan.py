@@ -4,6 +4,7 @@ Memory is what the trainer estimates at its start. Seconds are a model of the ph
 named here with their sources: good for a choice between settings, not for a promise.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -89,13 +90,11 @@ class Needs:
         trainer = config.trainer.unmeasured()
         self._model = skeleton(config.model)
         models = configured(config).models(config.model)
-        sizes = [p.numel() for p in self._model.parameters()]
-        learned = [p.numel() for p in self._model.parameters() if p.requires_grad]
-        self.parameters = sum(sizes)
-        learners = [skeleton(model) for model, learns in models if learns]
-        self.trained = sum(p.numel() for one in learners for p in one.parameters() if p.requires_grad)
+        self.parameters = sum(p.numel() for p in self._model.parameters())
+        learned = itertools.chain(*(skeleton(model).parameters() for model, learns in models if learns))
+        self.trained = sum(p.numel() for p in learned if p.requires_grad)
         self.published = 2 * self.trained
-        self.weights = sum(sizes if config.model.lora else learned) * dtype.itemsize / size  # on each GPU of a server
+        self.weights = self.parameters * dtype.itemsize / size  # on each GPU of a server
         shape = Shape.of(self._model)
         self._kv_token = 2 * shape.layers * shape.key * dtype.itemsize
         left = GIB * (gpu.gib * server.gpu_memory_utilization - ENGINE_GIB) - self.weights
@@ -230,7 +229,7 @@ def report(arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
         yield f"does not fit: the server has no room for one sequence of {context:,} tokens; choose {advice}"
     if needs.rank.total > needs.room:
         yield "does not fit: a rank needs more than its GPU has. What would change it:"
-        found = [way for way, _ in zip(ways_out(arguments, num_gpus, gpu), range(NUM_WAYS), strict=False)]
+        found = [*itertools.islice(ways_out(arguments, num_gpus, gpu), NUM_WAYS)]
         yield from (f"         {way}: {other.rank}" for way, other in found)
         if not found:
             yield f"         no setting does on {num_gpus} x {size}: take more GPUs, larger ones, or a smaller model"

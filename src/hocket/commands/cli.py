@@ -210,8 +210,8 @@ def _generate(args: argparse.Namespace) -> None:
         sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=most)
         request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n, fit=True)
     except ValidationError as error:
-        wrong = (f"{one['loc'][0]} can't be asked for: {one['msg']}" for one in error.errors())
-        raise ConfigError("; ".join(wrong)) from error
+        first = error.errors()[0]
+        raise ConfigError(f"{first['loc'][0]} can't be asked for: {first['msg']}") from error
 
     async def ask() -> GenerateResponse:
         url, *_ = await Servers(config).urls()

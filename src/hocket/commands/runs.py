@@ -94,8 +94,12 @@ def _check(parts: Parts, stack: ExitStack) -> None:
         answer.text = f"a thought\n</think>\n\n{answer.text}"
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
     score = asyncio.run(RewardScorer(calls, config.rewards.functions).score(rollout))
-    gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
     what = f"the {'reference' if first.answer else 'empty'} answer"
+    gets = f"gets {dict(score.parts)}"
+    verdict = "nothing stands in the way of a run"
+    if score.error:
+        gets = f"has no score: {score.error}"
+        verdict = f"{what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
     say(f"{what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
 
     async def look() -> dict[str, Health | None]:
@@ -122,8 +126,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
         else:
             trainer.check_same_model(health)
             say(f"server {url} has the same model and tokenizer")
-    failed = f"{what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
-    say(failed if score.error else "nothing stands in the way of a run")
+    say(verdict)
 
 
 async def _train(run: "Run") -> dict[str, Any]:

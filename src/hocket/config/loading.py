@@ -162,7 +162,7 @@ def _explain(item: Any) -> Iterator[tuple[str, str]]:
 def _hint(key: str) -> str:
     if here := name_here(key):
         return f"here that is {here}"
-    known = [name for name, _ in _fields()]
+    known = [*dict(_fields())]
     same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
     close = difflib.get_close_matches(key, same or known, 1, SURE) or same
     if close:
