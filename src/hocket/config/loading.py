@@ -151,7 +151,7 @@ def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
-    key = ".".join(map(str, item["loc"]))
+    key = re.sub(r"\.[\w-]+\[[^.]*\]", "", ".".join(map(str, item["loc"])))  # without pydantic's words for a union
     if item["type"] == "extra_forbidden":
         for name in leaves({key: item["input"]}):
             yield name, f"unknown key {name!r}; {_hint(name)}"
