@@ -165,19 +165,22 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        one_ratio = self.correction != "none" and self.updates == 1
         in_reward = self.kl_in != "loss"
-        off = self.kl == "off"
-        for_kl = in_reward or self.kl_coef or self.reference
-        several = "set correction=none, or several updates (epochs, minibatches)"
-        yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
-        yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
-        yield (
-            self.stop_kl is not None and self.correction == "none",
-            "stop_kl needs a correction: without one the ratio is to the engine's log-probs",
-        )
-        yield off and bool(for_kl), "kl=off: kl_in, kl_coef, reference have no effect; set kl or leave them out"
-        yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
+        if self.correction != "none":
+            yield (
+                self.ratio == "sequence" and self.updates == 1,
+                "with a correction and one update every ratio is 1: set correction=none, or several updates (epochs, "
+                "minibatches)",
+            )
+        if self.stop_kl is not None:
+            yield self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
+            needed = "stop_kl needs a correction: without one the ratio is to the engine's log-probs"
+            yield self.correction == "none", needed
+        if self.kl == "off":
+            unused = "kl=off: kl_in, kl_coef, reference have no effect; set kl or leave them out"
+            yield bool(in_reward or self.kl_coef or self.reference), unused
+        else:
+            yield self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
         yield in_reward and self.scale == "group", "with kl_in=reward set another scale: group cancels it"
 
 

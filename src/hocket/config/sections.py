@@ -160,9 +160,9 @@ class DataConfig(Section):
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.system_prompt is not None and not self.chat_template, "system_prompt needs chat_template: true"
-        yield self.answer_pattern is not None and self.answer_column is None, "answer_pattern needs answer_column"
-        groups = 1 if self.answer_pattern is None else self.answer_pattern.groups
-        yield groups < 1, "answer_pattern needs a group (...) around the answer"
+        if self.answer_pattern is not None:
+            yield self.answer_column is None, "answer_pattern needs answer_column"
+            yield self.answer_pattern.groups < 1, "answer_pattern needs a group (...) around the answer"
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -72,42 +72,34 @@ class Config(Section):
             sync.backend == "delta" and model.lora is not None,
             "sync.backend=delta has no effect with model.lora, whose adapters are small: set sync.backend=disk",
         )
-        spreads = trainer.zero_stage == 3 or (trainer.zero_stage is None and trainer.offload_optimizer)
-        yield (
-            spreads and model.quantizes,
-            "trainer.zero_stage=3, the default to offload, can't spread quantized weights; set stage 2",
-        )
-        yield (
-            spreads and trainer.kernels == "compile",
-            "trainer.kernels=compile has no effect on layers of zero_stage=3, the default to offload; set stage 2",
-        )
+        if trainer.zero_stage == 3 or (trainer.zero_stage is None and trainer.offload_optimizer):
+            stage_3 = "zero_stage=3, the default to offload"
+            yield model.quantizes, f"trainer.{stage_3}, can't spread quantized weights; set stage 2"
+            compiles = f"trainer.kernels=compile has no effect on layers of {stage_3}; set stage 2"
+            yield trainer.kernels == "compile", compiles
         warmup = self.critic.warmup_steps
-        steps = trainer.steps
         yield (
-            warmup >= steps,
-            f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy",
+            warmup >= trainer.steps,
+            f"critic.warmup_steps={warmup} leaves no step of trainer.steps={trainer.steps} for the policy",
         )
-        replay = self.pipeline.replay
         ahead = self.pipeline.max_staleness not in ("auto", 0)
-        yield (
-            replay is not None and (ahead or launch.share_gpu),
-            "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out",
-        )
-        yield (
-            replay is not None and Path(replay).resolve() == run_dir,
-            "pipeline.replay is this run's own folder; choose another run.dir",
-        )
-        for wrong, message in (
-            (ahead, "needs pipeline.max_staleness=0: both take turns"),
-            (sync.backend == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
-            (sync.backend == "delta", "needs sync.backend=disk: whole versions are written"),
-            (self.server.discover is not None, "is for one server that server.urls names: leave server.discover out"),
-            (len(self.server_urls) > 1, "is for one server; give several GPUs of their own"),
-            (launch.gpus_apart is True, "contradicts launch.gpus_apart=true"),
-        ):
-            yield launch.share_gpu and wrong, f"launch.share_gpu {message}"
-        held_out = self.held_out_data
-        yield from ((wrong, f"eval.data: {why}") for wrong, why in (held_out._contradictions() if held_out else ()))
+        if self.pipeline.replay is not None:
+            no_server = "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out"
+            yield ahead or launch.share_gpu, no_server
+            own = Path(self.pipeline.replay).resolve() == run_dir
+            yield own, "pipeline.replay is this run's own folder; choose another run.dir"
+        if launch.share_gpu:
+            needs = "launch.share_gpu needs"
+            yield ahead, f"{needs} pipeline.max_staleness=0: both take turns"
+            yield sync.backend == "nccl", f"{needs} sync.backend=disk: NCCL can't connect two processes on one GPU"
+            yield sync.backend == "delta", f"{needs} sync.backend=disk: whole versions are written"
+            found = "launch.share_gpu is for one server that server.urls names: leave server.discover out"
+            yield self.server.discover is not None, found
+            yield len(self.server_urls) > 1, "launch.share_gpu is for one server; give several GPUs of their own"
+            yield launch.gpus_apart is True, "launch.share_gpu contradicts launch.gpus_apart=true"
+        if self.held_out_data is not None:
+            for wrong, message in self.held_out_data._contradictions():
+                yield wrong, f"eval.data: {message}"
         _ = self.token  # a weak one is refused now
 
     def chosen(self, *, on_gpu: bool) -> "Config":
