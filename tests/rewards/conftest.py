@@ -1,10 +1,12 @@
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batches import scorer_of_all
+from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import REWARDS, reward
@@ -34,6 +36,15 @@ def make_rollout() -> Callable[..., Rollout]:
         return Rollout(id=id, prompt=prompt, reward=reward, sequences=(sequence,))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def plugin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Loads the module's PLUGIN."""
+    file = tmp_path_factory.mktemp("plugins") / f"own_of_{request.module.__name__.rpartition('.')[2]}.py"
+    file.write_text(request.module.PLUGIN, encoding="utf-8")
+    load_plugins([str(file)])
+    return file
 
 
 @pytest.fixture

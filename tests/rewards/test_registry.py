@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 import fakes
-from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.config.sections import RewardSpec
 from hocket.errors import ConfigError
@@ -30,6 +29,7 @@ Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
 Scores = Callable[..., Awaitable[Sequence[Score]]]
 Register = Callable[..., None]
+pytestmark = pytest.mark.usefixtures("plugin")
 
 PLUGIN = """
 import os, subprocess, sys, time
@@ -65,13 +65,6 @@ def longest(completions, answer):
         raise KeyError("no such word")
     return eval(answer) if answer else [float(one == max(completions, key=len)) for one in completions]
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = tmp_path_factory.mktemp("plugins") / "registered.py"
-    file.write_text(PLUGIN, encoding="utf-8")
-    load_plugins([str(file)])
 
 
 def test_a_function_gets_only_what_it_names(make_rollout: Make, register: Register) -> None:

@@ -19,6 +19,7 @@ from processes import wait_for
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
 Scores = Callable[..., Awaitable[Sequence[Score]]]
+pytestmark = pytest.mark.usefixtures("plugin")
 
 PLUGIN = """
 import asyncio
@@ -67,14 +68,6 @@ async def stubborn(completion):
             await asyncio.sleep(0)
     return 1.0
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("plugins") / "own_rewards.py"
-    file.write_text(PLUGIN, encoding="utf-8")
-    load_plugins([str(file)])
-    return file
 
 
 def test_workers_start_before_the_first_score_which_need_not_wait_for_them(scorer_of: Scorers) -> None:
