@@ -57,8 +57,7 @@ class Run:
         if not self.folder.history:
             before = await self.evaluate(0)
             self.folder.finish(0, before)
-            if before:
-                self.console.step(0, before)
+            self.console.step(0, before)
         async with self.batches(self.new_batch) as batches:
             for step in range(self.folder.last_step + 1, self.config.trainer.steps + 1):
                 if await self.take_step(step, batches):
@@ -70,7 +69,6 @@ class Run:
     async def take_step(self, step: int, batches: Pipeline | Replay) -> bool:
         """Take one step; return whether the run ends with it."""
         metrics: Metrics = {}
-        every = self.config.eval.every_steps
         await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
         with timed(metrics, "time/step"):
             batch = await batches.batch(step, version=self.publisher.versions.current)
@@ -79,7 +77,7 @@ class Run:
             shaped = [self.shape(group) for group in batch.groups]
             last = step == self.config.trainer.steps or not shaped
             metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
-            if last or (every and step % every == 0):
+            if last or (self.config.eval.every_steps and step % self.config.eval.every_steps == 0):
                 metrics |= await self.evaluate(step)
         metrics |= step_metrics(metrics)
         told = self.on_step(step, metrics) if self.on_step is not None else None

@@ -106,8 +106,6 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One sequence with what it is trained on."""
-
     sequence: TokenSequence
     advantages: Sequence[float]  # [t] 0.0 where the mask is False
     columns: Columns = dataclasses.field(default_factory=dict)  # what else the losses read

@@ -215,7 +215,7 @@ class ServerPool:
         return self.up
 
     async def look_at_all(self) -> None:
-        """Look at servers that are out and due, and bring up those that are well. Raises as `wait_up`."""
+        """Look at servers that are out and due, and bring up the well ones. Raises as `wait_up`."""
         now = time.monotonic()
         due = [member for member in self.members if member.session is None and now >= member.next_look]
         found = zip(due, await asyncio.gather(*map(self._look, due)), strict=True)
@@ -237,7 +237,7 @@ class ServerPool:
         return health if member.out is None else None
 
     async def _bring_up(self, there: Mapping[Member, Health]) -> None:
-        """Bring servers up together; where that fails, each half by itself."""
+        """Bring up servers together or, where that fails, in halves."""
         members = [*there]
         with self._looking(*members):
             try:
@@ -268,7 +268,7 @@ class ServerPool:
                 member.next_look = now + rest
 
     def _leave_out(self, member: Member, error: ServerError | SyncError) -> None:
-        """Note why a server can't be used: it is not ready, or, which is said once or ends the run, unfit for it."""
+        """Note why a server can't be used; say it once, or end the run, where waiting won't help."""
         member.mark_out(str(error))
         if isinstance(error, SyncError):
             ends_run = not self.up

@@ -81,6 +81,8 @@ class Console(AbstractContextManager["Console"]):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step, the heading every HEADING_EVERY lines, and alarms when they begin."""
+        if not metrics:
+            return
         if 0 < step < self._first:
             self._start = time.monotonic() - metrics.get("time/step", 0.0)
             self._first = step

@@ -41,8 +41,6 @@ class Seat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to play for one batch."""
-
     label: str  # makes ids unique within a run: "step 3" gives groups "step 3/0", "step 3/1", ...
     sampling: SamplingParams  # of every turn; its seed and the episode's number decide the random numbers
     group_size: int  # episodes per prompt

@@ -30,8 +30,6 @@ class Delivery(NamedTuple):
 
 
 class Transport(Protocol):
-    """One way for weights to travel."""
-
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         """Load the trainer's weights into servers, or have them compared; can be repeated. Raises SyncError."""
 

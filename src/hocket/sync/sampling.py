@@ -81,12 +81,7 @@ def contradiction(
 ) -> str:
     """Return what an answer of one turn says of its tokens and is not so; "" if all is.
 
-    Args:
-        sequence: the prompt and the answer.
-        decode: the tokenizer's.
-        ends: ids of the tokens that end an answer.
-        stop: strings that end one; then the engine's text ends before them.
-
+    `ends` are the ids of the tokens that end an answer, `stop` strings that do: the engine's text ends before them.
     """
     token_ids = [token for token, sampled in zip(sequence.token_ids, sequence.mask, strict=True) if sampled]
     stopped = sequence.finish_reason == "stop"

@@ -96,7 +96,7 @@ class WithFallback:
 
 
 def _failed(delivery: Delivery) -> list[ServerClient]:
-    """Return the servers that may take a version in another way."""
+    """Return who may take a version in another way."""
     errors = ((server, answer) for server, (_, answer) in delivery.answers.items() if isinstance(answer, HocketError))
     return [server for server, error in errors if not meaning(getattr(error, "code", "")).final]
 
