@@ -132,12 +132,12 @@ def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_i
         monkeypatch.setattr(commands.Parts, name, lambda *_: pytest.fail("a server or the trainer was asked for"))
     monkeypatch.setattr(parts.Servers, "clear_gpu", lambda *_, **__: pytest.fail("a server was waited for"))
     request.addfinalizer(lambda: REWARDS.forget("broken"))
-    settings = (f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4")
-    config = load(None, [*settings, "rewards.functions={broken: 1}"])
-    train = lambda config, _: commands.train(config, serve=True)  # noqa: E731
+    settings = [f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4"]
+    settings.append("rewards.functions={broken: 1}")
+    train = lambda settings: commands.train(load(None, settings), serve=True)  # noqa: E731
     for command in (commands.roll_out, commands.evaluate_checkpoint, train):
         with pytest.raises(RewardError, match="reward 'broken' can't be set up: OSError: no weights"):
-            command(config, [])
+            command(settings)
     assert not (tmp_path / "a" / "ledger.jsonl").exists()
 
 

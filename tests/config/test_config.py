@@ -30,7 +30,7 @@ def test_a_preset_fills_what_is_not_set_and_the_resolved_config_shows_it(tmp_pat
     found = loaded.algorithm
     assert (found.preset, found.ratio, found.clip_low, found.clip_high) == ("gspo", "sequence", 3e-4, 0.1)
     assert (found.baseline, found.aggregate, found.correction) == ("leave_one_out", "seq_mean_token_mean", "none")
-    shown = yaml.safe_load(config.dump(loaded))["algorithm"]
+    shown = yaml.safe_load(config.to_yaml(loaded.as_dict()))["algorithm"]
     assert (shown["ratio"], shown["clip_low"]) == ("sequence", 3e-4)
 
 
@@ -39,7 +39,7 @@ def test_every_preset_is_a_config_that_reads_back_and_a_row_of_the_table(tmp_pat
     loaded = config.load(None, [f"algorithm.preset={name}"])
     row = PRESETS[name].knobs
     assert {key: getattr(loaded.algorithm, key) for key in row} == row
-    assert load(tmp_path, config.dump(loaded)) == loaded
+    assert load(tmp_path, config.to_yaml(loaded.as_dict())) == loaded
     assert f"\n| `{name}` |" in config.preset_table()
 
 
@@ -67,7 +67,7 @@ def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherw
     loaded = load(tmp_path, text, "eval.data.split=test")
     held_out = loaded.held_out_data
     assert held_out is not None
-    again = load(tmp_path, config.dump(loaded))
+    again = load(tmp_path, config.to_yaml(loaded.as_dict()))
     assert (again, again.held_out_data) == (loaded, held_out)
     found = (held_out.source, held_out.split, held_out.prompt_column, held_out.limit, held_out.section)
     assert found == ("hf:a/b:main", "test", "q", None, "eval.data")
@@ -76,7 +76,7 @@ def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherw
     assert held_out is not None
     assert (held_out.source, held_out.prompt_column, held_out.limit) == ("held.jsonl", "prompt", 2)
     assert held_out.answer_pattern == re.compile("(x)")
-    again = load(tmp_path, config.dump(other), "data.prompt_column=z")  # the run's own file says it all
+    again = load(tmp_path, config.to_yaml(other.as_dict()), "data.prompt_column=z")  # the run's own file says it all
     assert again.held_out_data == held_out
     with pytest.raises(ConfigError, match=r"eval\.data: system_prompt needs chat_template: true"):
         config.load(None, ["data.system_prompt=Think.", "eval.data.chat_template=false"])
@@ -97,7 +97,7 @@ def test_training_rows_are_not_taken_for_held_out_ones(settings: tuple[str, ...]
     (tmp_path / "state.json").touch()  # of a dataset that was saved, without splits
     loaded = config.load(None, [setting.replace("SAVED", str(tmp_path)) for setting in settings])
     assert loaded.held_out_data is None
-    assert load(tmp_path, config.dump(loaded)).held_out_data is None
+    assert load(tmp_path, config.to_yaml(loaded.as_dict())).held_out_data is None
     assert config.load(None).held_out_data is not None
 
 
@@ -164,7 +164,7 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         config.load(None, [f"env.x={written}", f"env.y=[{written or 'null'}]"]),
     ):
         assert loaded.env.model_extra == {"x": read, "y": [read]}
-        assert load(tmp_path, config.dump(loaded)) == loaded
+        assert load(tmp_path, config.to_yaml(loaded.as_dict())) == loaded
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(mo
     assert config.Config().token == "from-environment"
     loaded = config.load(overrides=["server.token=from-config"])
     assert loaded.token == "from-config"
-    assert "from-config" not in config.dump(loaded)
+    assert "from-config" not in config.to_yaml(loaded.as_dict())
     monkeypatch.setenv("HOCKET_TOKEN", "")
     assert config.Config().token is None
     for weak in ("short", "pässwörter", "two\nlines"):
@@ -355,4 +355,4 @@ def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> N
     for one in ("q_proj", "[q_proj]"):
         named = load(tmp_path, "model: {lora: null}", f"model.lora.targets={one}")
         assert named.model.lora == config.LoraConfig(targets=("q_proj",))
-        assert load(tmp_path, config.dump(named)) == named
+        assert load(tmp_path, config.to_yaml(named.as_dict())) == named

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hocket.config import DataConfig, dump, load
+from hocket.config import DataConfig, load, to_yaml
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import ConfigError
 from hocket.stages.select import select
@@ -26,7 +26,7 @@ def recorded(number: int, prompt: str, reward: float | None, completion: str, **
 def run_of(folder: Path, rows: Sequence[Mapping[str, Any]], *settings: str) -> Path:
     """Makes the folder of a run with rollouts."""
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump(load(None, [f"run.dir={folder}", *settings])))
+    (folder / "config.yaml").write_text(to_yaml(load(None, [f"run.dir={folder}", *settings]).as_dict()))
     (folder / "rollouts" / "eval_000001.jsonl").write_text(json.dumps(recorded(1, "held out", 9.0, "x")) + "\n")
     for row in rows:
         with (folder / "rollouts" / f"step_{row['step']:06d}.jsonl").open("a") as file:

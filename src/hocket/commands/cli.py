@@ -176,7 +176,7 @@ def _train(args: argparse.Namespace) -> int:
 def _rollout(args: argparse.Namespace) -> None:
     from hocket.commands.runs import roll_out
 
-    roll_out(args.config, args.arguments)
+    roll_out(args.arguments)
 
 
 @_command(SETTINGS)
@@ -232,7 +232,7 @@ def _generate(args: argparse.Namespace) -> None:
 def _eval(args: argparse.Namespace) -> None:
     from hocket.commands.runs import evaluate_checkpoint
 
-    found = evaluate_checkpoint(args.config, args.arguments)
+    found = evaluate_checkpoint(args.arguments)
     print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
 
 
@@ -314,7 +314,7 @@ def _select(args: argparse.Namespace) -> None:
     _page("--presets", config_module.preset_table, help="print the settings of every published algorithm"),
 )
 def _config(args: argparse.Namespace) -> None:
-    print(args.page() if args.page else config_module.dump(args.config).rstrip())
+    print(args.page() if args.page else config_module.to_yaml(args.config.as_dict()).rstrip())
 
 
 @_command()

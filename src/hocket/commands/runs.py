@@ -217,8 +217,9 @@ def _run(
     return run
 
 
-def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
-    """Return the eval/* metrics of the servers that the config names, or of its model in a server of its own."""
+def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
+    """Return the eval/* metrics of the servers that settings name, or of their model in a server of its own."""
+    config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     with ExitStack() as stack:
         if kind_of(Path(config.model.path)) == "checkpoint":
@@ -252,8 +253,9 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         return asyncio.run(run())
 
 
-def roll_out(config: Config, arguments: Sequence[str]) -> None:
+def roll_out(arguments: Sequence[str]) -> None:
     """Play and score the batches of trainer.steps steps with the servers' weights, into the run folder."""
+    config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     with (
         Console(config.trainer.steps) as console,

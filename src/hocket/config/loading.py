@@ -86,12 +86,8 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
     return load(file, overrides), [*filter(None, [file]), *overrides]
 
 
-def dump(config: Config) -> str:
-    """Return the config as YAML that `load` reads back, without the token."""
-    return to_yaml(config.as_dict())
-
-
-def to_yaml(values: Any) -> str:
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Return YAML that `load` reads back, of a config's `as_dict` without the token."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 

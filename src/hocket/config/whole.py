@@ -115,7 +115,7 @@ class Config(Section):
         return self.model_copy(update=changed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the config for JSON, without the token."""
+        """Return the config for JSON and YAML, without the token."""
         values = self.model_dump(mode="json", by_alias=True)
         values["server"]["token"] = None  # a run folder is shared; a secret is not
         # Unset is as in data; and a source of its own, even the default, would be held-out rows.

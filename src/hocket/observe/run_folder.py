@@ -57,7 +57,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self.path = config.run_dir
         self._sinks = [make(self.path) for name, make in SINKS.items() if getattr(config.observe, name)]
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "config.yaml", config_module.dump(config))
+        write_atomically(self.path / "config.yaml", config_module.to_yaml(config.as_dict()))
         for name in GROWING:
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
