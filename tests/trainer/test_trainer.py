@@ -157,8 +157,6 @@ def test_in_another_thread_off_the_device_between_steps_and_resumed_all_is_the_s
 
     with make_trainer(ranks, untied_model, *settings) as trainer, ThreadPoolExecutor(1) as thread:
         trainer.onload()  # it is there already
-        trainer.offload()  # before there are moments
-        trainer.onload()
         start = weights_of(trainer)
         builders.save(trainer, tmp_path / "state")
         steps, tensors = work(leaves=False)

@@ -30,7 +30,7 @@ _NO_DEADLINE = datetime.timedelta(days=365)  # for a command: generation takes a
 class Ranks:
     """Connects to the other ranks; no wait but that for a command exceeds `timeout_s`."""
 
-    def __init__(self, timeout_s: float, cpu_threads: int | None = None) -> None:
+    def __init__(self, timeout_s: float, cpu_threads: int = 1) -> None:
         # Every collective would print that its Python entry point is on its way out.
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
         self.rank = int(os.environ.setdefault("RANK", "0"))
@@ -55,7 +55,7 @@ class Ranks:
         else:
             self.device = torch.device("cpu")
             backend = "gloo"
-            if cpu_threads is not None and "OMP_NUM_THREADS" not in os.environ:
+            if "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(cpu_threads)
         self._num_threads = torch.get_num_threads()
         self.use_this_thread()
