@@ -52,7 +52,8 @@ class Setup:
     def parameter_dtype(self) -> torch.dtype:
         scales = self.stage > 0 and self.ranks.device.type == "cuda"
         if self.dtype == torch.float16 and not scales:
-            raise ConfigError("float16 trains on GPUs at trainer.zero_stage=1 to 3 alone; set model.dtype=bfloat16")
+            advice = "set that, or model.dtype=bfloat16 or float32"
+            raise ConfigError(f"float16 can be trained on GPUs alone, with trainer.zero_stage=1, 2 or 3: {advice}")
         return self.dtype if self.stage > 0 else torch.float32
 
 
