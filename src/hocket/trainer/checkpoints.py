@@ -113,9 +113,8 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; leaving it waits for one that is being written.
 
-    With checkpoint.async a thread writes them while training goes on, one at a time; its errors are raised at the next
-    step. `last`: the step of the newest one, 0 before any. `kept`: a step whose checkpoint stays. Another thread calls
-    `after` with each one that is complete.
+    With checkpoint.async a thread writes them, one at a time; its errors are raised at the next step. Another thread
+    calls `after` with each complete one. `last`: step of the newest one, 0 before any. `kept`: a step whose one stays.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._writing.result()
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
-        """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint, in seconds."""
+        """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint."""
         every = self._settings.every_steps
         if every == 0 or step == self.last or not (last or step // every > self.last // every):
             return {}

@@ -138,7 +138,6 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
 
 
 def learning_rate(config: TrainerConfig, steps: int) -> float:
-    """Return the rate after so many steps."""
     if steps < config.warmup_steps:
         return config.learning_rate * ((steps + 1) / config.warmup_steps)
     left = max(0.0, (config.steps - steps) / max(1, config.steps - config.warmup_steps))
@@ -187,11 +186,10 @@ class DeepSpeedEngine:
         return learning_rate(self._config, self.num_steps)
 
     def plan(self, steps: int) -> None:
-        """Have the schedule end after `steps` in place of trainer.steps."""
         self._config = self._config.model_copy(update={"steps": steps})
 
     def end_step(self) -> None:
-        """Count a step of the run, which may have had several updates, if it had one."""
+        """Count a step of the run if it had an update."""
         self.num_steps += self._has_stepped
         self._has_stepped = False
 
@@ -217,7 +215,7 @@ class DeepSpeedEngine:
         return norm
 
     def _step_without_zero(self) -> float | None:
-        """Do what DeepSpeed does not at stage 0: it neither reports the norm nor looks for NaN."""
+        """Clip and look for NaN here: at stage 0 DeepSpeed does not, nor does it report the norm."""
         norm = float(nn.utils.clip_grad_norm_(self._trained.values(), self._config.max_grad_norm))
         if math.isfinite(norm):
             self._engine.step()
@@ -297,7 +295,7 @@ class DeepSpeedEngine:
         self._engine.destroy()
 
     def _pieces(self) -> Iterator[tuple[str, torch.Size, slice, Tensor]]:
-        """Yield each tensor's name and shape, and this rank's piece of it, flattened: its place, and AdamW's memory."""
+        """Yield each tensor's name and shape, and the place of this rank's flat piece of it, with AdamW's memory."""
         for name, parameter in self._trained.items():
             start, flat, offset, size = self._find(parameter)
             found = {MASTER: flat.detach(), **self._adamw.state[flat]}

@@ -1,4 +1,4 @@
-"""What one rank holds: the policy, and the models that an objective needs beside it; its part of the common work."""
+"""One rank's models, the policy and those that an objective needs beside it, and its part of common work."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ class Objective:
 
 
 class Models:
-    """Loads what a step trains and measures. `Trainer` has all ranks run its methods, each with its own arguments."""
+    """Loads what a step trains and measures. `Trainer` has all ranks run its methods."""
 
     def __init__(self, config: Config, ranks: Ranks, objective: Objective) -> None:
         settings = config.trainer.unmeasured() if ranks.device.type == "cpu" else config.trainer
@@ -152,7 +152,7 @@ class Models:
         return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
 
     def run(self, work: Callable[..., Any], args: Sequence[Any], **own: Any) -> Any:
-        """Do this rank's part of common work, a method of this class. Raise TrainerError with what it was for."""
+        """Run a method of this class as this rank's part of common work; TrainerErrors name it."""
         self._longest = 0
         self.ranks.use_this_thread()
         with self.ranks.deadline(f"doing the common {work.__name__}"), self._naming_memory(work.__name__):

@@ -1,7 +1,7 @@
 """Move tensors off the device and back, in place: every view and alias stays what it is, bit for bit.
 
-DeepSpeed's own `offload_states` covers neither ZeRO-0, nor bfloat16 with float32 gradients, nor ZeRO-3 with torch's
-AdamW. Emptying the storages, as FSDP does, works for all.
+DeepSpeed's `offload_states` knows neither ZeRO-0, nor bfloat16 with float32 gradients, nor torch's AdamW at ZeRO-3.
+Emptying storages, as FSDP does, works for all.
 """
 
 from collections import deque

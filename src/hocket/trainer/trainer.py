@@ -141,14 +141,14 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         raise ServerError(f"the server serves {health.model}, which {differ}; {advice}", code="other_model")
 
     def plan(self, steps: int) -> None:
-        """Have the learning rate's schedule end after `steps`, not trainer.steps; call it first."""
+        """Have the learning rate's schedule end after `steps`, not trainer.steps."""
         self._together(Models.plan, steps)
 
     def step(self, samples: Sequence[TrainSample], *, number: int = 0, keep: Path | None = None) -> dict[str, float]:
-        """Take the updates of step `number` of the run and return the means of their metrics.
+        """Take the updates of step `number`, one for each mini-batch; return the means of their metrics.
 
-        An update is an optimiser step on one mini-batch, skipped where it is not finite. Raise TrainerError after too
-        many steps without one. `keep`: file for the samples of the last skipped one.
+        Those that are not finite are skipped; raise TrainerError after too many steps without another. `keep`: file for
+        the samples of the last skipped one.
         """
         batching.check_fits(samples, self.micro_batch_tokens)
         start = time.perf_counter()
@@ -223,7 +223,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return list(self._on_each(Models.surprise, self._shares(samples)))
 
     def _shares(self, samples: Sequence[TrainSample], *more: Any) -> list[tuple[Any, ...]]:
-        """Return each rank's share of the samples, and what all of them get."""
+        """Return each rank's share of the samples, and what all get."""
         batching.check_fits(samples, self.micro_batch_tokens)
         shares = batching.divide(
             samples,
@@ -243,12 +243,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return [weight_group.layout(self.policy.as_published(bucket)) for bucket in self.engine.layout(max_bytes)]
 
     def stream(self, max_bytes: int, sink: Sink) -> None:
-        """Give the weights to `sink` in buckets of about max_bytes; its error leaves the trainer usable."""
+        """Give `sink` the weights in buckets of about max_bytes; its error leaves the trainer usable."""
         with _deferring(sink) as take:
             self._together(Models.stream, max_bytes, sink=take)
 
     def state(self, sink: Sink) -> dict[str, Any]:
-        """Give a checkpoint's tensors, float32 on the CPU, to `sink` in buckets; return the rest for JSON."""
+        """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; return the rest for JSON."""
         with _deferring(sink) as take:
             engines = self._together(Models.state, sink=take)
         return {
@@ -259,7 +259,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         }
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
-        """Restore what `state` gave. Raise TrainerError, before anything changes, where it is of another model."""
+        """Restore what `state` gave. Raise TrainerError, with nothing changed, where it is of another model."""
         expected: dict[str, tuple[int, ...]] = {}
         for learner in self.models.learners:
             expected |= learner.engine.shapes()
@@ -282,7 +282,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
 @contextlib.contextmanager
 def _deferring(sink: Sink) -> Iterator[Sink]:
-    """Give a sink whose first error is raised at the end only: until then the other ranks need rank 0."""
+    """Give a sink whose first error is raised at the end: until then the other ranks need rank 0."""
     errors: list[Exception] = []
 
     def take(bucket: Any) -> None:
