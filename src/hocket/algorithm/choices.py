@@ -108,10 +108,7 @@ def _register(kind: str, offered: Sequence[str], name: str, declared: Mapping[st
 
 
 def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Decorate an advantage: rewards → advantages, float64; per token also → (advantages, returns for a critic).
-
-    `per`: what one call sees. `needs`: columns of the tokens, given as NAME_t: "values" of a critic.
-    """
+    """Decorate an advantage: rewards → advantages, float64; per token also → (advantages, returns for a critic)."""
     offered = ("rewards_g", "rewards_n", "group_n", "parts_n", "rewards_t", *(f"{column}_t" for column in needs))
     return _register("baseline", offered, name, {"per": per, "needs": needs})
 
@@ -119,7 +116,7 @@ def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[
 def objective(name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "none") -> Callable[[F], F]:
     """Decorate an objective: each token's term, [bt], which is maximised.
 
-    Gradients pass through ratio_bt, logprobs_bt and entropy_bt; low and high are the bounds of the ratio.
+    Gradients pass through ratio_bt, logprobs_bt and entropy_bt.
     """
     policy = ("ratio_bt", "logprobs_bt", "entropy_bt")
     offered = (*policy, "advantages_bt", "rollout_logprobs_bt", "mask_bt", "sample_bt", "low", "high")
@@ -160,7 +157,7 @@ def leave_one_out(rewards_g: "Tensor") -> "Tensor":
 
 @advantage("none", per="token")
 def none(rewards_t: "Tensor", discount: Discount = 1.0) -> "Tensor":
-    """Return Σ_{s≥t} discount^(s−t) · reward_s of each token (arXiv 2501.03262)."""
+    """Return Σ_{s≥t} discount^(s−t) · reward_s (arXiv 2501.03262)."""
     returns = []
     following = 0.0
     for reward in reversed(rewards_t.tolist()):
@@ -176,7 +173,7 @@ def critic(
     discount: Discount = 1.0,
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0,
 ) -> tuple["Tensor", "Tensor"]:
-    """Return (generalised advantages, returns) of each token (arXiv 1506.02438).
+    """Return (generalised advantages, returns) (arXiv 1506.02438).
 
     δ_t = reward_t + discount · V_{t+1} − V_t;  A_t = δ_t + discount · λ · A_{t+1};  returns = A + V. V_T = 0.
     """

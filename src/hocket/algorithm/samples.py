@@ -77,7 +77,7 @@ def are_equal(rewards: Sequence[float]) -> bool:
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
-    """Return 0 up to the last overlong_share · max_tokens tokens of the longest turn, then a line to 1 (2503.14476)."""
+    """Return 0 up to the last overlong_share of the longest turn's max_tokens, then a line to 1 (2503.14476)."""
     last = overlong_share * max_tokens
     if not last:
         return 0.0

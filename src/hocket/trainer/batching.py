@@ -76,8 +76,8 @@ def divide(
     """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
     Ranks get about the same cost; within a rank, sequences go by first-fit decreasing, and the costliest micro-batch
-    comes first, so that the ranks run similar ones at a time. A rank with fewer gets a masked position, so that it
-    has something to run. `cost`: of a segment with this number of positions.
+    comes first, so that the ranks run similar ones at a time. A rank with fewer runs a masked position. `cost`: of a
+    segment with this number of positions.
     """
     lengths = list(map(num_positions, samples))
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]

@@ -27,8 +27,7 @@ def token_logprobs(
 
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.
-        trained_n: places in the flattened [b, t]; elsewhere the results are 0. (With a mask the host would wait for the
-            device.)
+        trained_n: places in the flattened [b, t], as a mask would have the host wait; elsewhere the results are 0.
         max_tokens: the head is called as often as for this many positions.
         entropy_gradient: costs another pass over a chunk's logits.
     """

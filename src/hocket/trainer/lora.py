@@ -45,13 +45,11 @@ class Adapter(Weights):
         path = self.config.path
         settings = self._lora
         head = model.get_output_embeddings()
-        linear = [
-            f".{name}" for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head
-        ]
+        linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
         known = sorted({name.rpartition(".")[2] for name in linear})
         targets = known if settings.targets == "all-linear" else sorted(settings.targets)
         for target in targets:
-            if not any(name.endswith(f".{target}") for name in linear):
+            if not any(f".{name}".endswith(f".{target}") for name in linear):
                 raise ConfigError(
                     f"model.lora.targets: {path} has no linear layer {target!r} besides its output head, "
                     f"only {', '.join(known)}"

@@ -29,7 +29,7 @@ LARGEST_MICRO_BATCH = 1 << 17  # kernels that count elements in 32 bits may fail
 MAX_TRIES = 40
 WORTH_A_TRY = 1.1  # least growth from one size to the next
 BESIDE = 2 * GIB  # what a server on the same GPU takes once it works
-MARGIN = 0.1  # of what is free: fragments, buffers
+MARGIN = 0.1  # of what is free
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax and two gradients, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
@@ -86,10 +86,9 @@ def estimate(
     offloads: bool = False,
     quantized: bool = False,
 ) -> Estimate:
-    """Return what a step needs with a transformers model, on any device.
+    """Return what a step needs with a transformers model, on any device; with "auto", for a micro-batch of one chunk.
 
-    Micro-batches have the configured size; with "auto", that of one chunk. `offloads`: the optimizer's state is off the
-    device. `quantized`: frozen linear layers but the head are held in 4 bits.
+    `offloads`: the optimizer's state is off the device. `quantized`: frozen linear layers but the head have 4 bits.
     """
     shape = Shape.of(model)
     zero = config.deepspeed.get("zero_optimization", {})
@@ -176,8 +175,7 @@ def available_bytes(device: torch.device) -> int:
 def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
     """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes for other processes.
 
-    k times as many tokens take at most k times the memory, so it only grows to sizes that have room. `longest`:
-    positions of the longest sequence.
+    k times as many tokens take at most k times the memory. `longest`: positions of the longest sequence.
     """
     size = CHUNK_TOKENS
     for learner in learners:  # the first run allocates what libraries keep

@@ -20,7 +20,7 @@ from hocket.protocol import AdapterConfig
 
 
 class Weights:
-    """All weights of a model. Subclasses train others; `policy.WEIGHTS` has the kinds."""
+    """All weights of a model; `policy.WEIGHTS` has the other kinds."""
 
     adapter: AdapterConfig | None = None  # what servers must know of weights that are no whole model
 
@@ -28,14 +28,14 @@ class Weights:
         self.config = config
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return transformers' options to load the model with."""
+        """Return options of `from_pretrained`."""
         return {}
 
     def prepare(self, model: Any, seed: int) -> None:
         """Freeze what is not trained, and add what is."""
 
     def base(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Context in which the model computes as before training, without gradients."""
+        """Have the model compute as before training, without gradients."""
         raise NotImplementedError
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
