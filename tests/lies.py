@@ -2,7 +2,8 @@
 
     HOCKET_LIE=FILE python tests/lies.py serve section.key=value ...
 
-FILE has the name of a lie, the number of the load that begins it, and anything else: "frozen_norm 3 x", or nothing.
+FILE has the name of a lie, the number of the load that begins it, or of the first and the last one, and anything else:
+"frozen_norm 3 x", "norm_off 3-3 x", or nothing.
 It is read at every call, so that one server tells all lies, one after the other; another line begins the count anew.
 Works where the engine is a fork of the server, on a CPU. The server's code has no switch for this.
 """
@@ -64,7 +65,13 @@ def _permuted(new: Tensors, last: Tensors, first: Tensors) -> None:
             new[name] = new[name].roll(1, 0).contiguous()
 
 
+def _scaled(part: str, factor: float) -> Lie:
+    return lambda new, last, first: new.update({name: new[name] * factor for name in _named(new, part)})
+
+
 OF_WEIGHTS: dict[str, Lie] = {
+    "norm_off": _scaled("layers.1.input_layernorm", 1.01),
+    "matrix_off": _scaled("layers.1.mlp.down_proj", 0.9),
     "one_behind": lambda new, last, first: new.update(last),
     "never_loads": lambda new, last, first: new.update(first),
     "missing_matrix": _missing,
@@ -77,9 +84,18 @@ OF_WEIGHTS: dict[str, Lie] = {
 OF_LOGPROBS: dict[str, Callable[[list[float]], list[float]]] = {
     "wrong_logprobs": lambda logprobs: [value * random.uniform(0.95, 1.05) for value in logprobs],
     "shifted_logprobs": lambda logprobs: [*logprobs[1:], logprobs[0]],
+    "larger_logprobs": lambda logprobs: [value * 1.02 for value in logprobs],
+    "rounded_logprobs": lambda logprobs: [round(value, 3) for value in logprobs],
 }
 OF_SAMPLING: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
     "no_temperature": lambda sampling, seed: (sampling.model_copy(update={"temperature": 1.0}), seed),
+    "warmer": lambda sampling, seed: (
+        sampling.model_copy(update={"temperature": 1.05 * sampling.temperature}),
+        seed,
+    ),
+    "top_p_95": lambda sampling, seed: (sampling.model_copy(update={"top_p": 0.95}), seed),
+    "top_k_50": lambda sampling, seed: (sampling.model_copy(update={"top_k": 50}), seed),
+    "greedy": lambda sampling, seed: (sampling.model_copy(update={"temperature": 0.0}), seed),
     "top_k_2": lambda sampling, seed: (sampling.model_copy(update={"top_k": 2}), seed),
     "top_p": lambda sampling, seed: (sampling.model_copy(update={"top_p": 0.7}), seed),
     "equal_seeds": lambda sampling, seed: (sampling, 7),
@@ -93,13 +109,15 @@ OF_SAMPLING: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
 OF_ANSWERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "all_stop": lambda completion: {"finish_reason": "stop"},
     "other_text": lambda completion: {"text": "abcd"},
+    "other_token": lambda completion: {"token_ids": (completion.token_ids[0] ^ 1, *completion.token_ids[1:])},
+    "future": lambda completion: {"versions": [(5 + number, begin, end) for number, begin, end in completion.versions]},
     "no_end": lambda completion: {
         "token_ids": completion.token_ids[:-1] or completion.token_ids,
         "logprobs": completion.logprobs[:-1] or completion.logprobs,
     },
 }
 STALE_EXPORT = "stale_export"  # told by the trainer: `stale_exports`
-WHOLE_MODEL = ("frozen_norm", "swapped_norms")  # adapters have no such tensors
+WHOLE_MODEL = ("frozen_norm", "swapped_norms", "norm_off")  # adapters have no such tensors
 
 
 @dataclasses.dataclass
@@ -112,12 +130,13 @@ class Told:
     last: Tensors = dataclasses.field(default_factory=dict)
 
     def now(self) -> str:
-        """The name of the lie; "" while the truth is told."""
+        """The name of the lie; "" while the truth is told: before the load that begins it, and after the last one."""
         line = Path(os.environ[FILE]).read_text(encoding="utf-8").strip()
         if line != self.line:
             self.line, self.loads, self.first, self.last = line, 0, {}, {}
         name, begins, *_ = line.split() or ("", "1")
-        return name if self.loads >= int(begins) else ""
+        first, _, last = begins.partition("-")
+        return name if int(first) <= self.loads <= int(last or self.loads) else ""
 
     def load(self, parts: Iterator[Any]) -> Iterator[Any]:
         """What is loaded in place of these parts, with specs that are right for what came."""
