@@ -65,7 +65,7 @@ class World:
         self.publishes.append(publishes)
         yield {}
 
-    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]], alone: bool) -> dict[str, float]:
         self.checked.append([len(rollouts) for rollouts in groups])
         if self.lie in {rollout.id for rollouts in groups for rollout in rollouts}:
             raise SyncError("a server lies")
@@ -200,7 +200,7 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     ]
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert metrics[0]["eval/logprob_gap"] == metrics[2]["eval/logprob_gap"] == 0.25
-    assert world.checked[0] == [2, 2]  # greedy and sampled, at temperature 1
+    assert world.checked[:2] == [[1, 1], [1, 1]]  # greedy, then sampled, at temperature 1
     assert metrics[1]["reward/mean"] == 0.5
     assert metrics[2]["train/loss"] == 0.5
     assert metrics[2]["staleness/max"] == 0

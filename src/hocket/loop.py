@@ -21,7 +21,7 @@ from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
-from hocket.rollout.evaluate import Evaluation
+from hocket.rollout.evaluate import Evaluation, checked
 from hocket.rollout.pipeline import Batches, Pipeline, Replay
 from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
@@ -122,7 +122,7 @@ class Run:
         metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.planner.uses_pass_rates else "")
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
-            metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped])
+            metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], False)
             if groups:
                 metrics |= await self.train_policy(step, groups)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
@@ -141,11 +141,10 @@ class Run:
             measured, groups = await self.evaluation.run(f"eval {step}")
         await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
         async with self.publisher.training(publishes=False):
-            alike = self.evaluation.comparable(groups, self.config.rollout.temperature)
-            checked = await self.publisher.check_rollouts(alike)
+            greedy, sampled = self.evaluation.comparable(groups, self.config.rollout.temperature)
+            check = self.publisher.check_rollouts
+            metrics |= checked(await check(greedy, True), await check(sampled, True))
             kept = await run_in_thread(self.keep, step, measured)
-        if "sampling/logprob_gap" in checked:
-            metrics["eval/logprob_gap"] = checked["sampling/logprob_gap"]
         return metrics | measured | kept
 
     def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:

@@ -64,7 +64,7 @@ class Copy:
         del publishes
         yield {}
 
-    async def check_rollouts(self, groups: object) -> dict[str, float]:
+    async def check_rollouts(self, groups: object, alone: bool) -> dict[str, float]:
         return {}
 
     async def publish(self) -> dict[str, float]:

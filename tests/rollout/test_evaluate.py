@@ -8,7 +8,7 @@ from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.rollout.evaluate import Evaluation, pass_at_k
+from hocket.rollout.evaluate import Evaluation, checked, pass_at_k
 from hocket.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
@@ -68,6 +68,27 @@ async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() 
     assert [seat.sampling.temperature for seat in first] == [0.0, 0.3] * 4  # greedy first, then the sample
     assert {seat.deadline.seconds for seat in seats} == {9.0}
     assert first[0].deadline is not second[0].deadline
+
+
+@pytest.mark.parametrize(
+    ("temperature", "of_training", "greedy", "sampled"),
+    [(1.0, 1.0, "a", "b"), (0.3, 0.3, "", "b"), (0.3, 1.0, "a", ""), (0.0, 1.0, "a", ""), (0.0, 0.3, "", "")],
+)
+async def test_answers_whose_logprobs_are_of_the_trainers_temperature_can_be_checked(
+    temperature: float, of_training: float, greedy: str, sampled: str
+) -> None:
+    one = evaluation(sampling=SamplingParams(temperature=temperature, seed=5))
+    _, groups = await one.run("eval")
+    parts = [[rollout.text for mine in part for rollout in mine] for part in one.comparable(groups, of_training)]
+    assert parts == [[f"{number}{letter}" for number in range(4) if letter] for letter in (greedy, sampled)]
+
+
+def test_of_an_evaluation_the_larger_gap_counts_and_the_draw_of_the_sampled_answers_alone() -> None:
+    greedy = {"sampling/logprob_gap": 2.0, "sampling/surprise": 1.0, "sampling/z": 9.0}
+    sampled = {"sampling/logprob_gap": 1.0, "sampling/surprise": 1.0, "sampling/z": 3.0}
+    assert checked(greedy, sampled) == {"eval/logprob_gap": 2.0, "eval/z": 3.0}
+    assert checked(greedy, {"sampling/z": 0.0}) == {"eval/logprob_gap": 2.0}
+    assert checked({}, {}) == {}
 
 
 def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -> None:

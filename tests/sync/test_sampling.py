@@ -100,10 +100,10 @@ def test_what_begins_late_is_not_hidden_by_what_came_before() -> None:
 async def test_a_share_of_the_rollouts_is_compared_and_stale_ones_are_left_out() -> None:
     world = World((4, 8e-6, -1, 2))
     groups = [[rollout(index, id_=f"step 1/{group}/{index}") for index in range(2, 6)] for group in range(2)]
-    await world.check().check(groups)
+    await world.check().check(groups, False)
     assert len(world.asked) == 4  # half of eight
     groups.append([rollout(9, version=2, id_="step 1/2/0")])
-    metrics = await world.check(share=1.0).check([*groups, []])
+    metrics = await world.check(share=1.0).check([*groups, []], False)
     assert len(world.asked) == 4 + 8
     assert {sample.sequence.version_min for sample in world.asked} == {3}
     assert metrics["sampling/logprob_gap"] == pytest.approx(2e-6)
@@ -111,12 +111,27 @@ async def test_a_share_of_the_rollouts_is_compared_and_stale_ones_are_left_out()
     assert metrics["time/check"] > 0
 
 
+async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -> None:
+    before = {"sampling/surprise": -50.0, "sampling/variance": 1.0}
+    groups = [[rollout(index, id_=f"eval 1/0/{index}") for index in range(4)]]
+    world = World((4, 8e-6, -9, 9))
+    metrics = await world.check(history=[before]).check(groups, True)
+    assert len(world.asked) == 4
+    assert metrics["sampling/z"] == pytest.approx(-9 / math.sqrt(18))
+
+
+async def test_a_version_that_was_never_published_fails_whoever_is_compared() -> None:
+    world = World()
+    with pytest.raises(SyncError, match="a server says that version 4 sampled a rollout, but 3 is the newest"):
+        await world.check(share=0.0).check([[rollout(5, version=4)]], False)
+
+
 async def test_the_lot_depends_on_the_prompts_name_alone() -> None:
     chosen = []
     for reward in (0.0, 1.0):
         world = World()
         rollouts = [rollout(index, id_=f"step 7/0/{index}") for index in range(16)]
-        await world.check().check([[dataclasses.replace(one, reward=reward) for one in rollouts]])
+        await world.check().check([[dataclasses.replace(one, reward=reward) for one in rollouts]], False)
         chosen.append([sample.sequence.token_ids[1] for sample in world.asked])
     assert chosen[0] == chosen[1] != list(range(8))
 
@@ -125,16 +140,18 @@ async def test_the_lot_depends_on_the_prompts_name_alone() -> None:
 async def test_a_gap_beyond_the_bound_fails_before_anything_is_trained(gap: float) -> None:
     world = World((10, gap, 0, 1))
     with pytest.raises(SyncError, match=r"mean \|Δ log-prob\| .* is more than 3e-05 .*Nothing was trained on them"):
-        await world.check().check([[rollout(5)]])
+        await world.check().check([[rollout(5)]], False)
     world.stops = False
-    assert (await world.check().check([[rollout(5)]]))["sync/max_gap"] == 3e-5
+    assert (await world.check().check([[rollout(5)]], False))["sync/max_gap"] == 3e-5
     assert len(world.failed) == 2
 
 
 async def test_an_answer_that_contradicts_its_tokens_fails() -> None:
     world = World()
     with pytest.raises(SyncError, match="contradicts its tokens: no"):
-        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check([[rollout(5)]])
+        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check(
+            [[rollout(5)]], False
+        )
 
 
 def decode(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

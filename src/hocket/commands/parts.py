@@ -169,6 +169,8 @@ class Parts:
             return ()
         setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
         answer = settings.max_tokens or self.config.rollout.max_tokens
+        if (data.source, data.split) == (self.config.data.source, self.config.data.split):
+            self.console.say("eval.data has the rows of section data: these are trained on, and not held out")
         prompts, _ = self._fitting("eval", data, setting, answer)
         return prompts[: settings.num_prompts]
 

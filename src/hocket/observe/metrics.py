@@ -70,6 +70,8 @@ METRICS = (
     Metric("eval/zero_or_one", "held-out prompts: share of rewards that are 0 or 1; at 1 those means are accuracies"),
     Metric("eval/since_best", "checkpoint.best: evaluations since the best one"),
     Metric("eval/logprob_gap", "held-out prompts: mean |trainer − engine log-prob| of the rollouts that were checked"),
+    Metric("eval/z", "held-out prompts: surprise of the sampled answers in standard errors, as sampling/z",
+           low=-5, high=5, advice="eval/sampled misleads: tokens aren't drawn from what servers report"),
     Metric("eval/loss", "sft: mean cross-entropy of the taught tokens of the held-out demonstrations, in nats"),
     Metric("eval/pass@K", "unbiased chance that one of K samples has a reward >= eval.threshold (arXiv 2107.03374)"),
     Metric("eval/reward_errors", "held-out prompts: share without a score; the means leave them out",
@@ -79,7 +81,7 @@ METRICS = (
     Metric("train/loss", "minimised loss over all micro-batches and ranks"),
     Metric("train/grad_norm", "global gradient norm before clipping"),
     Metric("train/learning_rate", "AdamW's learning rate in this step"),
-    Metric("train/tokens", "trained tokens"),
+    Metric("train/tokens", "trained tokens, of each epoch"),
     Metric("train/sequences", "trained sequences"),
     Metric("train/micro_batches", "forward passes per rank"),
     Metric("train/updates", "optimiser steps of the policy, skipped ones too; algorithm.stop_kl may end them early"),
@@ -137,7 +139,7 @@ METRICS = (
     Metric("sync/missing_error", "standard error of that share; it is not told above 0.2: rounding hides the update"),
     Metric("sync/proof_s", "seconds to compare parameters and log-probs, in versions that are checked"),
     Metric("sync/changed", "sync.backend=delta: share of the weights whose bits changed; missing for a full version"),
-    Metric("step/tokens_per_s", "throughput: trained tokens per second of time/step − time/eval"),
+    Metric("step/tokens_per_s", "throughput: sampled tokens per second of time/step − time/eval"),
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
     Metric("time/batch", "seconds from batch start to last token; overlaps earlier steps if max_staleness > 0"),
     Metric("time/reward", "seconds that the step then waited for scores alone"),
@@ -257,7 +259,7 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     seconds = metrics["time/step"]
     wait = metrics["time/reward"]
     rates = {
-        "step/tokens_per_s": metrics.get("train/tokens", 0.0) / (seconds - metrics.get("time/eval", 0.0)),
+        "step/tokens_per_s": metrics.get("rollout/tokens", 0.0) / (seconds - metrics.get("time/eval", 0.0)),
         "pipeline/wait_for_batch": (metrics["time/generate"] + wait) / seconds,
         "pipeline/wait_for_rewards": wait / seconds,
     }

@@ -10,9 +10,11 @@ from hocket.client.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Plan, Play, Seat, collect
-from hocket.types import Group, Prompt, Rollout
+from hocket.types import Group, Metrics, Prompt, Rollout
 
 EVAL_STEP = -1  # in place of the step in the sampling seed: no training step has it
+
+Comparable = list[Sequence[Rollout]]  # of each prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +49,20 @@ class Evaluation:
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
         return _measured(batch.groups, self.reward, self.threshold), batch.groups
 
-    def comparable(self, groups: Sequence[Group], temperature: float) -> list[list[Rollout]]:
-        """Return the rollouts whose log-probs are of this temperature; the engine's of greedy tokens are of 1."""
-        temperatures = [1.0, *[self.sampling.temperature] * self.samples]
-        return [
-            [rollout for rollout, mine in zip(group.rollouts, temperatures, strict=False) if mine == temperature]
-            for group in groups
-        ]
+    def comparable(self, groups: Sequence[Group], temperature: float) -> tuple[Comparable, Comparable]:
+        """Return the greedy rollouts, and the sampled ones, whose log-probs are of this temperature."""
+        greedy = [group.rollouts[:1] for group in groups if temperature == 1]  # the engine's of greedy tokens
+        sampled = [group.rollouts[1:] for group in groups if temperature == self.sampling.temperature]
+        return greedy, sampled
+
+
+def checked(greedy: Metrics, sampled: Metrics) -> Metrics:
+    """Return as eval/* what checks of comparable rollouts found; greedy tokens are no draw."""
+    gaps = [found["sampling/logprob_gap"] for found in (greedy, sampled) if "sampling/logprob_gap" in found]
+    metrics = {"eval/logprob_gap": max(gaps)} if gaps else {}
+    if "sampling/surprise" in sampled:
+        metrics["eval/z"] = sampled["sampling/z"]
+    return metrics
 
 
 def _measured(groups: Sequence[Group], reward: str, threshold: float) -> dict[str, float]:

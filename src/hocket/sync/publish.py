@@ -21,7 +21,8 @@ from hocket.types import Metrics, Rollout, TrainerTurn
 
 Answer = ReloadResponse | HocketError  # a failure is a value: the other servers go on
 Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]  # (servers, whether they have just come) → sync/*
-RolloutCheck = Callable[[Sequence[Sequence[Rollout]]], Awaitable[Metrics]]  # rollouts of each prompt → sampling/*
+RolloutCheck = Callable[[Sequence[Sequence[Rollout]], bool], Awaitable[Metrics]]
+"""(rollouts of each prompt, whether they are an evaluation's, and all are checked) → sampling/*."""
 
 
 class Delivery(NamedTuple):

@@ -33,25 +33,33 @@ class SamplingCheck:
     history: History
     claim: Callable[[TokenSequence], str] = lambda sequence: ""  # what is wrong in what a server says of its tokens
 
-    async def check(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
-        """Return sampling/* of each prompt's rollouts. Raise SyncError, or warn, where they fail."""
+    async def check(self, groups: Sequence[Sequence[Rollout]], alone: bool) -> Metrics:
+        """Return sampling/* of each prompt's rollouts: of all, `alone`, or of a share of them and the steps before.
+
+        Raise SyncError, or warn, where they fail.
+        """
         metrics: Metrics = {}
         with timed(metrics, "time/check"):
-            sequences = self._witnesses(groups)
+            rollouts = [rollout for group in groups for rollout in group]
+            newest = self.proof.publisher.versions.current
+            said = max((one.version_max for rollout in rollouts for one in rollout.sequences), default=newest)
+            if said > newest:
+                self.proof.fail(f"a server says that version {said} sampled a rollout, but {newest} is the newest")
+            sequences = self._witnesses(rollouts, 1.0 if alone else self.share)
             if wrong := next(filter(None, map(self.claim, sequences)), ""):
                 self.proof.fail(f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it")
             metrics |= await run_in_thread(equal_pairs, groups)
             if sequences:
                 metrics |= self._compared(*await run_in_thread(self.proof.trainer.surprise, as_samples(sequences)))
-            metrics |= over_run([*self.history[-LONGEST:], metrics], self.group_size)
+            before = [] if alone else self.history[-LONGEST:]
+            metrics |= over_run([*before, metrics], self.group_size)
         return metrics
 
-    def _witnesses(self, groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
+    def _witnesses(self, rollouts: Sequence[Rollout], share: float) -> list[TokenSequence]:
         """Return the sequences of a share of the rollouts, by lot: chosen by rewards, they would be no fair draw."""
         version = self.proof.publisher.versions.current
-        rollouts = [rollout for group in groups for rollout in group]
         lot = random.Random(rollouts[0].id if rollouts else "")
-        chosen = lot.sample(rollouts, math.ceil(self.share * len(rollouts)))
+        chosen = lot.sample(rollouts, math.ceil(share * len(rollouts)))
         return [
             one
             for rollout in chosen
