@@ -26,8 +26,7 @@ SETTINGS = (
 )
 TINY = "trainer.learning_rate=1e-6"
 GAP = "mean |Δ log-prob|"  # of the step's rollouts, or of a check that was due
-# (lie and the load it begins with, or the first and the last one; settings): the last version that it may reach, and what
-# is said then
+# (lie and the loads that it begins and ends with; settings): the last version that it may reach, and what is said then
 LIES: dict[tuple[str, ...], tuple[int, str]] = {
     ("truth", "trainer.learning_rate=2e-4"): (0, ""),
     ("one_behind", TINY): (2, "step 1: http://127.0.0.1:PORT does not hold weight version"),

@@ -14,7 +14,7 @@ from hocket.types import Group, Metrics, Prompt, Rollout
 
 EVAL_STEP = -1  # in place of the step in the sampling seed: no training step has it
 
-Comparable = list[Sequence[Rollout]]  # of each prompt
+Comparable = Sequence[Sequence[Rollout]]  # of each prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
