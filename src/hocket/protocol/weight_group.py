@@ -48,8 +48,7 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
     for (_, view), (_, tensor) in zip(views, named, strict=True):
         view.copy_(tensor)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    made = [int(spec.checksum, 16) for spec in specs.values()]
-    checksums.copy_(torch.tensor(made, dtype=torch.uint64).view(torch.int64))
+    checksums.copy_(_numbers(specs))
     return flat, specs
 
 
@@ -57,10 +56,15 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> Part:
     """Return the tensors of a bucket, as views of it, and their specs. Raises SyncError where a checksum differs."""
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    for (name, spec), checksum in zip(specs.items(), checksums.cpu().view(torch.uint64).tolist(), strict=True):
-        if int(spec.checksum, 16) != checksum:
-            raise SyncError(f"the bytes of tensor {name!r} changed on their way")
+    changed = (checksums.cpu() != _numbers(specs)).nonzero()
+    if len(changed):
+        raise SyncError(f"the bytes of tensor {named[changed[0]][0]!r} changed on their way")
     return named, specs
+
+
+def _numbers(specs: dict[str, TensorSpec]) -> Tensor:
+    """Return the checksums, int64 [n]."""
+    return torch.tensor([int(spec.checksum, 16) for spec in specs.values()], dtype=torch.uint64).view(torch.int64)
 
 
 @dataclasses.dataclass(eq=False)

@@ -49,11 +49,12 @@ class PatchedCopy:
                     delta.patch(self._folder, folder)
                     versions.check_headers(self._folder, described)
                 self._checksum = described.checksum
+            except ApiError:
+                self.discard()
+                raise
             # Whatever it is, a full disk or a delta of nonsense: the version in full needs no copy.
             except Exception as error:
                 self.discard()
-                if isinstance(error, ApiError):
-                    raise
                 raise versions.refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
             return self._folder
 

@@ -47,12 +47,12 @@ class GroupReceiver:
         name, joined = self.hocket_group
         assert name == source.group.name, "the engine has it join first"
         group = joined.result()
-        try:
-            # The group is closed before the second thread has ended, which may be waiting for a bucket.
-            return self._hocket_take(_receive(group, source), source.adapter, checksum, compare, group.close)
-        except BaseException:
+
+        def leave() -> None:  # before the second thread has ended, which may be waiting for a bucket
             self.hocket_group = None
-            raise
+            group.close()
+
+        return self._hocket_take(_receive(group, source), source.adapter, checksum, compare, leave)
 
 
 def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
