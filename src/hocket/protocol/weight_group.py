@@ -58,7 +58,7 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> Part:
     specs = {name: manifest.spec(tensor) for name, tensor in named}
     changed = (checksums.cpu() != _numbers(specs)).nonzero()
     if len(changed):
-        raise SyncError(f"the bytes of tensor {named[changed[0]][0]!r} changed on their way")
+        raise SyncError(f"the bytes of tensor {named[int(changed[0])][0]!r} changed on their way")
     return named, specs
 
 
