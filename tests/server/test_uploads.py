@@ -117,6 +117,7 @@ async def test_the_newest_version_and_the_newest_complete_one_stay_with_what_is_
         await send(uploads, names[number], file, b"x")
         os.utime(next(root.glob(f"*{names[number]}*")), (number, number))
         (root / "run-of-somebody").mkdir(exist_ok=True)
+    await send(uploads, names[-1], files[-1], b"x")  # once more, for a comparison
     left = {names[number] if files[number] == "COMPLETE" else f".{names[number]}.partial" for number in kept}
     assert {path.name for path in root.iterdir()} == left | {"run-of-somebody"}
 

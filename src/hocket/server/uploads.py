@@ -54,7 +54,7 @@ class Uploads:
         async with self._lock:
             try:
                 if not partial.exists():
-                    await asyncio.to_thread(self._make_room)
+                    await asyncio.to_thread(self._make_room, name)
                     partial.mkdir(parents=True)
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
@@ -86,9 +86,9 @@ class Uploads:
             message = f"nothing came for {SILENCE_S:g} s"
             raise ApiError(408, "body_timeout", message, "send the version again") from error
 
-    def _make_room(self) -> None:
+    def _make_room(self, name: str) -> None:
         """Keep the newest version and the newest complete one, which the server may hold, beside what comes now."""
-        ours = [path for path in self._folder.glob("*") if _OURS.fullmatch(path.name)]
+        ours = [path for path in self._folder.glob("*") if _OURS.fullmatch(path.name) and name not in path.name]
         ours.sort(key=lambda path: path.stat().st_mtime)
         complete = [path for path in ours if not path.name.startswith(".")]
         for old in {*ours} - {*ours[-1:], *complete[-1:]}:
