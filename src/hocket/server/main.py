@@ -104,8 +104,7 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
         }
         if tensor_parallel_size > 1:  # else vLLM wants a NUMA node for each worker
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    for key, value in defaults.items():
-        os.environ.setdefault(key, value)
+    os.environ.update(defaults | os.environ)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
