@@ -182,14 +182,7 @@ def visible_gpus() -> list[str]:
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         gpus = re.findall(r"[^\s,]+", chosen)
         return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), gpus)]  # as CUDA reads it
-    if "cuda" not in environment.builds():
-        return []
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, stdout=subprocess.PIPE, check=True, text=True, timeout=60.0)
-    except (OSError, subprocess.SubprocessError):  # there is no driver; `doctor` says more
-        return []
-    return found.stdout.split()
+    return environment.nvidia_smi("index") if "cuda" in environment.builds() else []
 
 
 def run_ranks(

@@ -77,12 +77,19 @@ def has_cuda() -> bool:
 
 def driver() -> int | None:
     """Return the major version of the NVIDIA driver, None where nvidia-smi does not say."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(LookupError, ValueError):
+        return int(nvidia_smi("driver_version")[0].partition(".")[0])
+    return None
+
+
+def nvidia_smi(column: str) -> list[str]:
+    """Return what nvidia-smi says of each GPU; nothing where there is no driver."""
+    query = ["nvidia-smi", f"--query-gpu={column}", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60.0)
-        return int(found.stdout.partition(".")[0])
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+        found = subprocess.run(query, capture_output=True, check=True, text=True, timeout=60.0)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return found.stdout.split()
 
 
 def missing(build: str, command: str) -> list[str]:
