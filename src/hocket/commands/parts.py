@@ -138,8 +138,8 @@ class Parts:
         if room < 1:
             before = f", behind env.thinking_tokens={thought}," if thought else ""
             raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {self.longest_by}: lower it")
-        prompts, lengths = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=self._tools)
         limit = min(room, data.max_prompt_tokens or room)
+        prompts, lengths = load_prompts(data, self.tokenizer, max_prompt_tokens=limit, tools=self._tools)
         if len(prompts) < len(lengths):
             longest = max(lengths)
             fits = self.longest - thought - longest

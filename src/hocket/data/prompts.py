@@ -49,7 +49,6 @@ def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[cache.Prompts | cache.KeptPrompts, list[int]]:
     """Return the prompts that are short enough, none cut, and the numbers of tokens of all."""
-    longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
     if "</think>" in [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]:
         raise DataError(
@@ -70,7 +69,7 @@ def load_prompts(
         today = time.strftime("%F") if "strftime_now" in str(template) else None
         return content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer)
 
-    return cache.load(origin, longest, lambda: _prompts(data, renderer))
+    return cache.load(origin, max_prompt_tokens, lambda: _prompts(data, renderer))
 
 
 def _prompts(data: DataConfig, renderer: "Renderer") -> Iterator[Prompt]:

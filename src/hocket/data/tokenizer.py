@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ def load(path: str, setting: str = "model.path") -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
     unused = (tokenizer.pad_token_id, tokenizer.unk_token_id)  # transformers adds them
-    size = getattr(_config(path, setting), "vocab_size", None)
+    size = getattr(_config(path, setting), "vocab_size", math.inf)
     largest = max((id_ for id_ in tokenizer.get_vocab().values() if id_ not in unused), default=-1)
-    if size is not None and largest >= size:
+    if largest >= size:
         raise ConfigError(
             f"{setting}={path}: the tokenizer has ids up to {largest}, the model embeds only {size} tokens: "
             f"use the model's own tokenizer, or transformers' resize_token_embeddings({largest + 1})"

@@ -34,7 +34,7 @@ def write_report(folder: Path) -> None:
         "summary": json.loads(read_text(folder / "summary.json") or "null"),
         "config": read_text(folder / "config.yaml"),
         "plugins": plugin_files.texts(folder),
-        "samples": samples[:: math.ceil(len(samples) / NUM_SAMPLES) or 1],  # evenly, from the newest one
+        "samples": samples[:: max(1, math.ceil(len(samples) / NUM_SAMPLES))],  # evenly, from the newest one
         "metrics": [metric._asdict() for metric in TABLE],
         "phases": PHASES,
     }

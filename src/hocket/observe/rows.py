@@ -22,8 +22,11 @@ LISTS = ("token_ids", "logprobs", "dialogue")
 
 def lines_of(groups: Iterable[Group]) -> str:
     """Format scored rollouts as the lines of a file, one JSON object per rollout."""
-    rows = (row_of(group, *pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
-    return "".join(_line(row) + "\n" for row in rows)
+    return "".join(
+        _line(row_of(group, *pair)) + "\n"
+        for group in groups
+        for pair in zip(group.rollouts, group.scores, strict=True)
+    )
 
 
 def _line(row: Mapping[str, Any]) -> str:
