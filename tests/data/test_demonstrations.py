@@ -66,21 +66,19 @@ def test_every_turn_of_the_assistant_is_taught_with_its_end_and_nothing_else(
     bos_tokenizer: Any, write_jsonl: Write
 ) -> None:
     chat = [user("a b"), says("c"), user("d"), says("e a")]
-    source = write_jsonl({"messages": chat}, {"conversation": chat[:2]}, {"prompt": "a b", "response": "c"})
     # <s> user a b <eot> assistant c <eot> user d <eot> assistant e a <eot>
     tokens = (0, 8, 3, 4, 2, 9, 5, 2, 8, 6, 2, 9, 7, 3, 2)
-    mask = "000000" + "11" + "0000" + "111"
-    (whole,) = load_demonstrations(DataConfig(source=source, limit=1), bos_tokenizer, 20)
+    (whole,) = load_demonstrations(DataConfig(source=write_jsonl({"messages": chat})), bos_tokenizer, 20)
     assert whole.token_ids == tokens
-    assert "".join(str(int(on)) for on in whole.mask) == mask
+    assert "".join(str(int(on)) for on in whole.mask) == "000000" + "11" + "0000" + "111"
     assert list(tokens) == bos_tokenizer.apply_chat_template(chat)["input_ids"]
-    short = DataConfig(source=write_jsonl({"conversation": chat[:2]}), prompt_column="conversation")
-    row = DataConfig(source=write_jsonl({"prompt": "a b", "response": "c", "messages": chat}, name="b.jsonl"))
-    assert pairs(load_demonstrations(row, bos_tokenizer, 20)) == [([0, 8, 3, 4, 2, 9], [5, 2])]
-    assert load_demonstrations(short, bos_tokenizer, 20) == load_demonstrations(row, bos_tokenizer, 20)
-    trl = write_jsonl({"prompt": chat[:1], "completion": chat[1:2]}, name="trl.jsonl")
-    trl_row = DataConfig(source=trl, response_column="completion")
-    assert load_demonstrations(trl_row, bos_tokenizer, 20) == load_demonstrations(row, bos_tokenizer, 20)
+    for row, columns in (
+        ({"conversation": chat[:2]}, {"prompt_column": "conversation"}),
+        ({"prompt": "a b", "response": "c", "messages": chat}, {}),
+        ({"prompt": chat[:1], "completion": chat[1:2]}, {"response_column": "completion"}),  # as TRL's
+    ):
+        data = DataConfig(source=write_jsonl(row), **columns)
+        assert pairs(load_demonstrations(data, bos_tokenizer, 20)) == [([0, 8, 3, 4, 2, 9], [5, 2])]
 
 
 @pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
@@ -188,19 +186,14 @@ def test_a_conversation_that_teaches_nothing_is_named_by_file_and_line(row: Any,
     assert what in str(caught.value)
 
 
-def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, write_jsonl: Write) -> None:
-    source = write_jsonl({"prompt": "a b", "response": "c d"})
-    rows = load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
-    # <s> user a b <eot> assistant, c d <eot>: one <s>, and the template's end of a turn, not the tokenizer's EOS
-    assert pairs(rows) == [([0, 8, 3, 4, 2, 9], [5, 6, 2])]
-    chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
-    assert list(rows[0].token_ids) == bos_tokenizer.apply_chat_template(chat)["input_ids"]
+def test_without_a_template_the_tokenizers_own_token_ends_a_demonstration(
+    bos_tokenizer: Any, write_jsonl: Write
+) -> None:
     bos_tokenizer.chat_template = None
-    with pytest.raises(
-        DataError, match=r"put one as chat_template\.jinja into its folder, or set data\.chat_template=false"
-    ):
-        load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
     source = write_jsonl({"prompt": "a b", "answer": "c d"})
+    said = r"put one as chat_template\.jinja into its folder, or set data\.chat_template=false"
+    with pytest.raises(DataError, match=said):
+        load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
     plain = DataConfig(source=source, chat_template=False, response_column="answer")
     assert pairs(load_demonstrations(plain, bos_tokenizer, 20)) == [([0, 3, 4], [5, 6, 1])]
 
@@ -208,14 +201,13 @@ def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, wr
 def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refused(
     tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = write_jsonl(*({"prompt": "a", "response": "b" * n} for n in (1, 5, 6)))
+    data = DataConfig(source=write_jsonl(*({"prompt": "a", "response": "b" * n} for n in (1, 5, 6))))
     with caplog.at_level(logging.WARNING):
-        rows = load_demonstrations(DataConfig(source=source), tokenizer, 10)  # 4 + 5 + 1 tokens just fit
+        rows = load_demonstrations(data, tokenizer, 10)  # 4 + 5 + 1 tokens just fit
     assert [len(row.token_ids) for row in rows] == [6, 10]
     assert "left out 1 of 3 demonstrations with more than" in caplog.text
-    assert "or take a model with a longer context" in caplog.text
     with pytest.raises(DataError, match=r"all rows of .* have more than 5 tokens, .*the longest has 11: shorten"):
-        load_demonstrations(DataConfig(source=source), tokenizer, 5)
-    source = write_jsonl({"prompt": "a", "response": ""}, {"prompt": "a", "response": 3})
+        load_demonstrations(data, tokenizer, 5)
+    write_jsonl({"prompt": "a", "response": ""}, {"prompt": "a", "response": 3})
     with pytest.raises(DataError, match=r"(?s)column 'response' must be text or .*, got ''.*got 3"):
-        load_demonstrations(DataConfig(source=source), tokenizer, 10)
+        load_demonstrations(data, tokenizer, 10)

@@ -71,11 +71,10 @@ def test_a_draw_is_settled_once_and_recorded_once() -> None:
     stream.settle(0, solved(0.5))
     with pytest.raises(KeyError):
         stream.settle(1, TRAINED)
-    assert saved(stream)["entries"] == [
+    assert saved(stream)["entries"] == stream.entries() == [
         {"draw": 1, "epoch": 0, "prompt": b, "state": "filtered", "why": "every reward is 1", "pass_rate": 1.0},
         {"draw": 0, "epoch": 0, "prompt": a, "state": "trained", "pass_rate": 0.5},
-    ]
-    assert len(stream.entries()) == 2
+    ]  # fmt: skip
     stream.settle(2, Outcome(state="failed", why="no score"))
     assert stream.entries() == [{"draw": 2, "epoch": 0, "prompt": c, "state": "failed", "why": "no score"}]
 

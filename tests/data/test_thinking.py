@@ -113,16 +113,10 @@ def test_between_two_turns_stands_what_the_template_writes_there(name: str, opti
     assert tokenizer.decode(renderer.following(more, ended=None)) == whole.partition("42")[2]
 
 
-def test_a_reward_may_ask_for_the_opening_and_options_that_are_hockets_are_refused() -> None:
-    with pytest.raises(ValueError, match="tokenize can't be set, as hocket sets it"):
-        DataConfig(chat_template={"tokenize": True})
-
-
 @pytest.mark.parametrize(
     ("template", "options", "response", "trained"),
     [
         ("Qwen3-Thinking", {}, "<think>\n6*7</think>42", "6*7</think>42"),
-        ("Qwen3-Thinking", {}, "6*7</think>42", "6*7</think>42"),
         ("Qwen3-Thinking", {}, "42", None),
         ("Qwen3", OFF, "<think>\n\n</think>\n\n42", "42"),
         ("Qwen3", OFF, "42", "42"),
@@ -142,10 +136,11 @@ def test_a_demonstration_goes_on_from_the_thought_that_the_template_opens_and_cl
         assert taught(load_demonstrations(data, tokenizer, 200)[0], tokenizer) == f"{trained}<|im_end|>"
 
 
-def test_a_tokenizer_that_hides_the_end_of_a_thought_from_rewards_is_refused() -> None:
+def test_a_tokenizer_that_hides_the_end_of_a_thought_from_rewards_and_hockets_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokenize can't be set, as hocket sets it"):
+        DataConfig(chat_template={"tokenize": True})
     tokenizer = make_tokenizer(TEMPLATES["Qwen3"])
     assert load_prompts(DataConfig(limit=1), tokenizer, max_prompt_tokens=200)
     tokenizer.add_tokens("</think>", special_tokens=True)
-    assert tokenizer.decode(tokenizer(WHOLE)["input_ids"], skip_special_tokens=True) == "<think>6*742"
     with pytest.raises(DataError, match='set "special": false'):
         load_prompts(DataConfig(limit=1), tokenizer, max_prompt_tokens=200)
