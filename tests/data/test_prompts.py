@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
 from hocket.config.sections import HeldOutConfig
-from hocket.data.prompts import Renderer, TooLongError, load_prompts
+from hocket.data.prompts import Renderer, TooLongError, load_prompts, renderer_of
 from hocket.errors import DataError
 from hocket.types import Prompt
 
@@ -171,7 +171,7 @@ def shipped(template: str | None) -> Any:
 
 
 def renderer(template: str | None) -> Renderer:
-    return Renderer(DataConfig(chat_template=template is not None), shipped(template))
+    return renderer_of(DataConfig(chat_template=template is not None), shipped(template))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_what_can_not_be_rendered_is_refused_with_the_reason() -> None:
 def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_encoded() -> None:
     tools = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-tools")
     longest = "<|endoftext|>"  # 13 characters, one token; no token of this vocabulary has more
-    rendering = Renderer(DataConfig(), tools)
+    rendering = renderer_of(DataConfig(), tools)
     for text in (longest * 5, longest * 20):  # the second has more than 5 tokens: its length shows that
         assert rendering.encode([text], at_most=5) == rendering.encode([text])
     for text in (longest * 21, "a\n" * 10**6):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
-from hocket.data.prompts import Renderer
+from hocket.data.prompts import renderer_of
 from hocket.data.sources import TASKS
 from hocket.envs.base import bind
 from hocket.errors import DataError
@@ -95,8 +95,8 @@ def test_the_template_shows_the_calculator_as_the_demonstrations_do(tools_tokeni
     assert toolbox is not None
     demonstrations = (row["prompt"] for row in rows("turns", "train"))
     shown = next(messages for messages in demonstrations if messages[0]["role"] == "system")
-    without_tools = Renderer(DataConfig(), tools_tokenizer).render(shown)
-    assert Renderer(DataConfig(), tools_tokenizer, toolbox.tools).render(shown[1:]) == without_tools
+    without_tools = renderer_of(DataConfig(), tools_tokenizer).render(shown)
+    assert renderer_of(DataConfig(), tools_tokenizer, toolbox.tools).render(shown[1:]) == without_tools
 
 
 def test_a_call_in_openais_form_is_rendered_as_the_model_writes_it(tools_tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hocket.config import DataConfig
 from hocket.data.demonstrations import load_demonstrations
-from hocket.data.prompts import Renderer, load_prompts
+from hocket.data.prompts import load_prompts, renderer_of
 from hocket.errors import DataError
 from hocket.rewards import builtin
 from hocket.types import TokenSequence
@@ -107,7 +107,7 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_between_two_turns_stands_what_the_template_writes_there(name: str, options: dict[str, Any]) -> None:
     tokenizer, more = make_tokenizer(TEMPLATES[name]), [{"role": "user", "content": "And 6*8?"}]
-    renderer = Renderer(DataConfig(chat_template=options), tokenizer)
+    renderer = renderer_of(DataConfig(chat_template=options), tokenizer)
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "42"}]
     whole = tokenizer.apply_chat_template([*said, *more], add_generation_prompt=True, tokenize=False, **options)
     assert tokenizer.decode(renderer.following(more, ended=None)) == whole.partition("42")[2]

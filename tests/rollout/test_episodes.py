@@ -19,7 +19,7 @@ from hocket.client.pool import Deadline
 from hocket.common.tasks import seed_of
 from hocket.config import DataConfig
 from hocket.config.sections import RewardSpec
-from hocket.data.prompts import Renderer
+from hocket.data.prompts import Renderer, renderer_of
 from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import SingleTurn
 from hocket.envs.tools import Tools
@@ -37,7 +37,7 @@ END, ASSISTANT = 1, 4
 @pytest.fixture(scope="session")
 def renderer() -> Renderer:
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
-    return Renderer(DataConfig(), tokenizer)
+    return renderer_of(DataConfig(), tokenizer)
 
 
 class FakeEngine:
@@ -482,7 +482,7 @@ async def test_later_turns_are_rendered_with_the_options_of_their_own_prompt() -
         turns.append(turn)
         return fakes.completion(9, END, logprobs=(-0.5, -0.5))
 
-    training = Renderer(DataConfig(chat_template={"mark": "+"}), tokenizer)
+    training = renderer_of(DataConfig(chat_template={"mark": "+"}), tokenizer)
     await one_episode(Asks, ask, training, options={"mark": "-"})  # as a prompt of eval.data
     assert tokenizer.decode(turns[1].token_ids).endswith("more-")
 

@@ -18,7 +18,7 @@ from hocket.config import Config, DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.cache import KeptPrompts, Prompts
 from hocket.data.curriculum import bind
-from hocket.data.prompts import Renderer, load_prompts
+from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.stream import PromptStream
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
@@ -184,7 +184,7 @@ class Parts:
             pool=servers,
             ask=Batcher(servers, tools=self.example.toolbox).ask,
             make=self.environment,
-            renderer=Renderer(self.config.data, self.tokenizer, self._tools),
+            renderer=renderer_of(self.config.data, self.tokenizer, self._tools),
             decode=self.tokenizer.decode,
             limits=Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s),
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hocket.config import DataConfig
-from hocket.data.prompts import NO_TOKEN, Rendered, Renderer, check_messages, in_parts, opening_of
+from hocket.data.prompts import NO_TOKEN, Rendered, Renderer, check_messages, in_parts, opening_of, renderer_of
 from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
     """Return the demonstrations of at most max_length tokens."""
-    renderer = Renderer(data, tokenizer)
+    renderer = renderer_of(data, tokenizer)
     end = renderer.end_of_turn()
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[list[TokenSequence]]:

@@ -30,6 +30,7 @@ PART = 1024  # rows
 NO_TOKEN = "the tokenizer makes no token of it"
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
+Tools = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
 T = TypeVar("T")
 Rendered = tuple[list[str], Callable[[list[list[int]]], T]]  # a row's texts, and what makes a T of their token ids
@@ -46,10 +47,10 @@ def opening_of(prompt: str) -> str:
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
+    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Tools = ()
 ) -> tuple[cache.Prompts | cache.KeptPrompts, list[int]]:
     """Return the prompts that are short enough, none cut, and the numbers of tokens of all."""
-    renderer = Renderer(data, tokenizer, tools)
+    renderer = renderer_of(data, tokenizer, tools)
     if "</think>" in [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]:
         raise DataError(
             "the tokenizer has </think> as a special token: no reward would see a thought end; set "
@@ -149,18 +150,24 @@ def check_messages(messages: Any, column: str) -> None:
             raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
 
 
+def renderer_of(data: DataConfig, tokenizer: Any, tools: Tools = ()) -> "Renderer":
+    return Renderer(data, tokenizer, tools) if data.chat_template else PlainText(data, tokenizer, tools)
+
+
 class Renderer:
     """Render rows and messages with a tokenizer's chat template, and encode them."""
 
-    def __init__(self, data: DataConfig, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        if data.chat_template and tokenizer.chat_template is None:
-            advice = f"put one as chat_template.jinja into its folder, or set {data.section}.chat_template=false"
-            raise DataError(f"the tokenizer has no chat template: {advice} for plain text")
-        if tools and not data.chat_template:
-            raise DataError("tools are shown by the chat template; set data.chat_template: true")
+    def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
         self._data = data
         self._tokenizer = tokenizer
         self._tools = list(tools) or None
+        self.check()
+
+    def check(self) -> None:
+        if self._tokenizer.chat_template is None:
+            setting = f"{self._data.section}.chat_template=false"
+            advice = f"put one as chat_template.jinja into its folder, or set {setting}"
+            raise DataError(f"the tokenizer has no chat template: {advice} for plain text")
 
     def row(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return a row's text and the fields of its Prompt."""
@@ -185,23 +192,19 @@ class Renderer:
         if isinstance(value, str):
             if not value.strip():
                 raise ValueError(f"column {column!r} is empty")
-            if not self._data.chat_template:
-                return value, None
-            said = (("system", self._data.system_prompt), ("user", value))
-            messages = tuple({"role": role, "content": text} for role, text in said if text is not None)
-        else:
-            check_messages(value, column)
-            if value[-1]["role"] == "assistant":
-                raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
-            messages = tuple(value)
+            return self.asked(value)
+        check_messages(value, column)
+        if value[-1]["role"] == "assistant":
+            raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
+        return self.render(value), tuple(value)
+
+    def asked(self, text: str) -> tuple[str, tuple[Message, ...] | None]:
+        said = (("system", self._data.system_prompt), ("user", text))
+        messages = tuple({"role": role, "content": content} for role, content in said if content is not None)
         return self.render(messages), messages
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        token_ids = self.encode(texts)
-        bos = [self._tokenizer.bos_token_id]
-        if self._data.chat_template or self._tokenizer("")["input_ids"][:1] != bos:
-            return token_ids
-        return [ids if ids[:1] == bos else bos + ids for ids in token_ids]
+        return self.encode(texts)
 
     def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
         """Return each text's token ids, none added; raise TooLongError early if one exceeds `at_most`."""
@@ -214,8 +217,6 @@ class Renderer:
         """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
         from jinja2 import TemplateError
 
-        if not self._data.chat_template:
-            raise ValueError("messages need data.chat_template: true")
         given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
         given |= self._data.template_options if options is None else options
         try:
@@ -228,7 +229,8 @@ class Renderer:
     def missing_opening(self) -> str:
         """Return what the template writes before a model's turn, if it ignores `add_generation_prompt`."""
         try:
-            asked, plain = (self.render(TURN[:1], add_generation_prompt=opens) for opens in (True, False))
+            asked = self.render(TURN[:1])
+            plain = self.render(TURN[:1], add_generation_prompt=False)
             before, found, _ = self.render(TURN, add_generation_prompt=False).partition(PROBE)
         except ValueError:  # the rows will tell
             return ""
@@ -257,7 +259,7 @@ class Renderer:
 
     @functools.cached_property
     def after_turn(self) -> str:
-        return self.render(TURN, add_generation_prompt=False).rpartition(PROBE)[2] if self._data.chat_template else ""
+        return self.render(TURN, add_generation_prompt=False).rpartition(PROBE)[2]
 
     def end_of_turn(self) -> int:
         """Return the token that ends an answer: the chat template's own, else the tokenizer's EOS."""
@@ -296,3 +298,26 @@ class Renderer:
                 f"no column {name!r}, only {there}: set {self._data.section}.{setting} to one of these{hint}"
             )
         return columns[name]
+
+
+class PlainText(Renderer):
+    """Take prompts as they are, behind the token that the tokenizer puts before text."""
+
+    after_turn = ""
+
+    def check(self) -> None:
+        if self._tools:
+            raise DataError("tools are shown by the chat template; set data.chat_template: true")
+
+    def asked(self, text: str) -> tuple[str, None]:
+        return text, None
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        token_ids = self.encode(texts)
+        bos = [self._tokenizer.bos_token_id]
+        if self._tokenizer("")["input_ids"][:1] != bos:
+            return token_ids
+        return [ids if ids[:1] == bos else bos + ids for ids in token_ids]
+
+    def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
+        raise ValueError("messages need data.chat_template: true")
