@@ -61,7 +61,7 @@ class Curriculum:
         raise NotImplementedError
 
     def moves_on(self, step: int) -> bool:
-        """Return whether the epoch ends here; `step` is prompts drawn / rollout.prompts_per_step."""
+        """Return whether the epoch ends; `step` is prompts drawn / rollout.prompts_per_step."""
         return False
 
     def measured(self, index: int, pass_rate: float) -> None:

@@ -1,9 +1,8 @@
 """Turn rows into demonstrations: token ids, and which of them are taught.
 
 A row is a prompt with its response, or a whole conversation. Each turn of the assistant is taught, with the token that
-ends it, behind what the model reads before it: the template's rendering of the messages so far. Its text is what the
-template adds when the turn is the last message. Where a template writes an earlier turn otherwise, as those that leave
-old thoughts out, the conversation goes on in a sample of its own; `{% generation %}` marks would not show that.
+ends it, behind the template's rendering of the messages so far. Its text is what the template adds when the turn is the
+last message. Where a template writes an earlier turn otherwise, the conversation goes on in a sample of its own.
 """
 
 import contextlib
@@ -97,7 +96,7 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
 def _sequences(
     renderer: Renderer, samples: Sequence[Sequence[Passage]], token_ids: Iterable[list[int]]
 ) -> list[TokenSequence]:
-    """Return the samples as tokens: each turn is encoded behind what is read before it, or it might get a space."""
+    """Encode each turn behind what is read before it: alone, it might get a space before it."""
     encoded = iter(token_ids)
     sequences = []
     for sample in samples:

@@ -1,8 +1,6 @@
-"""Count the fate of every prompt of each epoch, from the lines of ledger.jsonl and the state of the stream.
+"""Count the fate of every prompt of each epoch, from ledger.jsonl (docs/curriculum.md) and the state of the stream.
 
 {"step": 0, "num_prompts": 2048}    the first line
-{"step": 7, "draw": 112, "epoch": 0, "prompt": ID, "state": "trained", "pass_rate": 0.5}
-{"step": 7, "draw": 113, "epoch": 0, "prompt": ID, "state": "filtered", "why": ..., "pass_rate": 1.0}    or "failed"
 {"step": 9, "epoch": 1, "prompt": ID, "state": "skipped", "why": ...}    or "retired": left out from this epoch on,
 {"step": 12, "epoch": 3, "prompt": ID, "state": "back"}    until this one
 """
@@ -42,8 +40,7 @@ def accounts(
 ) -> list[Account]:
     """Return the account of each epoch that has begun.
 
-    `stream` is the state of the PromptStream in the newest checkpoint (None: draws in flight are unknown); `ended`: the
-    run has taken all of its steps, so that nothing is in flight.
+    `stream` is the PromptStream's state in the newest checkpoint, None without one; `ended`: nothing is in flight.
     """
     num_prompts = rows[0]["num_prompts"]
     rows = list(rows[1:])
