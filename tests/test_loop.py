@@ -134,7 +134,8 @@ async def trained(
         Checkpoints(config, world.state, {}) as kept,
     ):
         prompts, others = (Prompts(Prompt(id=f"{name}{i}", token_ids=(1,)) for i in range(3)) for name in "ph")
-        stream = PromptStream(bind(config.curriculum, prompts, config.trainer.seed))
+        chosen = config.curriculum
+        stream = PromptStream(prompts, bind(chosen), seed=config.trainer.seed, retire_after=chosen.retire_after)
         evaluation = Evaluation(
             prompts=others[:held_out],
             play=world.play,

@@ -119,7 +119,7 @@ class Run:
     async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
         """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
         groups = [one for one in shaped if one.reason is None]
-        metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.planner.uses_pass_rates else "")
+        metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.uses_pass_rates else "")
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
             metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], False)

@@ -7,6 +7,7 @@ import pytest
 from hocket.config import CurriculumConfig
 from hocket.data.cache import Prompts
 from hocket.data.curriculum import CURRICULA, Candidates, PassRates, Shuffle, Sorted, bind
+from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, DataError
 from hocket.types import Prompt
 
@@ -37,14 +38,8 @@ def test_shuffle_keeps_the_order_of_the_members_and_sorted_goes_from_easy_to_har
 
 def test_the_documented_window_plays_what_is_within_its_bounds_or_not_measured(window: Any) -> None:
     config = CurriculumConfig.model_validate({"name": "window", "low": 0.3, "rest": 2})
-    planner = bind(config, candidates(5).prompts, seed=0)
-    for index, rate in {0: 0.0, 1: 0.3, 2: 0.8, 3: 0.875}.items():
-        planner.settled(index, 0, rate)
-    order, out = planner.plan(1)
-    assert (sorted(order), out) == (
-        [1, 2, 4],
-        {i: ("skipped", f"its pass rate was {r}") for i, r in ((0, 0), (3, 0.875))},
-    )
+    plan = bind(config).plan(candidates(5, rates={0: (0, 0.0), 1: (0, 0.3), 2: (0, 0.8), 3: (0, 0.875)}, epoch=1))
+    assert (list(plan.order), plan.why) == ([4, 2, 1], {3: "its pass rate was 0.875", 0: "its pass rate was 0"})
     window = CURRICULA.get("window")(low=0.3, rest=2)  # type: ignore[call-arg]
     assert list(window.plan(candidates(2, rates={0: (0, 0.0), 1: (1, 1.0)}, epoch=3)).order) == [0]  # once more
     assert list(window.plan(candidates(2, rates={0: (1, 0.0), 1: (1, 1.0)}, epoch=2)).order) == [1, 0]
@@ -59,9 +54,11 @@ def test_a_difficulty_is_a_number_of_its_own_column(level: Any) -> None:
 
 def test_pass_rates_are_kept_where_something_depends_on_them_and_unknown_options_refused() -> None:
     for options, uses in (({}, False), ({"name": "sorted"}, True), ({"retire_after": 2}, True)):
-        assert bind(CurriculumConfig.model_validate(options), candidates(1).prompts, 0).uses_pass_rates is uses
+        config = CurriculumConfig.model_validate(options)
+        stream = PromptStream(candidates(1).prompts, bind(config), seed=0, retire_after=config.retire_after)
+        assert stream.uses_pass_rates is uses
     with pytest.raises(ConfigError, match=r"has no option 'retire_afer' \(did you mean 'retire_after'\?\)"):
-        bind(CurriculumConfig(**{"retire_afer": 1}), candidates(1).prompts, 0)
+        bind(CurriculumConfig(**{"retire_afer": 1}))
 
 
 def test_a_pass_rate_of_an_older_epoch_replaces_no_newer_one() -> None:

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from hocket.data.cache import Prompts
-from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Planner, Shuffle, Sorted
+from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Shuffle, Sorted
 from hocket.data.ledger import accounts
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
@@ -23,7 +23,7 @@ def prompts(num: int, answer: str = "x") -> Prompts:
 def new_stream(
     rows: Prompts, seed: int, curriculum: Curriculum | None = None, *, retire_after: int = 0
 ) -> PromptStream:
-    return PromptStream(Planner(rows, seed, curriculum or Shuffle(), retire_after=retire_after), prompts_per_step=4)
+    return PromptStream(rows, curriculum or Shuffle(), seed=seed, retire_after=retire_after, prompts_per_step=4)
 
 
 def ids(taken: dict[int, Prompt]) -> list[str]:
@@ -168,7 +168,7 @@ class Growing(Curriculum):
 def test_a_curriculum_that_moves_on_ends_the_epoch_and_the_rest_is_accounted_for() -> None:
     levels = enumerate([0.0, 0.0, 0.0, 1.0])
     rows = Prompts(Prompt(id=str(i), token_ids=(1,), meta={"level": level}) for i, level in levels)
-    stream = PromptStream(Planner(rows, 0, Growing()))
+    stream = PromptStream(rows, Growing(), seed=0)
     draws = stream.take(2)
     for draw in draws:
         stream.settle(draw, solved(1.0))

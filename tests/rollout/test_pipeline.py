@@ -14,7 +14,7 @@ from hocket import config as config_module
 from hocket.common.tasks import seed_of
 from hocket.config import Config
 from hocket.data.cache import Prompts
-from hocket.data.curriculum import Planner, Shuffle
+from hocket.data.curriculum import Shuffle
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError, ServerError
 from hocket.observe.rows import lines_of
@@ -52,7 +52,7 @@ def settings(*overrides: str) -> Config:
 
 
 def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], bool] = lambda group: True) -> Pipeline:
-    take, max_staleness = PromptStream(Planner(PROMPTS, 0, Shuffle())).take, int(config.pipeline.max_staleness)
+    take, max_staleness = PromptStream(PROMPTS, Shuffle(), seed=0).take, int(config.pipeline.max_staleness)
     settings: dict[str, Any] = {"oversampling": config.algorithm.oversampling, "max_staleness": max_staleness}
     return Pipeline(
         lambda plan: collect(plan, take, player.play, scoring(own_reward), has_signal=has_signal),
@@ -63,7 +63,7 @@ def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], b
 
 
 def order() -> list[str]:
-    return [prompt.id for prompt in PromptStream(Planner(PROMPTS, 0, Shuffle())).take(len(PROMPTS)).values()]
+    return [prompt.id for prompt in PromptStream(PROMPTS, Shuffle(), seed=0).take(len(PROMPTS)).values()]
 
 
 async def settled() -> None:

@@ -175,8 +175,14 @@ class Parts:
         return prompts[: settings.num_prompts]
 
     def stream(self, prompts: Prompts | KeptPrompts) -> PromptStream:
-        planner = bind(self.config.curriculum, prompts, self.config.trainer.seed)
-        return PromptStream(planner, prompts_per_step=self.config.rollout.prompts_per_step)
+        config = self.config
+        return PromptStream(
+            prompts,
+            bind(config.curriculum),
+            seed=config.trainer.seed,
+            retire_after=config.curriculum.retire_after,
+            prompts_per_step=config.rollout.prompts_per_step,
+        )
 
     def play(self, servers: ServerPool) -> Play:
         env = self.config.env

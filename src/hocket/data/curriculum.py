@@ -6,7 +6,6 @@ The same state makes the same plan: a resumed run plans its epoch again.
 import copy
 import dataclasses
 import math
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,61 +108,8 @@ class Sorted(Curriculum):
         return EpochPlan(order=sorted(candidates.members, key=lambda index: known.get(index, math.inf)))
 
 
-class Planner:
-    """A curriculum whose prompts are shuffled, measured and retired."""
-
-    def __init__(
-        self,
-        prompts: Prompts | KeptPrompts,
-        seed: int,
-        curriculum: Curriculum,
-        *,
-        retire_after: int = 0,  # times solved in a row, after which a prompt is left out; 0 disables it
-    ) -> None:
-        self.prompts = prompts
-        self.seed = seed
-        self._curriculum = curriculum
-        self._retire_after = retire_after or math.inf
-        self._measured = PassRates(len(prompts))
-        self.uses_pass_rates = self._curriculum.uses_pass_rates or retire_after > 0
-        self.moves_on = self._curriculum.moves_on
-
-    def plan(self, epoch: int) -> tuple[list[int], dict[int, tuple[str, str]]]:
-        """Return the indices to play, none if all are retired, and those left out with state and reason."""
-        shuffled = list(range(len(self.prompts)))
-        random.Random(f"{self.seed}:{epoch}").shuffle(shuffled)
-        members = [index for index in shuffled if self._measured.streaks[index] < self._retire_after]
-        out = dict.fromkeys(range(len(shuffled)), ("retired", f"solved {self._retire_after} times in a row"))
-        if not members:
-            return [], out
-        plan = self._curriculum.plan(
-            Candidates(epoch=epoch, prompts=self.prompts, members=members, measured=self._measured)
-        )
-        name = type(self._curriculum).__name__
-        order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
-        played = set(order)
-        if len(played) < len(order) or not played.issubset(members):
-            raise DataError(f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()")
-        if not played:
-            raise DataError(f"the curriculum {name} leaves out every prompt of epoch {epoch}; change its options")
-        out |= {index: ("skipped", plan.why.get(index, f"left out by {name}")) for index in members}
-        return order, {index: why for index, why in out.items() if index not in played}
-
-    def settled(self, index: int, epoch: int, pass_rate: float) -> None:
-        if self.uses_pass_rates:
-            self._measured.record(index, epoch, pass_rate)
-            self._curriculum.measured(index, pass_rate)
-
-    def state(self) -> dict[str, Any]:
-        return {"pass_rates": self._measured.state(), "curriculum": copy.deepcopy(self._curriculum.state())}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._measured = PassRates(len(self.prompts), **state["pass_rates"])
-        self._curriculum.restore(state["curriculum"])
-
-
-def bind(config: CurriculumConfig, prompts: Prompts | KeptPrompts, seed: int) -> Planner:
+def bind(config: CurriculumConfig) -> Curriculum:
     options = config.model_extra or {}
     keys = CurriculumConfig.model_fields
     made: Curriculum = CURRICULA.bind(config.name, options, section="curriculum", keys=keys)()
-    return Planner(prompts, seed, made, retire_after=config.retire_after)
+    return made

@@ -4,12 +4,16 @@ The ledger states the reason for each exception; a resumed run first repeats the
 """
 
 import collections
+import copy
 import dataclasses
 import itertools
+import math
+import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hocket.data.curriculum import Planner
+from hocket.data.cache import KeptPrompts, Prompts
+from hocket.data.curriculum import Candidates, Curriculum, PassRates
 from hocket.errors import DataError
 from hocket.types import Prompt
 
@@ -31,20 +35,30 @@ class Outcome:
 class PromptStream:
     """Prompts in epochs, until all are retired. `take` numbers the draws of a run 0, 1, 2, ..."""
 
-    def __init__(self, planner: Planner, *, prompts_per_step: int = 1) -> None:
-        prompts = planner.prompts
+    def __init__(
+        self,
+        prompts: Prompts | KeptPrompts,
+        curriculum: Curriculum,
+        *,
+        seed: int,
+        retire_after: int = 0,  # times solved in a row, after which a prompt is left out; 0 disables it
+        prompts_per_step: int = 1,
+    ) -> None:
         if not prompts:
             raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
-        self.planner = planner
+        self.uses_pass_rates = curriculum.uses_pass_rates or retire_after > 0
         self._prompts = prompts
-        self._identity = {"seed": planner.seed, "num_prompts": len(prompts), "fingerprint": prompts.fingerprint}
+        self._curriculum = curriculum
+        self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": prompts.fingerprint}
+        self._measured = PassRates(len(prompts))
+        self._retire_after = retire_after or math.inf
         self._prompts_per_step = prompts_per_step
         self._num_drawn = 0
         self._in_flight: dict[int, dict[str, Any]] = {}  # by number
         self._again: collections.deque[int] = collections.deque()  # numbers to draw once more after a restore
         self._entries: list[dict[str, Any]] = []
         self._left_out: dict[int, tuple[str, str]] = {}  # index: (state, why)
-        self._begin(0, *planner.plan(0))
+        self._begin(0, *self._plan(0))
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
         """Return the next prompts by draw number, across epochs; fewer once all are retired."""
@@ -59,7 +73,9 @@ class PromptStream:
             entry["why"] = outcome.why
         if outcome.pass_rate is not None:
             entry["pass_rate"] = outcome.pass_rate
-            self.planner.settled(draw["index"], draw["epoch"], outcome.pass_rate)
+            if self.uses_pass_rates:
+                self._measured.record(draw["index"], draw["epoch"], outcome.pass_rate)
+                self._curriculum.measured(draw["index"], outcome.pass_rate)
         self._entries.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
@@ -77,7 +93,7 @@ class PromptStream:
             "in_flight": list(self._in_flight.values()),
             "entries": list(self._entries),
             "at_start": self._at_start,
-            "learnt": self.planner.state(),
+            "learnt": self._learnt(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -93,16 +109,23 @@ class PromptStream:
         self._again = collections.deque(self._in_flight)
         self._entries = list(state["entries"])
         self._at_start = state["at_start"]
-        self.planner.restore(self._at_start)  # the epoch's plan follows from what was known when it began
-        self._order, self._left_out = self.planner.plan(self._epoch)
-        self.planner.restore(state["learnt"])
+        self._recall(self._at_start)  # the epoch's plan follows from what was known when it began
+        self._order, self._left_out = self._plan(self._epoch)
+        self._recall(state["learnt"])
+
+    def _learnt(self) -> dict[str, Any]:
+        return {"pass_rates": self._measured.state(), "curriculum": copy.deepcopy(self._curriculum.state())}
+
+    def _recall(self, learnt: Mapping[str, Any]) -> None:
+        self._measured = PassRates(len(self._prompts), **learnt["pass_rates"])
+        self._curriculum.restore(learnt["curriculum"])
 
     def _next(self) -> int | None:
         if self._again:
             return self._again.popleft()
-        moves_on = self.planner.moves_on(self._num_drawn // self._prompts_per_step)
+        moves_on = self._curriculum.moves_on(self._num_drawn // self._prompts_per_step)
         if moves_on or self._position == len(self._order):
-            order, left_out = self.planner.plan(self._epoch + 1)
+            order, left_out = self._plan(self._epoch + 1)
             if not order:
                 return None
             for index in self._order[self._position :]:
@@ -116,13 +139,34 @@ class PromptStream:
         self._position += 1
         return number
 
+    def _plan(self, epoch: int) -> tuple[list[int], dict[int, tuple[str, str]]]:
+        """Return the indices to play, none if all are retired, and those left out with state and reason."""
+        shuffled = list(range(len(self._prompts)))
+        random.Random(f"{self._identity['seed']}:{epoch}").shuffle(shuffled)
+        members = [index for index in shuffled if self._measured.streaks[index] < self._retire_after]
+        out = dict.fromkeys(range(len(shuffled)), ("retired", f"solved {self._retire_after} times in a row"))
+        if not members:
+            return [], out
+        plan = self._curriculum.plan(
+            Candidates(epoch=epoch, prompts=self._prompts, members=members, measured=self._measured)
+        )
+        name = type(self._curriculum).__name__
+        order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
+        played = set(order)
+        if len(played) < len(order) or not played.issubset(members):
+            raise DataError(f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()")
+        if not played:
+            raise DataError(f"the curriculum {name} leaves out every prompt of epoch {epoch}; change its options")
+        out |= {index: ("skipped", plan.why.get(index, f"left out by {name}")) for index in members}
+        return order, {index: why for index, why in out.items() if index not in played}
+
     def _begin(self, epoch: int, order: list[int], left_out: dict[int, tuple[str, str]]) -> None:
         before = self._left_out
         self._epoch = epoch
         self._position = 0
         self._order = order
         self._left_out = left_out
-        self._at_start = self.planner.state()
+        self._at_start = self._learnt()
         for index, (state, why) in left_out.items():
             if before.get(index) != (state, why):
                 self._leave_out(index, state, why)
