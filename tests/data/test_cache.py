@@ -33,7 +33,7 @@ ROWS = [
     {"prompt": "a longer one", "answer": "3", "level": 1, "more": float("nan")},
 ]
 PAIRS = pyarrow.scalar([("k", 1)], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
-Load = Callable[..., Prompts | KeptPrompts]
+Load = Callable[..., Prompts]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hocket.client.server import ServerClient
 from hocket.cluster.launch import Child, stop, visible_gpus
 from hocket.config import Config, DataConfig
 from hocket.data import tokenizer as tokenizers
-from hocket.data.cache import KeptPrompts, Prompts
+from hocket.data.cache import Prompts
 from hocket.data.curriculum import bind
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.stream import PromptStream
@@ -121,7 +121,7 @@ class Parts:
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
             raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
 
-    def prompts(self) -> Prompts | KeptPrompts:
+    def prompts(self) -> Prompts:
         """Return the prompts to train on, and show the first ones."""
         answer = self.config.rollout.max_tokens
         prompts, longest = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
@@ -131,7 +131,7 @@ class Parts:
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
         return prompts
 
-    def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts | KeptPrompts, int]:
+    def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts, int]:
         """Return the prompts that leave room for an answer, with the longest one's length; say how many do not."""
         thought = self.example.thinking_tokens  # before an answer
         room = self.longest - thought - answer
@@ -174,7 +174,7 @@ class Parts:
         prompts, _ = self._fitting("eval", data, setting, answer)
         return prompts[: settings.num_prompts]
 
-    def stream(self, prompts: Prompts | KeptPrompts) -> PromptStream:
+    def stream(self, prompts: Prompts) -> PromptStream:
         config = self.config
         return PromptStream(
             prompts,

@@ -11,11 +11,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from hocket.common.files import write_atomically
 from hocket.errors import DataError
@@ -27,29 +27,35 @@ OTHERS = [field.name for field in fields(Prompt) if field.name != "token_ids"]
 log = logging.getLogger(__name__)
 
 
-class Prompts(list[Prompt]):
+class Prompts(Sequence[Prompt]):
+    def __init__(self, prompts: Iterable[Prompt] = ()) -> None:
+        self._rows: Any = list(prompts)
+        self.fingerprint = _sha256("".join(map(_digest, self._rows)))
+
     def column(self, name: str) -> list[Any]:
         """Return another column of the data; None where a row lacks it."""
         return [prompt.meta.get(name) for prompt in self]
 
-    @property
-    def fingerprint(self) -> str:
-        return _sha256("".join(map(_digest, self)))
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
 
 
-class KeptPrompts(Sequence[Prompt]):
+class KeptPrompts(Prompts):
     """The prompts of a table with at most `longest` tokens, made when asked for."""
 
     def __init__(self, table: Any, longest: int) -> None:
         self.lengths: list[int] = table["length"][:]  # of all
         self._rows = table.select([row for row, length in enumerate(self.lengths) if length <= longest])
         self.fingerprint = _sha256("".join(self._rows["digest"]))
-
-    def column(self, name: str) -> list[Any]:
-        return [_others(text)["meta"].get(name) for text in self._rows["others"]]
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -60,7 +66,7 @@ class KeptPrompts(Sequence[Prompt]):
 
 def load(
     origin: Callable[[], object | None], longest: int, prepare: Callable[[], Iterator[Prompt]]
-) -> tuple[Prompts | KeptPrompts, list[int]]:
+) -> tuple[Prompts, list[int]]:
     """Return the prompts of at most `longest` tokens, and the lengths of all.
 
     `origin` returns what they follow from but the code; None: not worth keeping.

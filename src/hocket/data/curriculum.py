@@ -11,7 +11,7 @@ from typing import Any
 
 from hocket.common.registry import Registry
 from hocket.config import CurriculumConfig
-from hocket.data.cache import KeptPrompts, Prompts
+from hocket.data.cache import Prompts
 from hocket.errors import DataError
 
 
@@ -40,7 +40,7 @@ class Candidates:
     """The prompts to plan an epoch from, by their index in `prompts`."""
 
     epoch: int  # counts from 0
-    prompts: Prompts | KeptPrompts
+    prompts: Prompts
     members: Sequence[int]  # the prompts that are not retired, shuffled by (seed, epoch)
     measured: PassRates
 

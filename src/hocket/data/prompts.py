@@ -48,7 +48,7 @@ def opening_of(prompt: str) -> str:
 
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Tools = ()
-) -> tuple[cache.Prompts | cache.KeptPrompts, list[int]]:
+) -> tuple[cache.Prompts, list[int]]:
     """Return the prompts that are short enough, none cut, and the numbers of tokens of all."""
     renderer = renderer_of(data, tokenizer, tools)
     if "</think>" in [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hocket.data.cache import KeptPrompts, Prompts
+from hocket.data.cache import Prompts
 from hocket.data.curriculum import Candidates, Curriculum, PassRates
 from hocket.errors import DataError
 from hocket.types import Prompt
@@ -37,7 +37,7 @@ class PromptStream:
 
     def __init__(
         self,
-        prompts: Prompts | KeptPrompts,
+        prompts: Prompts,
         curriculum: Curriculum,
         *,
         seed: int,
