@@ -89,8 +89,9 @@ SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "int
     ],
 )
 def test_json_schema_wants_json_as_the_option_or_the_row_says(completion: str, value: float) -> None:
-    assert builtin.json_schema(completion, {}, schema=SCHEMA) == value
-    assert builtin.json_schema(completion, {"schema": json.dumps(SCHEMA)}) == value
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        assert builtin.json_schema(completion, {}, schema=schema) == value
+        assert builtin.json_schema(completion, {"schema": schema}) == value
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ async def test_a_service_for_openrlhf_is_asked_and_answers_in_its_format(scores_
         ([(429, {"retry-after": "301"}, "busy")], "RefusedError: URL answered 429: busy", 1),
         ([(500, {}, "KeyError: " + "x" * 999)], "ValueError: URL answered 500: KeyError: " + "x" * 190 + " (", 1),
         ([(302, {"location": "http://other"}, "")], "No redirect is followed: name http://other in its place", 1),
-        ([(200, {}, {"scores": [1, 2]})], "returned 2 results for 1 completions", 1),
-        ([(200, {}, "<html>")], 'answered 200: <html> It must answer {"scores": a list of 1}', 1),
+        ([(200, {}, {"scores": [1, 2]})], 'answered 200: {"scores": [1, 2]} It must answer {"scores": a list of 1}', 1),
+        ([(200, {}, "<html>")], "answered 200: <html> It must answer", 1),
     ],
 )
 async def test_a_service_is_asked_again_only_where_that_can_help_and_errors_say_what_it_said(
@@ -88,7 +88,8 @@ async def test_a_service_that_nothing_listens_for_is_named(scores_of: Scores) ->
     [
         ({"url": "http://example.org/score"}, r"set hosts: \[example.org\]"),
         ({"url": "http://127.0.0.1@example.org/"}, r"set hosts: \[example.org\]"),
-        ({"url": "file:///etc/passwd"}, "url: String should match pattern"),
+        ({"url": "file:///etc/passwd"}, "http.url: must begin with http:// or https:// and a host, got 'file:///etc"),
+        ({"url": "http:///score"}, "http.url: must begin with http:// or https:// and a host"),
         ({"url": "http://localhost:1", "key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
         ({"url": "http://localhost:1", "format": "trl"}, "'hocket' or 'openrlhf'"),
     ],

@@ -98,6 +98,7 @@ def test_a_function_gets_only_what_it_names(make_rollout: Make, register: Regist
         (lambda completion, /, answer: 0.0, {}, r"mine\(completion, answer\) gets its arguments by name: remove the /"),
         (lambda completions, completion: [0.0], {}, "takes a batch, but here .* or rollouts, and return a list"),
         (lambda completion, clip=1: 0.0, {}, "'clip' is a key of every reward's section; rename the argument"),
+        (lambda completion, retries=1: 0.0, {}, "'retries' is a key of every reward's section; rename the argument"),
         (lambda completion: 0.0, {"max_concurrent": 2}, "'mine' is not async: leave its max_concurrent out"),
         (lambda completion: 0.0, {"retries": 2}, "'mine' is not async: leave its retries out"),
         (None, {"log": "", "word": ["a"]}, r"lexicon\(log, words, hangs_in\) has no option 'word' \(did you mean"),

@@ -23,9 +23,11 @@ pytestmark = pytest.mark.usefixtures("plugin")
 
 PLUGIN = """
 import asyncio
+import json
 import os
 import subprocess
 import sys
+import time
 
 from hocket.errors import RewardError
 from hocket.rewards import reward
@@ -46,6 +48,15 @@ def picky(completion, meta):
     if completion == "child":
         subprocess.run([sys.executable, "-c", "import time; time.sleep(3600)  # " + __file__])
     return {"good": 0.5, "better": 0.25}
+
+@reward("forger")
+def forger(completion):
+    frame = sys._getframe()
+    while "number" not in frame.f_locals:
+        frame = frame.f_back
+    answer = [frame.f_locals["number"].decode(), {"total": json.loads(completion)}]
+    os.write(int(sys.argv[1]), json.dumps(answer).encode() + b"\\n")
+    time.sleep(3600)
 
 @reward("slow_judge")
 async def slow_judge(completion):
@@ -105,6 +116,13 @@ async def test_a_failing_reward_is_an_error_and_never_zero(
         assert math.isnan(score.total)
         assert score.parts == {"exact_match": 1.0}  # the result of the other one is still there
         assert (await scorer.score(make_rollout("fine"))).error is None
+
+
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize(("total", "error"), [('"lots"', "returned str"), ("NaN", "returned nan"), ("1.0", "")])
+async def test_an_answer_that_a_reward_forges_is_read_like_a_result(scores_of: Scores, total: str, error: str) -> None:
+    (score,) = await scores_of({"forger": 1.0}, total)
+    assert str(score.error).startswith(f"forger: {error}" if error else "None")
 
 
 async def test_a_reward_that_hangs_ends_at_the_deadline_with_all_that_it_started_and_others_go_on(

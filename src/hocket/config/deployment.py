@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Field
@@ -10,7 +11,15 @@ from pydantic import Field
 from hocket.config.sections import Section, UserPath, or_one
 from hocket.types import InFlight
 
-Url = Annotated[str, Field(pattern="^https?://"), pydantic.AfterValidator(lambda url: url.rstrip("/"))]
+
+def _with_host(url: str) -> str:
+    if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
+        raise ValueError(f"must begin with http:// or https:// and a host, got {url!r}")
+    return url
+
+
+WebUrl = Annotated[str, pydantic.AfterValidator(_with_host)]
+Url = Annotated[WebUrl, pydantic.AfterValidator(lambda url: url.rstrip("/"))]  # what paths are added to
 Urls = Annotated[tuple[Url, ...], or_one, pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))]
 
 

@@ -131,7 +131,7 @@ def _called(function: Callable[..., Any]) -> Any:
 def bind(name: str, spec: "RewardSpec") -> Reward:
     """Return the reward `name` with what its section says; raise ConfigError for an unknown name, package or option.
 
-    One that takes the key `retries` makes its calls again itself.
+    An async one that takes the key `retries` makes its calls again itself.
     """
     found = REWARDS.get(name)
     called = f"reward {name}"
@@ -152,13 +152,14 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     known = _OF_PROMPT.keys() | (_OF_GROUP if of_group else _OF_ONE)
     fields = set(type(spec).model_fields)
     options = spec.model_dump(exclude=fields)
-    reserved = fields & inspect.signature(found.function).parameters.keys() - {"retries"}
-    if reserved:
-        raise ConfigError(f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument")
+    reserved = fields & inspect.signature(found.function).parameters.keys()
     retries = spec.retries
-    if "retries" in inspect.signature(found.function).parameters:
+    if found.runs == "async" and "retries" in reserved:
+        reserved.remove("retries")
         options["retries"] = retries
         retries = 0
+    if reserved:
+        raise ConfigError(f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument")
     if found.is_class:
         options = options_of(called, found.function, options, section=section)
         options_of(called, scores, {}, section=section, keys=known)  # a call gets none

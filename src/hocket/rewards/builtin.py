@@ -80,8 +80,9 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
     """Return 1 if the last fenced block after the thought, or all of it, is JSON as the schema wants it; else 0."""
     from jsonschema import Draft202012Validator, validators
 
-    if schema is None:
-        schema = column(meta, "schema")
+    if schema is not None:
+        meta = {"schema": schema}
+    schema = column(meta, "schema")
     if not isinstance(schema, Mapping | bool):
         advice = "set the option schema, or give the row a column 'schema'"
         raise ValueError(f"there is no schema: {advice}, got {schema!r}")

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field
 
+from hocket.config.deployment import WebUrl
 from hocket.config.sections import Names
 from hocket.rewards.base import RetryError, named, reward
 from hocket.types import Rollout, Score
@@ -78,7 +79,7 @@ class HttpReward(Service):
     """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them."""
 
     uses_proxies = False
-    url: Annotated[str, Field(pattern="^https?://")]
+    url: WebUrl
     hosts: Names = ()  # besides this machine
     format: Literal["hocket", "openrlhf"] = "hocket"
 
@@ -99,7 +100,7 @@ class HttpReward(Service):
             key = "rewards"
         text = await self._post(self.url, body)
         try:
-            return [_score(one) for one in json.loads(text)[key]]
+            return [_score(one) for one, _ in zip(json.loads(text)[key], rollouts, strict=True)]
         except (ValueError, LookupError, TypeError) as error:
             wanted = f'{{"{key}": a list of {size}}}'
             raise ValueError(f"{self.url} answered 200: {text[:MAX_SHOWN]} It must answer {wanted}") from error

@@ -30,7 +30,7 @@ from hocket.common.registry import PLUGIN_PREFIX, load_plugins
 from hocket.errors import ConfigError, RewardError
 from hocket.rewards.base import REWARDS, Reward, bind
 from hocket.rewards.runners import Call, Inline, InLoop, Runner, clock, clocked
-from hocket.rewards.scores import NoScoreError, as_scores, compose, failure, no_score
+from hocket.rewards.scores import NoScoreError, as_score, as_scores, compose, failure, no_score
 from hocket.types import Group, Rollout, Score
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Worker:
             answers, *scores = json.loads(line)
             if (answers, unasked, len(scores)) != (number, b"", size):
                 raise ValueError
-            return [Score(**one) for one in scores]
+            return [as_score(Score(**one)) for one in scores]  # its code may have written them itself
         except TimeoutError:
             problem = f"no result within {timeout_s:g} s; its worker process was ended"
         except (EOFError, OSError):
