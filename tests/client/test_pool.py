@@ -584,12 +584,33 @@ async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_mor
 async def test_the_more_requests_are_in_flight_the_longer_turns_wait_for_company(servers: list[FakeServer]) -> None:
     async with make_pool(servers[:1]) as pool:
         batcher = Batcher(pool)
-        batcher._num_requests = 60  # 2 ms · 2 ** (60 / 8) is 0.36 s
+        batcher._requests[(await pool.wait_up())[0]] = 60  # 2 ms · 2 ** (60 / 8) is 0.36 s
         first = asyncio.create_task(play(pool, [[1]], batcher=batcher))
         await asyncio.sleep(0.05)
         assert servers[0].requests == []
         await asyncio.gather(first, *(play(pool, [[i]], batcher=batcher) for i in range(2, 6)))
     assert len(servers[0].requests) == 5  # of five batches, at the same moment
+
+
+async def test_turns_wait_for_no_company_where_a_server_has_become_idle_however_busy_others_are(
+    servers: list[FakeServer],
+) -> None:
+    for server in servers:
+        server.go.clear()
+    kinds = [SamplingParams(max_tokens=10 + number) for number in range(100)]  # a request of each
+    async with make_pool(servers) as pool:
+        batcher, asks = Batcher(pool), list[asyncio.Task[None]]()
+        for member, server in zip(await pool.wait_up(), servers, strict=True):
+            member.in_flight -= 10**6  # all go there
+            asks += [asyncio.create_task(play(pool, [[1]], batcher=batcher, sampling=kind)) for kind in kinds]
+            await until(lambda server=server: len(server.requests) == len(kinds))
+            member.in_flight += 10**6
+        late = asyncio.create_task(play(pool, [[2]], batcher=batcher))
+        await asyncio.sleep(0.05)
+        servers[1].go.set()
+        await asyncio.wait_for(late, 5)
+        servers[0].go.set()
+        await asyncio.gather(*asks)
 
 
 @pytest.mark.parametrize("other", [error("other_model"), error("unauthorized", 401)])

@@ -7,6 +7,7 @@ together. What a lost server has not finished is asked again.
 import asyncio
 import dataclasses
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -17,7 +18,8 @@ from hocket.errors import ServerError
 from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
 
 WINDOW_S = 0.002  # for which turns wait for company
-DOUBLES = 8  # requests in flight on a server that double this time: they never get many more
+DOUBLES = 8  # requests in flight on the least busy server that double this time
+MAX_DOUBLINGS = 9  # to a second
 MAX_TURNS = MAX_PROMPTS  # in one request
 
 
@@ -46,7 +48,7 @@ class Batcher:
         self._pool = pool
         self._tools = tools
         self._waiting: list[Turn] = []
-        self._num_requests = 0  # in flight
+        self._requests = Counter[Member]()  # in flight
         # Of each batch, group: its server, tokens of its first turns.
         self._homes = WeakKeyDictionary[Deadline, dict[str, tuple[Member, int]]]()
 
@@ -61,9 +63,10 @@ class Batcher:
         self._waiting += turns
 
     async def _dispatch(self) -> None:
-        """Wait for company, the longer the busier the servers, then send the turns that wait."""
-        per_server = self._num_requests / max(1, len(self._pool.up))
-        await asyncio.sleep(WINDOW_S * 2 ** (per_server / DOUBLES))
+        """Wait for company, the longer the busier all servers are now, then send the turns that wait."""
+        start = time.monotonic()
+        while time.monotonic() - start < self._window_s():
+            await asyncio.sleep(WINDOW_S)
         try:
             up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
             wanted = [turn for turn in self._waiting if not turn.answer.done()]
@@ -72,6 +75,10 @@ class Batcher:
         except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits raises it
             _fail(self._waiting, error)
         self._waiting = []
+
+    def _window_s(self) -> float:
+        fewest = min((self._requests[member] for member in self._pool.up), default=0)
+        return WINDOW_S * 2 ** min(fewest / DOUBLES, MAX_DOUBLINGS)
 
     def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> Iterator[tuple[Member, Sequence[Turn]]]:
         """Divide turns into requests, urgent ones first; a group stays on its server unless that is much busier."""
@@ -100,7 +107,7 @@ class Batcher:
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server play turns; those that it has not finished when it is lost wait again."""
         todo = dict.fromkeys(turns)
-        self._num_requests += 1
+        self._requests[member] += 1
         member.in_flight += sum(turn.tokens for turn in todo)
         try:
             await self._pool.watched(member, self._play(member, turns, todo))
@@ -125,7 +132,7 @@ class Batcher:
         except Exception as error:  # noqa: BLE001 - the same
             _fail(todo, error)
         finally:
-            self._num_requests -= 1
+            self._requests[member] -= 1
             member.in_flight -= sum(turn.tokens for turn in todo)
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
