@@ -167,6 +167,13 @@ async def test_the_first_version_is_one_above_the_servers_and_each_goes_to_all_a
     assert world.disk.sent == world.disk.compared == [(5, [A, B]), (6, [A, B])]
 
 
+async def test_the_first_version_is_above_that_of_every_server_that_is_there() -> None:
+    world = make(version=4)
+    world.servers[1].version = 9
+    await world.pool.wait_up()
+    assert world.disk.sent == [(10, [A, B])]
+
+
 @pytest.mark.parametrize("failure", [REFUSED, NOT_HELD])
 async def test_of_servers_that_are_brought_up_together_the_one_that_fails_is_left_out(failure: ServerError) -> None:
     world = make(servers=3)
@@ -269,6 +276,14 @@ async def test_a_user_may_set_another_highest_gap_and_a_stop_may_be_a_warning() 
     metrics = await world.sync.publish()
     assert (metrics["sync/logprob_gap"], metrics["sync/servers"]) == (pytest.approx(0.21), 1.0)
     assert world.said[-1].startswith("WARNING: http://a and the trainer disagree on version 6")
+
+
+async def test_a_first_gap_that_is_warned_of_does_not_raise_the_bound_for_others() -> None:
+    world = make("sync.on_mismatch=warn", "sync.check_every=1")
+    world.servers[1].session = "s2"
+    world.trainer.gaps = [1e-5, 9e-5]
+    await world.pool.wait_up()
+    assert (await world.sync.publish())["sync/max_gap"] == pytest.approx(4e-5)
 
 
 @pytest.mark.parametrize("policy", ["stop", "warn"])

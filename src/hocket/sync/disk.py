@@ -44,7 +44,7 @@ class Versions:
         self._full: WrittenVersion | None = None
 
     def begin(self, held: int) -> None:
-        """Set the first version's number above those of the run and of a server."""
+        """Set the first version's number above the run's and `held`, the servers' highest."""
         if not self._begun:
             self.current = max(held, self.current)
             self.advance()

@@ -139,8 +139,9 @@ class Proof:
                 f"other weights, temperature or log-probs than the trainer's, or another precision, quantization, "
                 f"attention or rotary setting in the engine. Compare model.dtype on both sides, and restart the server"
             )
-        if last < 0:
+        elif last < 0:
             self._noises.append(gap)  # not later: weights ever further behind would raise it
+        if last < 0:
             self._last_due = max(self._last_due, version + 1)  # to see whether it is behind
         if last == version - 1:
             missing, error = missing_share(before, answer, max(self._noises, default=0.0))

@@ -100,9 +100,9 @@ class Publisher:
             members = [member for member in there if member.session is None]
             if not members:
                 return  # brought up while this waited for the lock
+            self.versions.begin(max(health.version for health in there.values()))
             for member in members:
                 check_model(there[member])
-                self.versions.begin(there[member].version)
             metrics = await self._deliver_and_check(members, came=True)
         took_s = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
         took = f"{metrics['sync/mebibytes']:.1f} MiB in {took_s:.2f} s"
