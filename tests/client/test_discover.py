@@ -66,8 +66,8 @@ async def test_a_file_has_a_url_per_line_with_comments_and_is_read_anew(tmp_path
     for text, problem in (
         ("# none\n", "it names none"),
         ("http://a:80x0\n", "Port could not be cast to integer value as '80x0'"),
-        ("http://a:1\n10.0.0.5:8000\n", "a line is no URL of a server, such as http://10.0.0.1:8000: 10.0.0.5:8000"),
-        ("http://a:1 b\n", "a line is no URL of a server, such as http://10.0.0.1:8000: http://a:1 b"),
+        ("http://a:1\n10.0.0.5:8000\n", "line 2 is no URL of a server, such as http://10.0.0.1:8000: 10.0.0.5:8000"),
+        ("http://a:1 b\n", "line 1 is no URL of a server, such as http://10.0.0.1:8000: http://a:1 b"),
     ):
         file.write_text(text)
         with pytest.raises(ServerError) as raised:

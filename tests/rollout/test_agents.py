@@ -53,6 +53,8 @@ class FakeServers:
         self.most_open = 0
         self.lost = 0  # times that one is lost with its calls
         self.fails: dict[str, ServerError] = {}  # by server: why it opens no session, once
+        self.opens = asyncio.Event()  # sessions wait for it
+        self.opens.set()
         self.dead = False  # after that, until it is waited for
         self.down = lambda: None  # called then
         self.pool = ServerPool([], on_wait=self.waited)
@@ -82,6 +84,7 @@ class Fake:
         self.servers.sessions[f"{self.url}/sessions/{number}/v1"] = FakeSession(request)
         self.servers.open.append(number)
         self.servers.most_open = max(self.servers.most_open, len(self.servers.open))
+        await self.servers.opens.wait()
         await asyncio.sleep(0)
         return SessionResponse(id=number, key=f"key {number}", model="the model")
 
@@ -244,6 +247,7 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
 
 
 LOST = "what the model said is lost: can't reach http://a"
+AGAIN = "it was played again, as what the model had said was lost: can't reach http://a"
 LATE = "agent: it was not done when rollout.timeout_s had passed"
 
 
@@ -251,10 +255,10 @@ LATE = "agent: it was not done when rollout.timeout_s had passed"
     ("lost", "raises", "hangs_in", "sessions", "error"),
     [
         (2, False, None, 3, None),  # played again, and all is well
-        (99, True, None, 3, f"agent: {LOST}"),
+        (99, True, None, 3, f"agent: it raised ConnectionError: refused; {AGAIN}; {LOST}"),
         (99, False, None, 3, f"agent: {LOST}"),
-        (99, False, 1, 1, f"agent: {LOST}"),  # until the batch's end: it is not played again
-        (1, False, 2, 2, f"{LATE}; it was played again, as what the model had said was lost: can't reach http://a"),
+        (99, False, 1, 1, f"{LATE}; {LOST}"),  # until the batch's end: it is not played again
+        (1, False, 2, 2, f"{LATE}; {AGAIN}"),
     ],
 )
 async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_random_numbers_or_says_so(
@@ -400,6 +404,18 @@ async def test_leaving_early_ends_agents_and_sessions() -> None:
         await task
     assert (servers.open, ended) == ([], 10)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_an_episode_that_is_cancelled_while_its_session_opens_holds_no_tokens() -> None:
+    servers = FakeServers()
+    servers.opens.clear()
+    task = asyncio.create_task(played(lambda task, session: asyncio.sleep(0, 1.0), servers))
+    while not servers.open:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert servers.pool.members[0].in_flight == 0
 
 
 async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_elsewhere_where_it_is_gone() -> None:

@@ -27,12 +27,12 @@ async def find_servers(where: str) -> list[str]:
 
 def _in_file(path: str) -> list[str]:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
-    urls = [*filter(None, (line.partition("#")[0].strip().rstrip("/") for line in lines))]
-    for url in urls:
-        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-            raise ValueError(f"a line is no URL of a server, such as http://10.0.0.1:8000: {url}")
+    urls = {number: line.partition("#")[0].strip().rstrip("/") for number, line in enumerate(lines, 1)}
+    for number, url in urls.items():
+        if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {url}")
         _ = urlsplit(url).port  # ValueError where it is no number
-    return urls
+    return [*filter(None, urls.values())]
 
 
 def _at_name(name_and_port: str) -> list[str]:

@@ -78,7 +78,8 @@ class Agents:
             except ServerError as lost:
                 self.pool.loses(member, lost)
                 if losses == MAX_LOSSES or seat.deadline.over:
-                    why = f"agent: what the model said is lost: {lost}"
+                    why = f"{error}; " if error else "agent: "
+                    why += f"what the model said is lost: {lost}"
                     return _rollout(prompt, seat, [Transcript(prompt.token_ids)], None, why)
                 again = f"; it was played again, as what the model had said was lost: {lost}"
         transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
@@ -103,9 +104,9 @@ class Agents:
             member.in_flight += tokens  # now: sessions that open meanwhile go elsewhere
             try:
                 return member, await member.server.ask(request, timeout_s=self.pool.silence_s)
-            except ServerError as error:
+            except BaseException as error:
                 member.in_flight -= tokens
-                if not self.pool.loses(member, error):
+                if not isinstance(error, ServerError) or not self.pool.loses(member, error):
                     raise
 
     async def _run(self, prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> float | str | None:
