@@ -106,6 +106,7 @@ rollout run.dir=owned | which is running: choose another run.dir, or end that pr
 select whole/weights | whole/weights is no run: it has no config.yaml; give the run folder
 ledger empty | empty is no run with a ledger: train and quickstart write one, a replay draws nothing
 launch --submit | --output and --submit need an --engine
+launch --gpus-per-node 4 | --gpus-per-node, --output and --submit need an --engine
 generate -p a -n 0 | can't be asked for: Input should be greater than or equal to 1
 generate -p a server.port=1 | start one there: python3 ../clone/run.py serve CONFIG
 eval server.urls=http://down server.start_timeout_s=0.1 | Start one with `python3 ../clone/run.py serve CONFIG`, correct

@@ -101,6 +101,11 @@ def test_what_no_engine_can_run_is_refused_with_what_to_change(settings: list[st
         render("slurm", settings)
 
 
+def test_fewer_gpus_per_node_than_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--gpus-per-node=-1 must be 1 or more, or 0 for CPUs only"):
+        render("slurm", CASES["slurm"][1], -1)
+
+
 def test_shellcheck_finds_nothing_in_the_batch_scripts_and_in_tests_deploy() -> None:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     shellcheck = shutil.which("shellcheck", path=programs)

@@ -85,6 +85,9 @@ def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_h
     # 15.2 GB by disk: 2.5 s to the CPU, 7.2 written, 6.1 on the disk, 1.4 checked, 7.3 loaded. 91 GB of state.
     assert found.seconds["weights"] == pytest.approx(2.5 + 7.2 + 6.1 + 1.4 + 7.3, rel=0.02)
     assert found.seconds["checkpoint"] == pytest.approx(91.4, rel=0.01)
+    with_critic = plan.Needs(load(None, [*settings, "algorithm.preset=ppo"]), 8, plan.GPUS["80GB"])
+    assert with_critic.trained > 1.9 * found.trained
+    assert with_critic.published == found.published == 2 * 7_615_616_512  # the servers get no critic
     # 128 rollouts of 256 + 512 tokens; the head over the 512: 6 operations per weight and token, a third more
     # recomputed, at 40 % of 989e12/s on 4 GPUs; attention is 2 % of it
     products = 6 * 128 * (768 * (7_615_616_512 - 2 * 152_064 * 3584) + 512 * 152_064 * 3584)

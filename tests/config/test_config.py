@@ -177,6 +177,9 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("algorithm.kl_in=rewards", "algorithm.kl_in: Input should be 'loss' or 'reward' (did you mean 'reward'?)"),
         ("algorithm.kl=k2", "kl=k2 needs a weight"),
         ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set another scale"),
+        ("trainer.micro_batch_tokens=1", "trainer.micro_batch_tokens: Input should be greater than or equal to 2"),
+        ("model.lora.targets=[]", "model.lora.targets: Value should have at least 1 item"),
+        ("data.chat_template=3", "data.chat_template: Input should be a valid boolean"),
         ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
         ("learning_rate=1", "did you mean 'critic.learning_rate' or 'trainer.learning_rate'?"),
         ("zzzz=1", "unknown key 'zzzz'; `python run.py config --reference` lists all"),
@@ -348,6 +351,7 @@ def test_what_a_file_of_deepspeed_sets_that_hocket_has_under_another_name_is_tak
     expected["deepspeed"] = {"zero_optimization": zero, "wall_clock_breakdown": True}
     assert {key: getattr(found.trainer, key) for key in expected} == expected
     assert config.load(None, {f"trainer.{key}": value for key, value in expected.items()}).trainer == found.trainer
+    assert config.load(None, ["trainer.deepspeed.zero_optimization={}"]).trainer.deepspeed == {}
 
 
 def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> None:

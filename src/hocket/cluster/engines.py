@@ -1,7 +1,4 @@
-"""Write the files that run a config on SLURM, Ray or Kubernetes, and submit them where asked.
-
-The files are filled in from templates/, and are the user's from then on.
-"""
+"""Write the files that run a config on SLURM, Ray or Kubernetes, the user's from then on, and submit them."""
 
 import json
 import re
@@ -30,7 +27,7 @@ HEAD = "# The settings of this run, read by all of its processes; yours to edit.
 
 
 class Layout(NamedTuple):
-    """Say on how many nodes a run is. Each has either servers or ranks, unless one node holds all of them."""
+    """Say on how many nodes a run is, each with servers or ranks, unless one holds all."""
 
     servers: int
     gpus_per_server: int  # 0 without GPUs
@@ -51,6 +48,8 @@ class Layout(NamedTuple):
 
 def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) -> Layout:
     """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError for a layout that can't be."""
+    if gpus_per_node < 0:
+        raise ConfigError(f"--gpus-per-node={gpus_per_node} must be 1 or more, or 0 for CPUs only")
     if gpus_per_node == 0 or servers * gpus_per_server + ranks <= gpus_per_node:
         return Layout(servers, gpus_per_server if gpus_per_node else 0, ranks, servers, 1, ranks, 1, 1)
     per_node = gpus_per_node // gpus_per_server
@@ -74,9 +73,9 @@ def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) 
 def render(
     engine: str, settings: Sequence[str], gpus_per_node: int, *, output: Path | None, root: Path, python: str
 ) -> tuple[Layout, Path, dict[str, str]]:
-    """Return the layout, a folder and its files, which run in `root`, hocket's checkout, with the interpreter `python`.
+    """Return the layout, the folder (`output`, or launch/ENGINE in the run folder) and its files, by name.
 
-    The folder is `output`, by default launch/ENGINE in the run folder. Raise ConfigError where no engine can do it.
+    They run in `root`, hocket's checkout, with the interpreter `python`. Raise ConfigError where no engine can do it.
     """
     given, _ = read_settings(settings)
     size = given.launch
@@ -124,7 +123,7 @@ def launch(
     submit: bool,
     dry_run: bool,
 ) -> None:
-    """Write the files of a run and say how to submit them, or do so. Keep those that the user has edited."""
+    """Write a run's files, but those that the user has edited, and submit them or say how."""
     if not Path("run.py").exists():
         raise ConfigError("type this in hocket's checkout, which all nodes see: the job runs run.py there")
     layout, folder, files = render(

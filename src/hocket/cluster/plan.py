@@ -93,7 +93,7 @@ class Needs:
         self.parameters = sum(p.numel() for p in self._model.parameters())
         learned = itertools.chain(*(skeleton(model).parameters() for model, learns in models if learns))
         self.trained = sum(p.numel() for p in learned if p.requires_grad)
-        self.published = 2 * self.trained
+        self.published = 2 * sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         self.weights = self.parameters * dtype.itemsize / size  # on each GPU of a server
         shape = Shape.of(self._model)
         self._kv_token = 2 * shape.layers * shape.key * dtype.itemsize

@@ -26,6 +26,7 @@ from hocket.observe import metrics
 from hocket.trainer import checkpoints
 
 DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
+GPUS_PER_NODE = 8
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it as it is imported; micro-batches differ in length
 Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -35,7 +36,7 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command and return its exit status; an error is one sentence, with --traceback after its traceback."""
+    """Run one command and return its exit status; an error is one sentence."""
     launched = launch.die_with_launcher()
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
@@ -64,7 +65,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
-    """Return the command that resumes an interrupted run, and from where."""
     if args.command not in ("quickstart", "launch", "train", "sft") or "config" not in args:  # it was being read
         return ""
     kept = checkpoints.complete(args.config.run_dir / checkpoints.FOLDER)
@@ -75,7 +75,7 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """Say what went wrong; the traceback of what hocket did not foresee is kept in a file."""
+    """Say what went wrong; keep the traceback of what was not foreseen in a file."""
     if isinstance(error, HocketError):
         return str(error)
     fix = remedy(error)
@@ -89,7 +89,7 @@ def _sentence(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
     parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
-    # DeepSpeed's launcher puts it before the command; the environment says the same.
+    # DeepSpeed's launcher gives it; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (run, options) in _COMMANDS.items():
@@ -127,7 +127,6 @@ TRACEBACKS = _option("--traceback", action="store_true", help="with an error, sh
 
 @_command(SETTINGS)
 def _quickstart(args: argparse.Namespace) -> int:
-    """Launch a run in a folder that is not in use, and say what can follow; return the trainer's exit status."""
     if not args.config.checkpoint.resume:
         args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused(args.config.run_dir)}"])
     status = launch.launch(args.config, args.arguments)
@@ -140,7 +139,7 @@ def _quickstart(args: argparse.Namespace) -> int:
     SETTINGS,
     _option("--dry-run", action="store_true", help="only say what would run where"),
     _option("--engine", choices=("slurm", "ray", "kubernetes"), help="write the files that a cluster runs"),
-    _option("--gpus-per-node", type=int, default=8, metavar="N", help="of the cluster (default 8); 0: CPUs only"),
+    _option("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default 8; 0: CPUs only"),
     _option("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE"),
     _option("--submit", action="store_true", help="submit them, too"),
 )
@@ -152,8 +151,8 @@ def _launch(args: argparse.Namespace) -> int:
             args.engine, args.arguments, args.gpus_per_node, args.output, submit=args.submit, dry_run=args.dry_run
         )
         return 0
-    if args.output or args.submit:
-        raise ConfigError("--output and --submit need an --engine: slurm, ray or kubernetes")
+    if args.output or args.submit or args.gpus_per_node != GPUS_PER_NODE:
+        raise ConfigError("--gpus-per-node, --output and --submit need an --engine: slurm, ray or kubernetes")
     return launch.launch(args.config, args.arguments, dry_run=args.dry_run)
 
 

@@ -1,7 +1,6 @@
-"""Load a run's configuration: one YAML file, `section.key=value` overrides, checked once, then frozen.
+"""Load a run's configuration: one YAML file and overrides, checked once, then frozen.
 
-A field's description is its documentation: `python3 run.py config --reference` prints them all.
-Without an engine and torch a mistake is reported within a second.
+A field's description is its documentation. Without torch and an engine a mistake is reported within a second.
 """
 
 from hocket.config.algorithm import *  # noqa: F403

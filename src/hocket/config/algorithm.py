@@ -1,7 +1,7 @@
 """The algorithm's knobs, and the published rows over them. Formulas: docs/algorithms.md."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -19,17 +19,17 @@ def _named(chosen: Any) -> str | dict[str, Any]:
 
 
 class AdaptiveKl(Section):
-    """A KL in the rewards whose coefficient is adapted (algorithm/samples.py)."""
+    """A KL in the rewards, by an adapted coefficient (algorithm/samples.py)."""
 
     name: Literal["reward"]
     target: float = Field(gt=0)  # KL per token
-    horizon: int = Field(10_000, ge=1)  # rollouts over which the coefficient may grow, or shrink, by 20 %
+    horizon: int = Field(10_000, ge=1)  # rollouts in which the coefficient changes by 20 % at most
 
 
 Scale = Literal["group", "batch", "tokens", "none"]
 Ratio = Literal["token", "sequence"]
 Chosen = Annotated[str | dict[str, Any], pydantic.PlainValidator(_named)]
-"""A function of algorithm/choices.py or of a plugin: its name, or {name: NAME, its options}."""
+"""A function of algorithm/choices.py or of a plugin: NAME, or {name: NAME, its options}."""
 KlIn = Literal["loss", "reward"] | AdaptiveKl
 PresetName = Literal[
     "grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
@@ -38,8 +38,6 @@ PresetName = Literal[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preset:
-    """A published algorithm."""
-
     source: str  # number on arXiv, or a project
     remark: str
     knobs: Mapping[str, Any]  # that differ from the defaults
@@ -140,7 +138,6 @@ class LossKnobs(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Set the preset's row where the user set nothing."""
         if not isinstance(values, Mapping):
             return values
         row = PRESETS.get(str(values.get("preset")), NO_PRESET).knobs
@@ -164,24 +161,24 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
     def loss(self, max_tokens: int) -> LossConfig:
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
-    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+    def refuse(self) -> None:
+        corrects = self.correction != "none"
         in_reward = self.kl_in != "loss"
-        if self.correction != "none":
-            yield (
-                self.ratio == "sequence" and self.updates == 1,
+        if self.ratio == "sequence" and corrects and self.updates == 1:
+            raise ValueError(
                 "with a correction and one update every ratio is 1: set correction=none, or several updates (epochs, "
-                "minibatches)",
+                "minibatches)"
             )
-        if self.stop_kl is not None:
-            yield self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
-            needed = "stop_kl needs a correction: without one the ratio is to the engine's log-probs"
-            yield self.correction == "none", needed
-        if self.kl == "off":
-            unused = "kl=off: kl_in, kl_coef, reference have no effect; set kl or leave them out"
-            yield bool(in_reward or self.kl_coef or self.reference), unused
-        else:
-            yield self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
-        yield in_reward and self.scale == "group", "with kl_in=reward set another scale: group cancels it"
+        if self.stop_kl is not None and self.updates == 1:
+            raise ValueError("stop_kl has no effect with epochs=1 and minibatches=1")
+        if self.stop_kl is not None and not corrects:
+            raise ValueError("stop_kl needs a correction: without one the ratio is to the engine's log-probs")
+        if self.kl == "off" and (in_reward or self.kl_coef or self.reference):
+            raise ValueError("kl=off: kl_in, kl_coef, reference have no effect; set kl or leave them out")
+        if self.kl != "off" and self.kl_coef == 0:
+            raise ValueError(f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off")
+        if in_reward and self.scale == "group":
+            raise ValueError("with kl_in=reward set another scale: group cancels it")
 
 
 class CriticConfig(Section):

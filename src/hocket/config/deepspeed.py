@@ -1,4 +1,4 @@
-"""Read what `trainer.deepspeed` passes on to DeepSpeed 0.19.8: `{...}`, or the path of somebody's ds_config.json."""
+"""Read `trainer.deepspeed`, for DeepSpeed 0.19.8: `{...}`, or the path of somebody's ds_config.json."""
 
 import json
 from collections.abc import Mapping
@@ -48,13 +48,14 @@ _RENAMED = {
     "optimizer.params.weight_decay": "trainer.weight_decay",
     "zero_optimization.stage": "trainer.zero_stage",
 }
-_MEANT: dict[str, dict[str, Any]] = {  # what a value of it means here; {}: no setting is needed
+_MEANT: dict[str, dict[str, Any]] = {  # what a value means here; {}: it needs no setting
     "bf16.enabled=True": {"model.dtype": "bfloat16"},
     "bf16.enabled=False": {},
     "fp16.enabled=True": {"model.dtype": "float16"},
     "fp16.enabled=False": {},
     "optimizer.type=Adam": {},
     "optimizer.type=AdamW": {},
+    "zero_optimization={}": {},
     "zero_optimization.offload_optimizer.device=cpu": {"trainer.offload_optimizer": True},
     "zero_optimization.offload_optimizer.device=none": {},
     "zero_optimization.offload_optimizer.pin_memory=True": {},
@@ -65,9 +66,9 @@ _STAGE_3 = f"{_ZERO}stage3_"  # what begins so is passed on, too
 
 
 def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a whole config in which `trainer.deepspeed` has only what is passed on; the rest of it becomes settings.
+    """Return a config whose `trainer.deepspeed` has only what is passed on; the rest of it becomes settings.
 
-    Raise ValueError where a setting says otherwise, or for all that hocket sets or does not know.
+    Raise ValueError where a setting says otherwise, or for what hocket sets or does not know.
     """
     trainer = values.get("trainer")
     asked = _read(trainer.get("deepspeed")) if isinstance(trainer, Mapping) else None
@@ -77,7 +78,7 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     passed: dict[str, Any] = {}
     others = []
     settings = {name: value for name, value in leaves(asked).items() if value != "auto"}  # that is for the trainer
-    if not settings.get("fp16.enabled"):  # many files say how to scale the losses of a precision that they don't use
+    if not settings.get("fp16.enabled"):  # many files scale the losses of a precision that they don't use
         settings = {name: value for name, value in settings.items() if not name.startswith("fp16.")}
     for name, value in settings.items():
         kind = ".".join(name.split(".")[: 1 + name.startswith(_ZERO)])
@@ -94,7 +95,6 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _set(found: dict[str, Any], meant: Mapping[str, Any], asked: str) -> None:
-    """Set what is meant. Raise ValueError where the config has another value."""
     for setting, value in meant.items():
         section, _, key = setting.partition(".")
         before = (found.get(section) or {}).get(key, value)
@@ -104,7 +104,6 @@ def _set(found: dict[str, Any], meant: Mapping[str, Any], asked: str) -> None:
 
 
 def _read(value: Any) -> Any:
-    """Return the content of a file, else the value."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,7 +1,6 @@
-"""The sections of where both processes run, and how they work together. A field's description is its documentation."""
+"""The sections of where both processes run, and how they work together."""
 
 import re
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -88,16 +87,17 @@ class ServerConfig(Section):
     engine: dict[str, Any] = Field({})
     """Other arguments of vLLM: {enforce_eager: true, max_num_seqs: 256}."""
 
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+    def refuse(self) -> None:
         if self.discover is None:
             return
-        yield bool(self.urls), "discover and urls both name the servers: leave one out"
+        if self.urls:
+            raise ValueError("discover and urls both name the servers: leave one out")
         name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", self.discover)
         is_file = "/" in self.discover and "://" not in self.discover
-        yield (
-            not is_file and (name is None or int(name[1]) >= 1 << 16),
-            f"discover={self.discover} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls",
-        )
+        if not is_file and (name is None or int(name[1]) >= 1 << 16):
+            raise ValueError(
+                f"discover={self.discover} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls"
+            )
 
 
 class LaunchConfig(Section):

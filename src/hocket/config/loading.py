@@ -1,4 +1,4 @@
-"""Load a Config from YAML and overrides, write it back, compare it, and print the table of keys."""
+"""Load a Config from YAML and overrides, write it back, and print the table of keys."""
 
 import difflib
 import itertools
@@ -20,6 +20,7 @@ from hocket.config.sections import Section, UserPath, leaves, put
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
+UNION = re.compile(r"constrained-int|bool|[a-z-]+\[.*\]", re.DOTALL)  # pydantic's words for a kind, behind a key
 SURE = 0.8  # similarity of a key to the one that was meant
 PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 is text, off is false, and 010 is 8
     "null": "~|null|Null|NULL|",
@@ -45,7 +46,7 @@ for _tag, _pattern in PLAIN.items():
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
-    """Read a YAML file (None: defaults), set `section.key=value` or a mapping's values, and validate."""
+    """Read a YAML file, if any, set `section.key=value` or a mapping's values, and validate."""
     given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(_read, overrides))
     values = {} if path is None else _read_file(Path(path))
     for key, value in given.items():
@@ -75,7 +76,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Return the config of a YAML file (or `default`) and overrides, and arguments for the same."""
+    """Return the config of a YAML file (or `default`) and overrides, and arguments for it."""
     paths = [
         item for item in settings if "=" not in item or (item.endswith((".yaml", ".yml")) and Path(item).is_file())
     ]
@@ -87,7 +88,7 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """Return YAML that `load` reads back, of a config's `as_dict` without the token."""
+    """Return YAML that `load` reads back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
@@ -102,7 +103,7 @@ def reference() -> str:
 
 
 def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key with its field, also within a section that may be null."""
+    """Yield every key with its field, also of sections that may be null."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
@@ -147,7 +148,7 @@ def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
-    key = re.sub(r"\.[\w-]+\[[^.]*\]", "", ".".join(map(str, item["loc"])))  # without pydantic's words for a union
+    key = ".".join(word for word in map(str, item["loc"]) if not UNION.fullmatch(word))
     if item["type"] == "extra_forbidden":
         for name in leaves({key: item["input"]}):
             yield name, f"unknown key {name!r}; {_hint(name)}"

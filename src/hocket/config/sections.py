@@ -1,9 +1,9 @@
-"""The sections of a config, but those of algorithm.py and deployment.py. A field's description is its documentation."""
+"""The sections of a config, but those of algorithm.py and deployment.py."""
 
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -52,20 +52,17 @@ class Section(pydantic.BaseModel):
         coerce_numbers_to_str=True,  # an answer column named 2024
     )
 
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        """Yield (condition, message) of what is refused."""
-        return ()
+    def refuse(self) -> None:
+        """Raise ValueError where settings contradict each other."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
-        for contradiction, message in self._contradictions():
-            if contradiction:
-                raise ValueError(message)
+        self.refuse()
         return self
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested mappings, which are copied: by an alias they may stand elsewhere, too."""
+    """Set a dotted key in nested mappings, which are copied: YAML's aliases share them."""
     *parents, leaf = key.split(".")
     for parent in parents:
         child = values.get(parent)
@@ -117,8 +114,9 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """LoRA ({} for defaults); needs 10x the learning rate."""
 
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        yield self.lora is not None and self.random_init, "lora adapts loaded weights; with random_init there are none"
+    def refuse(self) -> None:
+        if self.lora is not None and self.random_init:
+            raise ValueError("lora adapts loaded weights; with random_init there are none")
 
     @property
     def weights(self) -> Literal["model", "adapter"]:
@@ -129,14 +127,14 @@ class ModelConfig(Section):
         return self.lora is not None and self.lora.quantize is not None
 
     def beside(self, path: str | None) -> "ModelConfig":
-        """Return the config of another whole model: at `path`, or the one that the run starts from."""
+        """Return the config of the whole model at `path`, or that the run starts from."""
         other = {} if path is None else {"path": path, "random_init": False}
         return self.model_copy(update={"lora": None, **other})
 
 
 class DataConfig(Section):
     section: ClassVar[str] = "data"
-    otherwise: ClassVar[str] = ""  # what else one may set, where its rows are of no use
+    otherwise: ClassVar[str] = ""  # other advice, where its rows are of no use
     source: str = "task:sort"
     """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME."""
     split: str = "train"
@@ -158,11 +156,15 @@ class DataConfig(Section):
     limit: int | None = Field(None, ge=1)
     """Number of rows used, from the first. Default: all."""
 
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        yield self.system_prompt is not None and not self.chat_template, "system_prompt needs chat_template: true"
-        if self.answer_pattern is not None:
-            yield self.answer_column is None, "answer_pattern needs answer_column"
-            yield self.answer_pattern.groups < 1, "answer_pattern needs a group (...) around the answer"
+    def refuse(self) -> None:
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("system_prompt needs chat_template: true")
+        if self.answer_pattern is None:
+            return
+        if self.answer_column is None:
+            raise ValueError("answer_pattern needs answer_column")
+        if self.answer_pattern.groups < 1:
+            raise ValueError("answer_pattern needs a group (...) around the answer")
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -189,12 +191,12 @@ class RolloutConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Seconds for the generation of one batch."""
 
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        yield (
-            self.temperature < 0.01,
-            f"temperature={self.temperature:g} would make all rollouts of a group alike: set 0.01 or more, such as 1; "
-            "eval.temperature=0 evaluates greedily",
-        )
+    def refuse(self) -> None:
+        if self.temperature < 0.01:
+            raise ValueError(
+                f"temperature={self.temperature:g} would make all rollouts of a group alike: set 0.01 or more, such as "
+                "1; eval.temperature=0 evaluates greedily"
+            )
 
 
 class EnvConfig(Section, extra="allow"):
@@ -205,7 +207,7 @@ class EnvConfig(Section, extra="allow"):
 
 
 class RewardSpec(Section, extra="allow"):
-    """Keys of every reward; each other is its function's argument."""
+    """Keys of every reward; others are its arguments."""
 
     gate: bool = False  # where its value is not above 0, the other rewards can only cost
     weight: float = Field(default_factory=lambda known: 0.0 if known.get("gate") else 1.0)
@@ -267,11 +269,12 @@ class TrainerConfig(Section):
     deepspeed: dict[str, Any] = Field({})
     """Others of DeepSpeed: {zero_optimization: {overlap_comm: true}}, or a ds_config.json."""
 
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        yield self.offload_optimizer and self.zero_stage == 0, "offload_optimizer needs zero_stage 1, 2 or 3"
+    def refuse(self) -> None:
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
 
     def unmeasured(self) -> "TrainerConfig":
-        """Return the settings with the size of CPUs, and of plans, in place of micro_batch_tokens=auto."""
+        """Return the settings with micro_batch_tokens=auto as on CPUs, and in plans."""
         return self.model_copy(update={"micro_batch_tokens": 8192}) if self.micro_batch_tokens == "auto" else self
 
 
@@ -307,8 +310,9 @@ class EvalConfig(Section):
     reward: str | None = None
     """Reward that is measured. Default: the first."""
 
-    def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        yield self.samples > 1 and self.temperature == 0, "temperature=0 samples the same every time: set samples to 1"
+    def refuse(self) -> None:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("temperature=0 samples the same every time: set samples to 1")
 
 
 class BestConfig(Section):

@@ -1,8 +1,8 @@
-"""All sections: what must hold between them, and what follows from several."""
+"""All sections: what must hold between them, and what follows from them."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,8 +19,6 @@ from hocket.errors import ConfigError
 
 
 class Config(Section):
-    """Every section of a run."""
-
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig = sections.ModelConfig()
     data: sections.DataConfig = sections.DataConfig()
@@ -47,63 +45,67 @@ class Config(Section):
     def _adopt(cls, values: Any) -> Any:
         return adopt(values) if isinstance(values, Mapping) else values
 
-    def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        model = self.model
+    def refuse(self) -> None:
         trainer = self.trainer
-        sync = self.sync
-        launch = self.launch
-        thinks = (self.env.model_extra or {}).get("thinking_tokens")
         share = self.algorithm.overlong_share
-        yield (
-            bool(thinks and share),
-            f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0",
-        )
-        yield (
-            self.checkpoint.best is not None and self.held_out_data is None,
-            "checkpoint.best needs held-out rows: set eval.data",
-        )
+        if share and (self.env.model_extra or {}).get("thinking_tokens"):
+            raise ValueError(
+                f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
+            )
+        if self.checkpoint.best is not None and self.held_out_data is None:
+            raise ValueError("checkpoint.best needs held-out rows: set eval.data")
         run_dir = self.run_dir.resolve()
         root = self.sync_root.resolve()
-        yield (
-            re.search(r"(^|/)\.", os.path.relpath(run_dir, root)) is not None,  # outside it is .., the same is .
-            f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder",
-        )
-        yield (
-            sync.backend == "delta" and model.lora is not None,
-            "sync.backend=delta has no effect with model.lora, whose adapters are small: set sync.backend=disk",
-        )
+        if re.search(r"(^|/)\.", os.path.relpath(run_dir, root)):  # outside it is .., the same is .
+            raise ValueError(f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder")
+        if self.sync.backend == "delta" and self.model.lora is not None:
+            raise ValueError(
+                "sync.backend=delta has no effect with model.lora, whose adapters are small: set sync.backend=disk"
+            )
         if trainer.zero_stage == 3 or (trainer.zero_stage is None and trainer.offload_optimizer):
             stage_3 = "zero_stage=3, the default to offload"
-            yield model.quantizes, f"trainer.{stage_3}, can't spread quantized weights; set stage 2"
-            compiles = f"trainer.kernels=compile has no effect on layers of {stage_3}; set stage 2"
-            yield trainer.kernels == "compile", compiles
+            if self.model.quantizes:
+                raise ValueError(f"trainer.{stage_3}, can't spread quantized weights; set stage 2")
+            if trainer.kernels == "compile":
+                raise ValueError(f"trainer.kernels=compile has no effect on layers of {stage_3}; set stage 2")
         warmup = self.critic.warmup_steps
-        yield (
-            warmup >= trainer.steps,
-            f"critic.warmup_steps={warmup} leaves no step of trainer.steps={trainer.steps} for the policy",
-        )
+        if warmup >= trainer.steps:
+            raise ValueError(
+                f"critic.warmup_steps={warmup} leaves no step of trainer.steps={trainer.steps} for the policy"
+            )
         ahead = self.pipeline.max_staleness not in ("auto", 0)
         if self.pipeline.replay is not None:
-            no_server = "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out"
-            yield ahead or launch.share_gpu, no_server
-            own = Path(self.pipeline.replay).resolve() == run_dir
-            yield own, "pipeline.replay is this run's own folder; choose another run.dir"
-        if launch.share_gpu:
-            needs = "launch.share_gpu needs"
-            yield ahead, f"{needs} pipeline.max_staleness=0: both take turns"
-            yield sync.backend == "nccl", f"{needs} sync.backend=disk: NCCL can't connect two processes on one GPU"
-            yield sync.backend == "delta", f"{needs} sync.backend=disk: whole versions are written"
-            found = "launch.share_gpu is for one server that server.urls names: leave server.discover out"
-            yield self.server.discover is not None, found
-            yield len(self.server_urls) > 1, "launch.share_gpu is for one server; give several GPUs of their own"
-            yield launch.gpus_apart is True, "launch.share_gpu contradicts launch.gpus_apart=true"
+            if ahead or self.launch.share_gpu:
+                raise ValueError("pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out")
+            if Path(self.pipeline.replay).resolve() == run_dir:
+                raise ValueError("pipeline.replay is this run's own folder; choose another run.dir")
+        if self.launch.share_gpu:
+            self._refuse_on_one_gpu(ahead)
         if self.held_out_data is not None:
-            for wrong, message in self.held_out_data._contradictions():
-                yield wrong, f"eval.data: {message}"
+            try:
+                self.held_out_data.refuse()
+            except ValueError as error:
+                raise ValueError(f"eval.data: {error}") from error
         _ = self.token  # a weak one is refused now
 
+    def _refuse_on_one_gpu(self, ahead: bool) -> None:
+        backend = self.sync.backend
+        needs = "launch.share_gpu needs"
+        if ahead:
+            raise ValueError(f"{needs} pipeline.max_staleness=0: both take turns")
+        if backend == "nccl":
+            raise ValueError(f"{needs} sync.backend=disk: NCCL can't connect two processes on one GPU")
+        if backend == "delta":
+            raise ValueError(f"{needs} sync.backend=disk: whole versions are written")
+        if self.server.discover is not None:
+            raise ValueError("launch.share_gpu is for one server that server.urls names: leave server.discover out")
+        if len(self.server_urls) > 1:
+            raise ValueError("launch.share_gpu is for one server; give several GPUs of their own")
+        if self.launch.gpus_apart:
+            raise ValueError("launch.share_gpu contradicts launch.gpus_apart=true")
+
     def chosen(self, *, on_gpu: bool) -> "Config":
-        """Return the config with each `auto` replaced; on a GPU micro-batches are measured, later."""
+        """Return the config with each `auto` replaced, but those that are measured on a GPU."""
         apart = on_gpu and self.gpus_apart
         pipeline = {"max_staleness": int(apart)} if self.pipeline.max_staleness == "auto" else {}
         sync = {"backend": "nccl" if apart else "disk"} if self.sync.backend == "auto" else {}
@@ -123,7 +125,7 @@ class Config(Section):
         return values
 
     def changes(self, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return key → (before, now) of what differs from an earlier `as_dict`, but checkpoint.resume."""
+        """Return key → (before, now) of what an earlier `as_dict` had otherwise, but checkpoint.resume."""
         old = _by_key(Config().as_dict()) | _by_key(before)  # a new setting had its default
         new = _by_key(self.as_dict())
         keys = (old.keys() | new.keys()) - MOVED.keys() - {"checkpoint.resume"}
@@ -139,7 +141,7 @@ class Config(Section):
 
     @property
     def held_out_data(self) -> sections.HeldOutConfig | None:
-        """Section eval.data, filled from section data; None with no evaluation, or no held-out rows."""
+        """Section eval.data, filled from data; None without an evaluation or held-out rows."""
         own = self.eval.data
         data = self.data
         given = own.model_fields_set
@@ -158,7 +160,6 @@ class Config(Section):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Rewards of training and evaluation."""
         return (*self.rewards.functions, self.eval_reward)
 
     @property
@@ -188,7 +189,7 @@ class Config(Section):
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        """Base URLs of the servers; none where server.discover finds them."""
+        """URLs of the servers; none where server.discover finds them."""
         if self.server.discover:
             return ()
         return self.server.urls or (self.own_url,)
