@@ -1,11 +1,11 @@
-"""Errors, one class per boundary that can be crossed. Each message names what happened and what to do next."""
+"""Errors, one class per boundary. Each message names what happened and what to do next."""
 
 import errno
 import os
 import sys
 from pathlib import Path
 
-TRACEBACK = "HOCKET_TRACEBACK"  # environment variable that has errors show their tracebacks; --traceback sets it
+TRACEBACK = "HOCKET_TRACEBACK"  # variable that has errors show tracebacks; --traceback sets it
 _REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EROFS: "mount it writable",
@@ -17,7 +17,7 @@ _REMEDIES = {
 
 
 def remedy(error: BaseException) -> str | None:
-    """Return what helps against an error of the disk, also one that safetensors has in words only; None if unknown."""
+    """Return what helps against an error of the disk, found by its words: safetensors has no number."""
     found = (fix for number, fix in _REMEDIES.items() if os.strerror(number) in str(error))
     return next((fix.format(user=os.getuid()) for fix in found), None)
 
@@ -29,7 +29,7 @@ def door() -> str:
 
 
 class HocketError(Exception):
-    """Root of every error that hocket raises on purpose; the command line prints it without a traceback."""
+    """Root of what hocket raises on purpose; the command line prints it without a traceback."""
 
 
 class SetupError(HocketError):
@@ -41,11 +41,11 @@ class ConfigError(HocketError):
 
 
 class DataError(HocketError):
-    """A data source or row can't be used; the message names the file, the line and what is missing."""
+    """A data source or row can't be used; the message names the place and what is missing."""
 
 
 class RewardError(HocketError):
-    """Scoring failed so often that training on the remaining rollouts would be misleading."""
+    """Scoring failed too often to train on what is left."""
 
 
 class ServerError(HocketError):
@@ -53,12 +53,12 @@ class ServerError(HocketError):
 
     def __init__(self, message: str, *, code: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.code = code  # the server's machine-readable error code, or "unreachable" or "timeout"
-        self.status = status  # the HTTP status; None without an answer
+        self.code = code  # the server's, or "unreachable" or "timeout"
+        self.status = status  # of HTTP; None without an answer
 
     @property
     def refused(self) -> bool:
-        """Whether the server is well, and answered that the request is wrong (4xx), not only too slow (408)."""
+        """Whether the server is well, and the request is wrong (4xx), not only slow (408)."""
         return self.status is not None and self.status < 500 and self.status != 408
 
     @property
@@ -68,8 +68,8 @@ class ServerError(HocketError):
 
 
 class SyncError(HocketError):
-    """A published weight version did not reach a server, or the proof that it did is missing."""
+    """A published version did not reach a server, or the proof is missing."""
 
 
 class TrainerError(HocketError):
-    """The trainer can't go on: too many skipped steps in a row, or a sample that fits no micro-batch."""
+    """The trainer can't go on: too many steps skipped in a row, or a sample too long."""

@@ -1,1 +1,1 @@
-"""Where the processes of a run go: on this machine's GPUs, by an engine of a cluster, and what each needs."""
+"""Where the processes of a run go, and what they need."""

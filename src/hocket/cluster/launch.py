@@ -1,4 +1,4 @@
-"""Start hocket's processes on this machine and end them: the servers and trainer ranks of a run, a server for eval."""
+"""Start hocket's processes on this machine, servers and trainer ranks, and end them."""
 
 import contextlib
 import errno
@@ -32,20 +32,20 @@ TAIL = 1 << 16  # bytes of a log in which they are looked for
 
 
 def die_with_launcher() -> bool:
-    """Have the kernel end this process with the hocket process that started it, if one did (Linux)."""
+    """Have the kernel end this process with the one of hocket that started it, if one did."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
         die_with_parent(int(parent), signal.SIGTERM)
     return parent is not None
 
 
 class Child(subprocess.Popen[bytes]):
-    """Run a hocket command in a process that ends when this one does; without `log` it shares the output."""
+    """Run a command in a process that ends with this one; without `log` it shares the output."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
         self.log = log
-        self.begin = 0  # of its own words: another launch may have written before
+        self.begin = 0  # of its words: another launch may have written before
         with contextlib.ExitStack() as stack:
             output = None
             if log is not None:
@@ -58,7 +58,7 @@ class Child(subprocess.Popen[bytes]):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # a Ctrl-C in the terminal reaches the parent alone, which stops its children
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which stops its children
             )
 
     def last_words(self, name: str) -> str:
@@ -71,13 +71,13 @@ class Child(subprocess.Popen[bytes]):
         return "\n".join([f"{said}; the end of {self.log}:", *lines[-NUM_LINES:]])
 
     def refuse_dead(self) -> None:
-        """Raise ServerError if the process, a server, has ended."""
+        """Raise ServerError if this server has ended."""
         if self.poll() is not None:
             raise ServerError(self.last_words("the server"), code="unreachable")
 
 
 def stop(children: Sequence[Child], first: signal.Signals = signal.SIGTERM) -> None:
-    """End processes, all at the same time; STOP_TIMEOUT_S after `first`, their process groups are killed."""
+    """End processes together: send `first`, and STOP_TIMEOUT_S later kill their groups."""
     for child in children:
         child.send_signal(first)  # nothing if it has ended
     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -90,7 +90,7 @@ def stop(children: Sequence[Child], first: signal.Signals = signal.SIGTERM) -> N
 
 
 class Placement(NamedTuple):
-    """Say which GPUs ("0,1"; "" without any) each server and all ranks of a run on this machine use."""
+    """Say which GPUs ("0,1"; "": none) each server and all ranks use."""
 
     servers: list[str]
     ranks: str
@@ -99,10 +99,7 @@ class Placement(NamedTuple):
 
 
 def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -> int:
-    """Run servers and trainer ranks on this machine, all stopped at the end; return the ranks' exit status.
-
-    Say first what runs where; with `dry_run` that is all.
-    """
+    """Say what runs where; but for `dry_run`, run it until the ranks end, and return their exit status."""
     logs = config.run_dir / "logs"
     plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, visible_gpus())
     ports = free_ports(config.server.host, config.server.port, len(plan.servers))
@@ -142,8 +139,8 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
 def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:
     """Divide the GPUs of this machine: first come the servers', then the ranks'; a single one is for both sides.
 
-    Where the settings say nothing, servers of `size` GPUs each get half of them. Raise ConfigError where they are too
-    few, or where sync.backend `nccl` would have to connect two processes on one GPU.
+    By default servers of `size` GPUs get half of them. Raise ConfigError where they are too few, or where NCCL would
+    have to connect two processes on one GPU.
     """
     num_servers = settings.servers or 1
     num_ranks = settings.trainers or 1
@@ -176,7 +173,7 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on the CPU build."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     if os.environ.get("HOCKET_DEVICE", "").lower() == "cpu":
         return []
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -190,9 +187,8 @@ def run_ranks(
 ) -> int:
     """Run a command as `size` ranks, as torchrun would (whose workers outlive it where it is killed).
 
-    Return 0 once all have ended well, or the exit status of the first rank that failed; then the others are stopped.
-    `check` is called several times a second; an error from it ends the ranks. Ranks above 0 write to rank_N.log in
-    `logs`.
+    Return 0 once all have ended well, or the first failed rank's exit status, after the others are stopped. `check` is
+    called several times a second; an error from it ends the ranks. Ranks above 0 write to rank_N.log in `logs`.
     """
     together = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     together["MASTER_PORT"] = str(free_port("127.0.0.1", 0))
@@ -213,12 +209,12 @@ def run_ranks(
             check()
             time.sleep(0.2)
     finally:
-        stop(ranks[:1], signal.SIGINT)  # it closes the run, and releases the others, which have nothing to close
+        stop(ranks[:1], signal.SIGINT)  # it closes the run and releases the others
         stop(ranks[1:])
 
 
 def refuse_all_dead(servers: list[Child]) -> None:
-    """Report servers that have ended, and leave them out; raise ServerError for the last one."""
+    """Report servers that have ended, and remove them; raise ServerError for the last one."""
     for server in [server for server in servers if server.poll() is not None]:
         servers.remove(server)
         if not servers:
@@ -231,7 +227,7 @@ def variables(gpus: str) -> dict[str, str]:
 
 
 def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
-    """Return the line that runs a command of hocket, as several ranks where asked, from a shell in this folder."""
+    """Return the line that runs a command of hocket, as several ranks where asked."""
     program = [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command  # it finds hocket
     if num_ranks > 1:
         program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]
@@ -253,7 +249,7 @@ def free_port(host: str, wanted: int) -> int:
 
 
 def free_ports(host: str, first: int, number: int) -> list[int]:
-    """Return `number` ports from `first` on; other free ones replace those that are taken."""
+    """Return `number` ports from `first` on; free ones replace those that are taken."""
     ports: list[int] = []
     for wanted in range(first, first + number):
         port = free_port(host, wanted if wanted < 1 << 16 else 0)
@@ -264,7 +260,7 @@ def free_ports(host: str, first: int, number: int) -> list[int]:
 
 
 def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
-    """Return commands that fit the run that has ended: the same again by hand, and the use of its newest version."""
+    """Return commands that can follow a run: the same by hand, and the use of its newest version."""
     run = door()
     given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
     model = max(run_dir.glob("weights/v*"))

@@ -1,7 +1,6 @@
-"""Say what a run needs and takes on given GPUs, before anything is rented, loaded or started: `run.py plan`.
+"""Say what a run needs and takes on given GPUs, before anything is rented or loaded: `run.py plan`.
 
-Memory is what the trainer estimates at its start. Seconds are a model of the phases of a step, whose constants are
-named here with their sources: good for a choice between settings, not for a promise.
+Memory is what the trainer estimates at its start; seconds are good for a choice between settings, not for a promise.
 """
 
 import itertools
@@ -27,11 +26,9 @@ from hocket.trainer.state import BUCKET_BYTES
 
 
 class Gpu(NamedTuple):
-    """A card: its name in flops.PEAKS, GiB that a process can use of it, and bytes per second of its memory."""
-
-    name: str
-    gib: float
-    bandwidth: float
+    name: str  # in flops.PEAKS
+    gib: float  # that a process can use
+    bandwidth: float  # bytes of its memory per second
 
 
 GPUS = {
@@ -40,18 +37,18 @@ GPUS = {
     "80GB": Gpu("H100", 79.0, 3.35e12),
     "141GB": Gpu("H200", 139.5, 4.8e12),
 }
-"""By the size that is asked for; figures of the data sheets, less half a GiB for CUDA itself."""
+"""By size; figures of the data sheets, less half a GiB for CUDA itself."""
 MFU = 0.4  # share of the peak that training reaches: Llama 3's is .38 to .43 (arXiv 2407.21783, table 4)
 DECODE_MEMORY, DECODE_FLOPS = 0.7, 0.5  # shares of bandwidth and peak that decoding reaches: assumed
 ITERATION_S = 0.004  # of scheduling and sampling, per decoded token: assumed
 ENGINE_GIB = 2.5  # of vLLM besides weights and KV cache: activations, CUDA graphs
 MAX_SEQUENCES = 1024  # vLLM's own limit on such cards
 DISK_S, NCCL_S, CHECKPOINT_S = 1.6e-9, 0.083e-9, 1e-9  # per byte: copy, write, sync, verify and load; broadcast; write
-PINNED = 2  # weights of a server asleep: torch rounds each block of pinned memory up to a power of two, and keeps it
+PINNED = 2  # weights of a server asleep: torch rounds pinned blocks up to a power of two, and keeps them
 HOST_S = 0.46e-6  # of rank 0 per token (benchmarks/host.py)
 HOST_GIB = 3.0  # of a process: libraries, CUDA's context, tokenizer: assumed
-# Bytes per trained parameter that DeepSpeed 0.19.8 keeps off the GPU, by ZeRO stage: master weights, moments, gradients
-# of the update, and weights in 16 bits (1, 2) or sums of gradients (3).
+# Bytes per trained parameter that DeepSpeed 0.19.8 keeps off the GPU, by ZeRO stage: master weights, moments, the
+# update's gradients, and weights in 16 bits (1, 2) or sums of gradients (3).
 OFFLOADED = {1: 18, 2: 18, 3: 20}
 UPDATE_BYTES, HOST_BANDWIDTH = 28, 100e9  # AdamW's reads and writes per parameter; a third of eight channels: assumed
 PCIE_BANDWIDTH = 25e9  # of each GPU, sixteen lanes of version 4: assumed
@@ -69,15 +66,12 @@ WAYS = (
     ("model.lora={quantize: nf4}", "trainer.gradient_checkpointing=true"),
     ("launch.share_gpu=true",),
 )
-"""Settings that save memory on the trainer, those that cost least speed first."""
+"""Settings that save the trainer memory, those that cost least speed first."""
 NUM_WAYS = 3
 
 
 class Needs:
-    """What a run needs on the GPUs of one machine; sizes in bytes, times in seconds of one step.
-
-    Raise ConfigError where the GPUs can't be divided.
-    """
+    """What a run needs on one machine; sizes in bytes. Raise ConfigError where its GPUs can't be divided."""
 
     def __init__(self, config: Config, num_gpus: int, gpu: Gpu) -> None:
         self._config = config
@@ -105,7 +99,7 @@ class Needs:
         if not where.apart:
             asleep = config.launch.share_gpu
             beside = ENGINE_GIB * GIB + (0.0 if asleep else self.weights + self.kv_cache / size)
-        self.room = (1 - memory.MARGIN) * (gpu.gib * GIB - beside)  # but for what the trainer leaves there, too
+        self.room = (1 - memory.MARGIN) * (gpu.gib * GIB - beside)  # but for what the trainer leaves, too
         rank = memory.needed(models, trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
         self.stage = default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
         per_token = rank.activations / int(trainer.micro_batch_tokens)
@@ -121,12 +115,12 @@ class Needs:
 
     @property
     def fits(self) -> bool:
-        """Whether both sides have room; vLLM wants it for one sequence of the full context."""
+        """Whether both sides have room; vLLM's is for one sequence of the full context."""
         return self.rank.total <= self.room and self.sequences > 0
 
     @property
     def host(self) -> dict[str, float]:
-        """What processes need of the machine's memory, but for files in its cache; not all at the same time."""
+        """What is needed of the machine's memory, but for files in its cache; not all at once."""
         config = self._config
         rank = self.rank
         num_ranks = self.where.num_ranks
@@ -173,11 +167,11 @@ class Needs:
             "weights": self.published * (NCCL_S if self.broadcasts else DISK_S),
             "checkpoint": 12 * self.trained * CHECKPOINT_S,
         }
-        if config.trainer.offload_optimizer:  # while the CPU updates, and gradients and weights travel, GPUs wait
+        if config.trainer.offload_optimizer:  # the GPUs wait
             tokens = config.trainer.micro_batch_tokens
             share = count * (prompt + length) * epochs / updates / num_ranks
             micro_batches = math.ceil(share / (self.largest_micro_batch if tokens == "auto" else tokens))
-            # ZeRO-3 has the sums brought to the GPU and back for every micro-batch; they stay there at other stages.
+            # At stage 3 the sums go to the GPU and back with every micro-batch.
             travels = (8 * micro_batches if self.stage == 3 else 4) + 2
             per_parameter = UPDATE_BYTES / HOST_BANDWIDTH + travels / num_ranks / PCIE_BANDWIDTH
             seconds["offload"] = updates * self.trained * per_parameter
@@ -185,7 +179,7 @@ class Needs:
 
 
 def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
-    """Yield settings that would make a config fit, with its needs then, the least costly first."""
+    """Yield settings with which a config fits, and its needs then, the least costly first."""
     found: list[set[str]] = []
     for way in WAYS:
         if any(less <= set(way) for less in found):
@@ -200,7 +194,7 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tupl
 
 
 def report(arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
-    """Yield the lines that `run.py plan` prints. Raises ConfigError for a card that is not known."""
+    """Yield the lines of a plan. Raise ConfigError for an unknown card."""
     size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
     if size not in GPUS:
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")

@@ -1,1 +1,1 @@
-"""The commands: their arguments, the parts they are made of, and what they do."""
+"""The commands: their arguments, their parts, and what they do."""

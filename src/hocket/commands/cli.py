@@ -27,7 +27,7 @@ from hocket.trainer import checkpoints
 
 DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
 GPUS_PER_NODE = 8
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it as it is imported; micro-batches differ in length
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # read as torch is imported; micro-batches differ in length
 Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
 _COMMANDS: dict[str, tuple[Run, tuple[Option, ...]]] = {}

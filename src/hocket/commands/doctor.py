@@ -1,4 +1,4 @@
-"""`run.py doctor`: what this machine has, what is missing, and what to do about it."""
+"""`run.py doctor`: what this machine has, what is missing, and the fix."""
 
 import ctypes
 import importlib.metadata
@@ -31,7 +31,7 @@ gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 gpus = [[torch.cuda.get_device_name(i), *(n / 1e9 for n in torch.cuda.mem_get_info(i))] for i in gpus]
 print("\\n" + json.dumps([torch.version.cuda, gpus]))
 """
-OURS = re.compile(  # a server, a trainer or an engine; an editor or a terminal multiplexer may have such words, too
+OURS = re.compile(  # an editor or a terminal multiplexer may have such words, too
     r"VLLM::|\S*python\S* (.* )?(\S*run\.py|\S*bin/hocket|-m hocket)( -\S+)* (serve|train|quickstart|sft)\b"
 )
 
@@ -41,11 +41,11 @@ class Finding(NamedTuple):
     text: str
     ok: bool = True
     advice: str = ""  # where it is not
-    blocks: bool = True  # then nothing can run; otherwise it may be in the way
+    blocks: bool = True  # nothing can run then
 
 
 def run() -> int:
-    """Print the report; return 1 where something needed is missing, else 0."""
+    """Print the report; return 1 where something is to be fixed."""
     errors = 0
     checks = [packages, devices, libraries, resources]
     if psutil:
@@ -73,7 +73,7 @@ def packages() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Ask torch for its GPUs, in a process of its own: a broken driver may end or hang it."""
+    """Ask torch for GPUs, in another process: a broken driver may end or hang it."""
     if _version("torch") is None:
         return
     command = [sys.executable, "-c", PROBE]
@@ -140,9 +140,9 @@ def port(number: int = PORT) -> Iterator[Finding]:
 
 
 def processes() -> Iterator[Finding]:
-    """List this user's servers, trainers and engines, but for this process and its ancestors."""
+    """Find this user's servers, trainers and engines, but not this process and its ancestors."""
     skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    in_container = is_ours(psutil.Process(1).cmdline())  # then process 1 is the server, not the adopter of orphans
+    in_container = is_ours(psutil.Process(1).cmdline())  # process 1 is the server then
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             words = process.cmdline()

@@ -1,4 +1,4 @@
-"""The parts of a run, made from its configuration; runs.py brings them together."""
+"""The parts of a run, which runs.py brings together."""
 
 import dataclasses
 import os
@@ -51,7 +51,7 @@ NO_ROWS = "eval.data names no held-out rows: set its source or, of a hub dataset
 
 @dataclasses.dataclass(frozen=True)
 class Servers:
-    """The servers that a config names, or the one that it would start."""
+    """The servers that a config names, or that it would start."""
 
     config: Config
 
@@ -60,16 +60,16 @@ class Servers:
         return self.config.server_urls if where is None else await find_servers(where)
 
     async def answer(self) -> bool:
-        """Return whether the config names its servers, or one answers where it would start it."""
+        """Return whether the config names servers, or one answers where it would start one."""
         if self.config.names_servers:
             return True
         async with ServerClient(self.config.own_url, token=self.config.token) as server:
             return await server.answers()
 
     async def clear_gpu(self, **tell: Callable[..., None]) -> None:
-        """Wait for a server that may be on this GPU, before any rank takes it; put it to sleep to share the GPU.
+        """Wait for a server that may be on this GPU, and put it to sleep to share it, before any rank takes memory.
 
-        vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
+        vLLM counts what others allocate while it starts as its own, and its KV cache gets so much less.
         """
         config = self.config
         shares = config.launch.share_gpu
@@ -80,7 +80,7 @@ class Servers:
                     await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
     def pool(self, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
-        """Return the pool of the servers; `trainer`: the id under which a run takes them."""
+        """Return the servers' pool; `trainer`: id under which a run takes them."""
         server = self.config.server
         return ServerPool(
             self.config.server_urls,
@@ -95,17 +95,15 @@ class Servers:
 
 
 class Parts:
-    """Makes the parts that train, rollout and eval have in common."""
-
     def __init__(self, config: Config, console: Console) -> None:
         self.config = config.chosen(on_gpu=bool(visible_gpus()))
         self.servers = Servers(self.config)
         self.console = console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
-        self.example = self.environment()  # knows what all environments of the run have in common
+        self.example = self.environment()  # has what all of them have
         self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
-        self.needed = 0  # tokens of the longest prompt that is trained on, and of a completion
+        self.needed = 0  # tokens of the longest training prompt and a completion
 
     def trainer(self, stack: ExitStack) -> "Trainer":
         from hocket.trainer.trainer import Trainer
@@ -114,7 +112,7 @@ class Parts:
         return stack.enter_context(Trainer(self.config))
 
     def limit(self, trainer: "Trainer") -> None:
-        """Let no episode outgrow a micro-batch. Raise ConfigError where a turn on the longest prompt may."""
+        """Let no episode outgrow a micro-batch. Raise ConfigError where the first turn may."""
         size = trainer.micro_batch_tokens + 1  # the last token is only predicted
         self.longest = min(self.longest, size)
         if size < self.needed and self.config.pipeline.replay is None:
@@ -132,7 +130,7 @@ class Parts:
         return prompts
 
     def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts, int]:
-        """Return the prompts that leave room for an answer, with the longest one's length; say how many do not."""
+        """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
         thought = self.example.thinking_tokens  # before an answer
         room = self.longest - thought - answer
         if room < 1:
@@ -160,7 +158,7 @@ class Parts:
         return self.example.toolbox.tools if self.example.toolbox else ()
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts of the evaluation; say where rows are missing."""
+        """Return the prompts of the evaluation; say so if there are none."""
         data = self.config.held_out_data
         settings = self.config.eval
         if data is None:
@@ -238,7 +236,7 @@ class Parts:
         prompts: Sequence[Prompt],
         history: Sequence[Mapping[str, float | None]],
     ) -> Publisher:
-        """Choose the way of the weights and their checks, and have the pool bring up servers by them."""
+        """Choose the weights' way and checks, by which the pool brings up servers."""
         from hocket.sync.collective import CollectiveTransport
 
         config = self.config
@@ -276,7 +274,7 @@ class Parts:
 
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
-        """Give the servers that the config names with their weights, or one of model.path, started if none answers."""
+        """Give the servers with the weights that they have, or start one of model.path if none answers."""
         config = self.config
         model = config.model.path
 
@@ -300,7 +298,7 @@ class Parts:
                 yield servers
 
     def own_server(self, stack: ExitStack, arguments: Sequence[str]) -> Callable[[str, float], None]:
-        """Start a server of model.path; return what is to be called while waiting for it."""
+        """Start a server of model.path; return what to call while waiting for it."""
         config = self.config
         log = config.run_dir / "logs" / "server.log"
         self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")

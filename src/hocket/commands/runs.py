@@ -1,4 +1,4 @@
-"""The commands that bring hocket's parts together: train, rollout, eval and reward-test."""
+"""The commands train, rollout, eval and reward-test."""
 
 import asyncio
 import dataclasses
@@ -46,15 +46,14 @@ NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
 def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None) -> int:
-    """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
+    """Train, from the newest checkpoint if there is one; rank 0 runs the loop, others follow. Return the exit status.
 
-    With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. Return the exit
-    status.
+    With `dry_run`, only say what the run would use; with `serve`, start a server if none answers.
     """
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
     machine.bound_nccl(config.sync.bucket_timeout_s)
-    config = config.chosen(on_gpu=bool(visible_gpus()))  # the same on all ranks; and config.yaml says what is
+    config = config.chosen(on_gpu=bool(visible_gpus()))  # on all ranks; config.yaml says it, too
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
@@ -153,7 +152,7 @@ def _run(
     on_step: OnStep,
     run_there: Callable[[Coroutine[Any, Any, Any]], Any],  # in the event loop of the run
 ) -> "Run":
-    """Bring the parts together; first those whose faults show before any server or trainer is up."""
+    """Bring the parts together; first those whose faults show without server and trainer."""
     calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
     parts = Parts(config, console)
     prompts = parts.prompts()
@@ -218,7 +217,7 @@ def _run(
 
 
 def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
-    """Return the eval/* metrics of the servers that settings name, or of their model in a server of its own."""
+    """Return the eval/* metrics of the servers that settings name, or of their model."""
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     with ExitStack() as stack:
@@ -254,7 +253,7 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def roll_out(arguments: Sequence[str]) -> None:
-    """Play and score the batches of trainer.steps steps with the servers' weights, into the run folder."""
+    """Play and score trainer.steps batches with the servers' weights, into the run folder."""
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     with (
@@ -285,9 +284,9 @@ def roll_out(arguments: Sequence[str]) -> None:
 
 
 def score_samples(config: Config, file: Path) -> int:
-    """Print the rewards of the completions in a file, and what a call takes; return 1 where one has no score.
+    """Print the rewards of a file's completions, and what a call takes; return 1 where one has no score.
 
-    Groups are those of a run's rollouts, or rows of one prompt and answer.
+    Groups are those of a run, or rows of one prompt and answer.
     """
     load_plugins(config.plugins)
     groups: dict[str, list[Rollout]] = {}
