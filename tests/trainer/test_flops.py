@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.trainer.conftest import FAMILIES, SIZES, make_experts
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
@@ -45,6 +46,10 @@ def test_torchs_counter_sees_the_same_operations(model: str, request: pytest.Fix
     if model == "adapter":  # nothing is trained below queries, keys and values of the first layer: no gradient to there
         counted += 2 * length * (32 * 32 + 2 * 32 * 16 + 3 * 32 * 4)
     assert step_flops(model_flops(policy), [length], length) == counted
+
+
+def test_a_convolution_is_no_mixture_of_experts() -> None:
+    assert flops._products(nn.Conv1d(6, 6, 3, groups=6), 0) == 6 * 6 * 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -47,3 +47,10 @@ def test_a_copy_that_is_not_what_was_sent_or_a_full_disk_leaves_nothing_and_is_s
         assert said[-1].startswith(f"WARNING: {here} was not copied to {tmp_path / 'away'}")
         assert why in said[-1]
         assert list((tmp_path / "away").iterdir()) == []
+
+
+def test_a_folder_that_can_not_be_written_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "away").touch()  # no folder
+    copy_to(tmp_path / "away", 2, said.append, checkpoint(tmp_path / "here", 5))
+    assert said[0].startswith(f"WARNING: {tmp_path / 'here' / 'step_000005'} was not copied to {tmp_path / 'away'}")

@@ -283,6 +283,31 @@ def test_a_rank_that_is_started_again_tells_those_that_wait_for_the_one_before(m
     assert b"rank 1 was started again" in store.get(FAILURE)
 
 
+def test_a_store_that_fails_at_once_is_not_waited_for(ranks: Ranks) -> None:
+    with pytest.raises(RuntimeError, match="it is gone"):
+        ranks._ask_store(Mock(side_effect=OSError("it is gone")), 600)
+
+
+def test_a_trainer_that_could_not_leave_with_the_others_is_closed(
+    ranks: Ranks, tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(ranks, tied_model)
+    monkeypatch.setattr(trainer, "_leave", Mock(side_effect=TrainerError("lost the other ranks")))
+    with pytest.raises(TrainerError, match="lost the other ranks"):
+        trainer.close()
+    trainer.close()
+    with pytest.raises(TrainerError, match="it is closed"):
+        trainer.step(make_samples())
+
+
+def test_weights_that_no_gradient_reaches_do_not_hide_the_updates_of_others(ranks: Ranks, untied_model: str) -> None:
+    with make_trainer(ranks, untied_model) as trainer:
+        first = trainer.policy.model.model.embed_tokens
+        first.register_forward_hook(lambda module, inputs, output: output.detach())
+        trainer.step(make_samples())
+        assert trainer.engine.counters()["updates"] == 1
+
+
 def test_more_ranks_than_gpus_are_refused_with_what_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

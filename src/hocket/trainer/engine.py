@@ -229,7 +229,7 @@ class DeepSpeedEngine:
         if self._engine.was_step_applied():
             return float(self._engine.get_global_grad_norm())
         if self.stage < 3:  # DeepSpeed 0.19 keeps offloaded gradients, and every later step would be skipped
-            gradients = self._engine.optimizer.averaged_gradients
+            gradients = getattr(self._engine.optimizer, "averaged_gradients", {})  # not in bfloat16 at stage 1
             gradients.update(dict.fromkeys(gradients))
         if not rescale:
             self._scaler.update(scaling)
@@ -267,7 +267,7 @@ class DeepSpeedEngine:
 
     def counters(self) -> dict[str, Any]:
         scale = {key: value for key, value in self._scaler.items() if isinstance(value, int | float)}
-        updates = int(self._adamw.state[self._flats()[0]]["step"])
+        updates = max(int(self._adamw.state[flat]["step"]) for flat in self._flats())  # 0 without gradients at stage 0
         return {"updates": updates, "scheduled": self.num_steps, "loss_scale": scale}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

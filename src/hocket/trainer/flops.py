@@ -57,7 +57,7 @@ def _products(layer: nn.Module, experts: int) -> float:
     total = 0.0
     for name, weight in layer.named_parameters(recurse=False):
         if weight.dim() > 1 and not name.endswith("bias"):
-            share = experts / len(weight) if weight.dim() == 3 else 1.0  # of experts, [experts, in, out]
+            share = experts / len(weight) if experts and weight.dim() == 3 else 1.0  # of [experts, in, out]
             total += weight.numel() * share * 2 * (3 if weight.requires_grad else 2)  # output, gradients of both
     return total
 

@@ -19,7 +19,7 @@ from hocket.types import TrainSample
 MAX_SKIPPED_STEPS = 5  # in a row, without any update; then the run stops
 MAX_KEPT = 8  # newest batches of skipped steps that stay in a folder
 LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
-_NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED|MemoryError"
+_NO_ROOM = r"out of memory|allocate memory|ALLOC_FAILED|MemoryError"
 
 
 def first_fault(samples: Sequence[TrainSample], done: Sequence[Update]) -> str:

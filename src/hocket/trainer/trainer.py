@@ -85,8 +85,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if self._refusal in ("", AWAY):
             self._refusal = ""
             self._together(Models.close)
-            self._leave()
             self._refusal = CLOSED
+            self._leave()
         elif self._refusal == BROKEN and self._owns_ranks and self.ranks.size == 1:  # this process may train again
             self.ranks.destroy()
 
