@@ -1,4 +1,4 @@
-"""Define what flows between the stages: frozen values of checked lengths. t: tokens of a sequence, prompt first.
+"""Define what flows between the stages. t: tokens of a sequence, prompt first.
 
 Token ids are the truth; text is for rewards and people and is never encoded again.
 """
@@ -10,41 +10,41 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 OnStep = Callable[[int, dict[str, float]], object] | None  # (number of a step, its metrics) → whether to stop
-InFlight = Literal["keep", "drain", "abort"]  # requests that run while weights load: go on, end before, are aborted
-Message = Mapping[str, Any]  # one chat message, {"role": ..., "content": ...}
+InFlight = Literal["keep", "drain", "abort"]  # while weights load, requests go on, end before, or are aborted
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Metrics = dict[str, float]
-Columns = Mapping[str, Sequence[float]]  # numbers of a sequence by name: one per token, 0.0 where it was not sampled
-TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]  # gives the trainer the GPU, where both share one
+Columns = Mapping[str, Sequence[float]]  # by name: a number per token, 0.0 where it was not sampled
+TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]  # gives the trainer a shared GPU
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One row of the data, rendered once."""
 
-    id: str  # stable name of the row within its source, "source:row"
-    token_ids: tuple[int, ...]  # the rendered prompt, ready for the engine; never empty
-    messages: tuple[Message, ...] | None = None  # the chat it was rendered from; None for plain text
-    text: str = ""  # for rewards and people: the last user message, or the plain text
+    id: str  # stable name of the row, "source:row"
+    token_ids: tuple[int, ...]  # never empty
+    messages: tuple[Message, ...] | None = None  # None for plain text
+    text: str = ""  # for rewards and people: the last user message, or all
     opening: str = ""  # the thought at its end that the chat template opens, maybe closes: "<think>\n"
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template that rendered it
-    answer: str | None = None  # the reference that rewards compare with
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
+    answer: str | None = None  # which rewards compare with
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """One flat sequence, prompt first, exactly as the engine read and sampled it."""
+    """One flat sequence, exactly as the engine read and sampled it."""
 
     token_ids: Sequence[int]  # [t] a tuple or, of what a server sampled, an array
     mask: tuple[bool, ...]  # [t] True where the policy sampled the token: only those are trained
     logprobs: Sequence[float]  # [t] the engine's log-prob of each sampled token; 0.0 where the mask is False
-    finish_reason: FinishReason = "stop"  # of the last turn; "length" where a limit cut the episode off
-    version_min: int = 0  # oldest and newest weight version that sampled one of its tokens; 0 without any
+    finish_reason: FinishReason = "stop"  # of the last turn; "length" where a limit cut it off
+    version_min: int = 0  # oldest and newest weight version that sampled tokens; 0 without any
     version_max: int = 0
     turns: int = 1  # model turns
-    text: str = ""  # what the policy wrote in its last turn
-    opening: str = ""  # of a thought, that stands before this text: "<think>\n"
-    dialogue: tuple[Message, ...] = ()  # what policy and environment said after the prompt; () if only the policy
+    text: str = ""  # of the policy's last turn
+    opening: str = ""  # of a thought, before this text: "<think>\n"
+    dialogue: tuple[Message, ...] = ()  # after the prompt; () if only the policy spoke
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)
@@ -58,7 +58,7 @@ class Rollout:
     prompt: Prompt
     sequences: tuple[TokenSequence, ...]  # the one of the last turn comes last
     reward: float | None = None  # sum of the environment's rewards; None where scoring ignores them
-    error: str | None = None  # why the episode failed; such a rollout is not trained
+    error: str | None = None  # why it failed; then it is not trained
 
     @property
     def text(self) -> str:
@@ -71,23 +71,23 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled in the whole episode: the completion's length."""
+        """Sampled tokens of the whole episode."""
         return sum(sequence.mask.count(True) for sequence in self.sequences)
 
     @property
     def sequence_ids(self) -> tuple[str, ...]:
-        """Names of the sequences: the last one has the rollout's own, the others ID.0, ID.1, ..."""
+        """Names of the sequences: ID.0, ID.1, ..., and ID of the last one."""
         return (*(f"{self.id}.{index}" for index in range(len(self.sequences) - 1)), self.id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The reward of one rollout. On failure `error` says why and `total` is NaN: the rollout is not trained."""
+    """The reward of one rollout; with an `error`, `total` is NaN: it is not trained."""
 
     total: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     error: str | None = None
-    note: str = ""  # to read beside the number: what a program wrote, why a judge thinks so
+    note: str = ""  # for people: what a program wrote, why a judge thinks so
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Group:
     id: str
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
-    draw: int = -1  # number of the prompt's draw from the stream, 0, 1, 2, ...; -1 in a replay
+    draw: int = -1  # of the prompt from the stream, from 0; -1 in a replay
 
     @property
     def scored(self) -> list[tuple[Rollout, Score]]:
@@ -110,7 +110,7 @@ class TrainSample:
     advantages: Sequence[float]  # [t] 0.0 where the mask is False
     columns: Columns = dataclasses.field(default_factory=dict)  # what else the losses read
     id: str = ""  # of the sequence, for reports
-    group: int = 0  # number in the batch of its prompt's group, which no mini-batch divides
+    group: int = 0  # number of its prompt's group, which no mini-batch divides
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **self.columns)

@@ -1,7 +1,6 @@
-"""Ask the servers for model turns: many episodes' turns in few requests, each turn's seed its own.
+"""Ask the servers for model turns: many episodes' turns in one request, as one of each would halve the throughput.
 
-One request per turn would cost the engine half of its throughput: turns that come within a few milliseconds go
-together. What a lost server has not finished is asked again.
+What a lost server has not finished is asked again.
 """
 
 import asyncio
@@ -25,18 +24,18 @@ MAX_TURNS = MAX_PROMPTS  # in one request
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Turn:
-    """A model turn that waits for its completion. Make it inside the event loop."""
+    """A model turn that waits for its completion."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams  # without its seed
     seed: int  # alone decides the random numbers
     deadline: Deadline
-    group: str  # goes to one server, whose prefix cache has what its turns share
-    place: str  # of its episode, for messages: "step 12/5/0 (prompt gsm8k:1042)"
+    group: str  # whose turns share a prefix, and so go to one server
+    place: str  # for messages: "step 12/5/0 (prompt gsm8k:1042)"
     answer: "asyncio.Future[Completion]" = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    losses: int = 0  # servers that were lost while they played it
+    losses: int = 0  # of servers that played it
 
     @property
     def tokens(self) -> int:
@@ -53,7 +52,7 @@ class Batcher:
         self._homes = WeakKeyDictionary[Deadline, dict[str, tuple[Member, int]]]()
 
     async def ask(self, turn: Turn) -> Completion:
-        """Return a turn's completion. Raises ServerError, at the latest when MAX_LOSSES servers were lost."""
+        """Return a turn's completion. Raises ServerError."""
         self._wait([turn])
         return await turn.answer
 
@@ -63,7 +62,7 @@ class Batcher:
         self._waiting += turns
 
     async def _dispatch(self) -> None:
-        """Wait for company, the longer the busier all servers are now, then send the turns that wait."""
+        """Wait for company, the longer the busier all servers are, then send the turns."""
         start = time.monotonic()
         while time.monotonic() - start < self._window_s():
             await asyncio.sleep(WINDOW_S)
@@ -72,7 +71,7 @@ class Batcher:
             wanted = [turn for turn in self._waiting if not turn.answer.done()]
             for member, turns in self._divided(wanted, up):
                 self._pool.start(self._request(member, turns))
-        except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits raises it
+        except Exception as error:  # noqa: BLE001 - every episode that waits raises it
             _fail(self._waiting, error)
         self._waiting = []
 
@@ -81,7 +80,7 @@ class Batcher:
         return WINDOW_S * 2 ** min(fewest / DOUBLES, MAX_DOUBLINGS)
 
     def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> Iterator[tuple[Member, Sequence[Turn]]]:
-        """Divide turns into requests, urgent ones first; a group stays on its server unless that is much busier."""
+        """Divide turns into requests, urgent ones first; a group leaves its server only if that is much busier."""
         groups: dict[tuple[Deadline, str], list[Turn]] = defaultdict(list)
         sizes = Counter[tuple[Deadline, str]]()  # in tokens
         for turn in turns:
@@ -105,7 +104,7 @@ class Batcher:
                 yield member, mine[start : start + MAX_TURNS]
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
-        """Have one server play turns; those that it has not finished when it is lost wait again."""
+        """Have one server play turns; those that it loses wait again."""
         todo = dict.fromkeys(turns)
         self._requests[member] += 1
         member.in_flight += sum(turn.tokens for turn in todo)

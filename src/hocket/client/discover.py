@@ -1,4 +1,4 @@
-"""Look up which servers there are now: addresses of a DNS name, or lines of a file."""
+"""Look up the servers there are now: addresses of a DNS name, or lines of a file."""
 
 import asyncio
 import re
@@ -12,7 +12,7 @@ LOOK_UP_S = 10.0
 
 
 async def find_servers(where: str) -> list[str]:
-    """Return the URLs of the servers at `where`. Raises ServerError where there are none."""
+    """Return the servers' URLs. Raises ServerError where there are none."""
     problem = "it names none"
     try:
         async with asyncio.timeout(LOOK_UP_S):  # a file on a network has no deadline

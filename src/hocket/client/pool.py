@@ -1,7 +1,4 @@
-"""Keep track of a run's servers: which are up, how loaded each is, and when to give up on one.
-
-A server that answers may not work yet: first `bring_up` gives it the current weights.
-"""
+"""Keep track of a run's servers: which are up, that is hold the current weights, how loaded, and which are lost."""
 
 import asyncio
 import contextlib
@@ -18,17 +15,17 @@ from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError, door
 from hocket.protocol import Health, HeartbeatRequest, meaning
 
-MAX_LOSSES = 3  # of servers under one turn or episode: it may be the cause
+MAX_LOSSES = 3  # of servers under one turn or episode, the likely cause
 POLL_S = 0.25
 LOOK_S = 3.0
 LOST_REST_S = 1.0
-BEAT_S = 5.0  # between two heartbeats
-FIND_S = 5.0  # between two look-ups of the servers
-LOOKING_SHARE = 0.1  # of the time, that looks at lost servers may cost the others
+BEAT_S = 5.0  # between heartbeats
+FIND_S = 5.0  # between look-ups
+LOOKING_SHARE = 0.1  # of the time that looks at lost servers may cost
 
 
 class Deadline:
-    """When a batch must be generated; time without any server does not count."""
+    """When a batch must be generated; time without a server does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -60,10 +57,10 @@ class Deadline:
 @dataclasses.dataclass(eq=False, slots=True)
 class Member:
     server: ServerClient
-    session: str | None = None  # of its process that holds the current weights; None: no work
+    session: str | None = None  # of the process with the current weights; None: no work
     in_flight: int = 0  # tokens of unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work
-    kv_tokens: int = 0  # that its KV cache holds
+    kv_tokens: int = 0  # of its KV cache
     dtype: str = ""
     next_look: float = 0.0  # by time.monotonic, while it is out
     held: bool = False  # it has worked for this trainer
@@ -82,13 +79,13 @@ class Member:
 
 
 Find = Callable[[], Awaitable[Sequence[str]]]
-"""Looks up the servers' base URLs; raises ServerError where it finds none."""
+"""Looks up base URLs; raises ServerError where it finds none."""
 BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
-"""Gives servers the current weights; raises HocketError if that fails for one."""
+"""Gives servers the current weights; raises HocketError where one fails."""
 
 
 def why_out(health: Health) -> str | None:
-    """Return why a server that answers can't be brought up now, if so."""
+    """Return why a server that answers can't be brought up now."""
     if health.status in ("loading", "updating"):
         return f"it is {health.status}"
     if health.status == "failed" and health.error is not None and not meaning(health.error.code).curable:
@@ -103,16 +100,16 @@ async def _as_they_are(there: Mapping[Member, Health]) -> None:
 
 @dataclasses.dataclass(eq=False)
 class ServerPool:
-    """The servers of a run. Use it in one event loop, by `async with`."""
+    """The servers of a run. Use it by `async with`."""
 
     urls: dataclasses.InitVar[Sequence[str]]
     _: dataclasses.KW_ONLY
-    find: Find | None = None  # called again and again; None: `urls` stay
-    token: dataclasses.InitVar[str | None] = None  # bearer token of all servers
-    trainer: str | None = None  # id; None: this is no trainer
+    find: Find | None = None  # None: `urls` stay
+    token: dataclasses.InitVar[str | None] = None  # bearer token
+    trainer: str | None = None  # its id, if this is one
     take_over: bool = False  # from other trainers, once each
-    silence_s: float = 60.0  # of its /health, after which a server is lost
-    start_timeout_s: float = 600.0  # while no server is up
+    silence_s: float = 60.0  # of /health, after which a server is lost
+    start_timeout_s: float = 600.0  # without a server
     on_wait: Callable[[str, float], None] = lambda what, seconds: None
     say: Callable[[str], None] = lambda line: None
 
@@ -121,7 +118,7 @@ class ServerPool:
         self.members = [Member(self._client(url)) for url in urls]
         self._not_found: str | None = "none is found yet"  # why the last look-up failed
         self.bring_up: BringUp = _as_they_are  # with the weights that they hold
-        self._told: set[str] = set()  # of servers that are left out
+        self._told: set[str] = set()  # of what is left out
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
@@ -166,16 +163,13 @@ class ServerPool:
         try:
             await self._update(await self.find())
             self._not_found = None
-        except Exception as error:  # noqa: BLE001 - the run goes on with the servers that it has
+        except Exception as error:  # noqa: BLE001 - the run goes on with what it has
             if self._not_found is None:
                 self.say(f"{error}. Those known so far are kept")
             self._not_found = str(error)
 
     async def _update(self, urls: Sequence[str]) -> None:
-        """Add servers that have come; drop those that have left and are out.
-
-        One that works is kept: a scheduler also takes out a server that is slow to say that it is ready.
-        """
+        """Add servers; drop those that have left and are out: a scheduler also takes out one that is slow to answer."""
         known = {member.url for member in self.members}
         self.members += [Member(self._client(url)) for url in dict.fromkeys(urls) if url not in known]
         for member in [*self.members]:
@@ -190,7 +184,7 @@ class ServerPool:
         return [member for member in self.members if member.session is not None]
 
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
-        """Bring up servers that have come (back) and return those that may work; deadlines stop while there are none.
+        """Bring up what has come (back) and return who may work; deadlines stop while nobody may.
 
         Raises ServerError after start_timeout_s, or where one of a fixed list has another model or token.
         """
@@ -215,7 +209,7 @@ class ServerPool:
         return self.up
 
     async def look_at_all(self) -> None:
-        """Look at servers that are out and due, and bring up the well ones. Raises as `wait_up`."""
+        """Look at servers that are due, and bring up the well ones. Raises as `wait_up`."""
         now = time.monotonic()
         due = [member for member in self.members if member.session is None and now >= member.next_look]
         found = zip(due, await asyncio.gather(*map(self._look, due)), strict=True)
@@ -224,7 +218,7 @@ class ServerPool:
             await self._bring_up(there)
 
     async def _look(self, member: Member) -> Health | None:
-        """Return the health of a server to bring up; of another one note why it is out."""
+        """Return the health of a server to bring up; else note why it is out."""
         with self._looking(member):
             if self.trainer is None:
                 health = await member.server.health(timeout_s=LOOK_S)
@@ -253,7 +247,7 @@ class ServerPool:
 
     @contextmanager
     def _looking(self, *members: Member) -> Iterator[None]:
-        """Mark servers as being looked at; then note what failed, which is of one alone, and when they are due."""
+        """Mark servers as looked at; then note what failed, which is of one alone, and when they are due."""
         start = time.monotonic()
         for member in members:
             member.next_look = math.inf
@@ -268,7 +262,7 @@ class ServerPool:
                 member.next_look = now + rest
 
     def _leave_out(self, member: Member, error: ServerError | SyncError) -> None:
-        """Note why a server can't be used; say it once, or end the run, where waiting won't help."""
+        """Note why a server can't be used; where waiting won't help, say it once or end the run."""
         member.mark_out(str(error))
         if isinstance(error, SyncError):
             ends_run = not self.up
@@ -292,14 +286,14 @@ class ServerPool:
         member.next_look = time.monotonic() + LOST_REST_S  # the others get its work first
 
     def loses(self, member: Member, error: ServerError) -> bool:
-        """Return whether an error means that a server is lost, and mark it so."""
+        """Mark a server lost if an error means so, and return whether it does."""
         lost = meaning(error.code).lost
         if lost:
             self.mark_lost(member, str(error))
         return lost
 
     async def watched(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
-        """Run the work of one server. Raises ServerError once its /health has gone silent."""
+        """Run a server's work. Raises ServerError once its /health is silent."""
         tasks = [asyncio.create_task(work), asyncio.create_task(self._watch(member))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Talk to one generation server over HTTP, in few large requests, every wait with a deadline."""
+"""Talk to one generation server over HTTP, every wait with a deadline."""
 
 import asyncio
 import functools
@@ -18,24 +18,24 @@ from hocket.protocol import manifest
 A = TypeVar("A", bound=pydantic.BaseModel)
 R = TypeVar("R", bound=protocol.Request[Any])
 
-# Left to right: pydantic's own choice takes three times as long.
+# pydantic's own choice takes three times as long.
 _STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydantic.TypeAdapter(
     Annotated[protocol.StreamLine | protocol.StreamEnd, pydantic.Field(union_mode="left_to_right")]
 )
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
-MAX_CONNECTIONS = 256  # of one server; further requests wait for a free one
+MAX_CONNECTIONS = 256  # of one server; further requests wait
 
 
 class ServerClient(AbstractAsyncContextManager["ServerClient"]):
-    """One generation server. Use it in one event loop, by `async with`."""
+    """One generation server. Use it by `async with`."""
 
     def __init__(
         self,
         url: str,  # "http://127.0.0.1:8000"
         *,
         token: str | None = None,  # bearer token
-        trainer: str | None = None,  # id of the trainer that asks
+        trainer: str | None = None,  # its id
         transport: httpx.AsyncBaseTransport | None = None,  # for tests
     ) -> None:
         self.url = url
@@ -46,7 +46,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             headers={"Authorization": f"Bearer {token}"} if token else {},
             # Servers close idle connections.
             limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=2.0),
-            timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # `_deadline` bounds a whole call
+            timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # `_deadline` bounds a call
             transport=transport,
             trust_env=False,  # a proxy knows nothing of local servers
         )
@@ -68,7 +68,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         return await self._call("GET", "/health", protocol.Health, timeout_s)
 
     async def ask(self, request: protocol.Request[A], *, timeout_s: float) -> A:
-        """Return the answer to a request. Raises ServerError."""
+        """Return the answer. Raises ServerError."""
         content = self._signed(request).model_dump_json()
         return await self._call("POST", request.route, request.answer, timeout_s, content)
 
@@ -88,7 +88,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
     async def generate(
         self, request: protocol.GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[protocol.StreamLine, None]:
-        """Yield completions as the server finishes them. Use `aclosing`: its deadline runs until then."""
+        """Yield completions as they end. Use `aclosing`: the deadline runs until then."""
         body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
@@ -108,10 +108,10 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         raise ServerError(f"{self.url}/generate was cut before its end; see the server's log", code="cut")
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
-        """Send a version's files; return the name of its DiskSource. Raises ServerError, or SyncError on reading."""
+        """Send a version; return its DiskSource's name. Raises ServerError, or SyncError on reading."""
         parts = [path.name for path in (*sorted(folder.glob("*.safetensors")), *folder.glob(manifest.ADAPTER_FILE))]
         async with self._deadline(timeout_s, "/upload"):
-            for file in (*parts, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE):  # the last one makes it complete
+            for file in (*parts, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE):  # COMPLETE last
                 response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
                 uploaded = _parse(protocol.DiskSource, response)
         return uploaded.name
@@ -125,7 +125,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:
-        """Turn each failure within the body into a ServerError."""
+        """Raise the body's failures as ServerErrors."""
         try:
             async with asyncio.timeout(seconds):
                 yield

@@ -1,6 +1,6 @@
-"""Play episodes of the user's own code: it asks the model through an OpenAI-compatible URL, which records its calls.
+"""Play episodes of the user's own code, which asks the model through an OpenAI-compatible URL that records its calls.
 
-Each episode has a session of its own on one of the servers; one whose server was lost is played again.
+Each has a session on one server, and is played again where that is lost.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from hocket.rollout.collect import Seat
 from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens
 from hocket.types import Prompt, Rollout
 
-OPENING_TOKENS = 16  # at the end of a prompt that hold the opening of a thought, if there is one
-GRACE_S = 60.0  # for which a server keeps a session beyond its agent's deadline; normally it is closed before
-CANCEL_S = 5.0  # that an agent may take to end once it is cancelled
+OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
+GRACE_S = 60.0  # that a session outlives its agent's deadline
+CANCEL_S = 5.0  # that a cancelled agent may take to end
 
 
 @dataclasses.dataclass(kw_only=True)
 class Agents:
     agent: Agent
     pool: ServerPool
-    limits: Limits  # max_turns counts calls, max_length bounds each prompt with its completion
-    decode: Callable[[Sequence[int]], str]  # writes tokens, for people
-    budget: TokenBudget  # an agent counts with its prompt and one answer: what it asks for is not known before
+    limits: Limits  # max_turns counts calls, max_length bounds each
+    decode: Callable[[Sequence[int]], str]  # for people
+    budget: TokenBudget  # an agent counts as its prompt and one answer: what it asks is not known
 
     def __post_init__(self) -> None:
         self._gate = asyncio.Semaphore(self.agent.concurrency)  # of all batches under way
 
     async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
-        """Play one episode; one that fails, or is not over at its deadline, has an error. Raise only ServerError."""
+        """Play one episode; one that fails or is late has an error. Raise only ServerError."""
         tokens = most_tokens(prompt, seat.sampling)
         async with self._gate:
             await self.budget.start(tokens)
@@ -54,7 +54,7 @@ class Agents:
         return _rollout(prompt, seat, [Transcript(prompt.token_ids)], None, f"{late}: raise that, or env.concurrency")
 
     async def _episode(self, prompt: Prompt, seat: Seat) -> Rollout:
-        """Play one episode; it keeps what was sampled also where the agent fails."""
+        """Play one; keep what was sampled also where the agent fails."""
         tokens = most_tokens(prompt, seat.sampling)
         again = ""
         for losses in itertools.count(1):
@@ -84,14 +84,14 @@ class Agents:
                 again = f"; it was played again, as what the model had said was lost: {lost}"
         transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
         if error is not None and record.cut_off:
-            # Keep truncated episodes (reward 0): dropping them would bias the group towards short answers.
+            # Dropping truncated episodes would bias the group towards short answers.
             transcripts[-1].finish_reason = "length"
             returned = 0.0
             error = None
         return _rollout(prompt, seat, transcripts, returned, error)
 
     async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
-        """Open a session on the server with the fewest tokens in flight, which are then as many more."""
+        """Open a session on the server with the fewest tokens in flight, and count these."""
         while True:
             member = min(await self.pool.wait_up(seat.deadline), key=lambda member: member.in_flight)
             request = SessionRequest(
@@ -101,7 +101,7 @@ class Agents:
                 idle_timeout_s=self.limits.timeout_s + GRACE_S,
                 session=member.session,
             )
-            member.in_flight += tokens  # now: sessions that open meanwhile go elsewhere
+            member.in_flight += tokens  # at once: others that open go elsewhere
             try:
                 return member, await member.server.ask(request, timeout_s=self.pool.silence_s)
             except BaseException as error:
@@ -141,19 +141,19 @@ class Agents:
 async def _contained(agent: Agent, task: Task) -> float | str | None:
     try:
         return await agent.run(task)
-    # An agent is the user's code: whatever it raises ends this episode alone. A SystemExit would end the event loop.
+    # Whatever the user's code raises ends this episode alone. A SystemExit would end the event loop.
     except (Exception, SystemExit) as error:
         raise EpisodeError(f"it raised {type(error).__name__}: {error}") from error
 
 
 async def _cancel(running: "asyncio.Task[Any]") -> bool:
-    """Cancel a task and return whether it has ended; a task that ignores cancellation is abandoned."""
+    """Cancel a task and return whether it has ended; else abandon it."""
     running.cancel()
     await asyncio.wait([running], timeout=CANCEL_S)
     running.add_done_callback(retrieve)
     if not running.done():
-        # asyncio.run cancels all tasks at its end and waits for them; and when the last reference to this one goes,
-        # coroutine.close() has its code take a GeneratorExit: so the loop forgets the task, and nothing ever frees it.
+        # asyncio.run would wait for it at its end, and freeing it would throw GeneratorExit into its code: so the loop
+        # forgets it, and nothing ever frees it.
         asyncio._unregister_task(running)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(running))
     return running.done()
@@ -162,9 +162,8 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
 def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> list[Transcript]:
     """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
 
-    A call whose prompt goes on from a sequence extends it; one that does not begins a sequence of its own. Tokens are
-    compared, never text; calls that were broken off are left out, and every other sampled token is in one sequence,
-    once.
+    A call whose prompt's tokens go on from a sequence extends it; another begins one. Calls that were broken off are
+    left out; every other sampled token is in one sequence, once.
     """
     transcripts: list[Transcript] = []
     for call in calls:

@@ -1,7 +1,6 @@
 """Gather one batch: play the episodes of its prompts, score each as it ends, return complete groups.
 
-No rollout is thrown away because it is slow: that would favour short answers. The prompts of a batch are always the
-next ones of the stream, whichever episodes end first.
+A batch has the stream's next prompts, whichever episodes end first: to drop slow ones would favour short answers.
 """
 
 import asyncio
@@ -19,9 +18,9 @@ from hocket.types import Group, Prompt, Rollout, Score
 
 @dataclasses.dataclass(slots=True)
 class Batch:
-    """The complete groups of one step, with a signal or without."""
+    """The groups of one step, with a signal or without."""
 
-    groups: list[Group] = dataclasses.field(default_factory=list)  # complete ones; in the end, in the prompts' order
+    groups: list[Group] = dataclasses.field(default_factory=list)  # complete; in the end, in the prompts' order
     num_drawn: int = 0
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     started: float = dataclasses.field(default_factory=time.perf_counter)
@@ -30,19 +29,19 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The place of one episode in its batch."""
+    """An episode's place in its batch."""
 
     id: str  # "step 3/7/1"
     group: str  # "step 3/7"
-    number: int  # counts the batch's episodes: prompt index x group_size + sample index
+    number: int  # of the episode: prompt index x group_size + sample index
     sampling: SamplingParams
     deadline: Deadline
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    label: str  # makes ids unique within a run: "step 3" gives groups "step 3/0", "step 3/1", ...
-    sampling: SamplingParams  # of every turn; its seed and the episode's number decide the random numbers
+    label: str  # unique in a run: "step 3" gives groups "step 3/0", ...
+    sampling: SamplingParams  # its seed and the episode's number decide the random numbers
     group_size: int  # episodes per prompt
     wanted: int  # groups with a signal
     at_most: int  # groups of any kind
@@ -50,8 +49,8 @@ class Plan:
     batch: Batch = dataclasses.field(default_factory=Batch)  # as far as it is gathered
 
 
-Take = Callable[[int], Mapping[int, Prompt]]  # draws n prompts, {number of the draw: prompt}; fewer at the end
-Play = Callable[[Prompt, Seat], Awaitable[Rollout]]  # raises only ServerError; other failures are `Rollout.error`
+Take = Callable[[int], Mapping[int, Prompt]]  # n prompts by the number of the draw; fewer at the end
+Play = Callable[[Prompt, Seat], Awaitable[Rollout]]  # raises only ServerError, else sets `Rollout.error`
 
 
 async def collect(
@@ -64,13 +63,13 @@ async def collect(
 ) -> Batch:
     """Draw prompts until `wanted` groups have a signal or `at_most` are drawn; return all groups."""
     batch = plan.batch
-    done = defaultdict[str, dict[int, tuple[Rollout, Mapping[str, Score]]]](dict)  # episodes of each group
+    done = defaultdict[str, dict[int, tuple[Rollout, Mapping[str, Score]]]](dict)  # of each group
     missing = plan.wanted
     tasks: list[asyncio.Task[Group | None]] = []
     ended: asyncio.Queue[asyncio.Task[Group | None]] = asyncio.Queue()
 
     async def episode(prompt: Prompt, draw: int, index: int, sample: int) -> Group | None:
-        """Play and score one episode; the last of a group to end returns the group."""
+        """Play and score one episode; a group's last returns the group."""
         group = f"{plan.label}/{index}"
         number = index * plan.group_size + sample
         seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)

@@ -1,6 +1,6 @@
-"""Play one episode: model and environment take turns, and all their tokens end up in one flat sequence.
+"""Play one episode: model and environment take turns in one flat sequence of tokens.
 
-The model's tokens go in exactly as they were sampled; the environment's messages are rendered to tokens that follow.
+The model's go in exactly as sampled; the environment's messages are rendered to tokens that follow.
 """
 
 import asyncio
@@ -29,29 +29,29 @@ _RENDERING = ThreadPoolExecutor(1, "render")  # two threads must not use a token
 
 
 class EpisodeError(Exception):
-    """Environment or agent failed; the message says how."""
+    """Environment or agent failed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where an episode ends that is not done."""
+    """Where an episode is cut off."""
 
     max_turns: int
     max_length: int  # tokens of the whole sequence
-    timeout_s: float  # seconds in the environment, or until an agent must have ended
+    timeout_s: float  # in the environment, or of an agent
 
 
 class TokenBudget:
-    """FIFO token budget for concurrent episodes: one starts when its tokens fit, or when no other is under way."""
+    """FIFO token budget: an episode starts when its tokens fit, or when no other is under way."""
 
     def __init__(self, limit: Callable[[], int] = lambda: 0) -> None:
-        self._limit = limit  # gives the number at the moment; 0: no limit
+        self._limit = limit  # at the moment; 0: none
         self.held = 0
         self._first_in_line = asyncio.Lock()
         self._changed = asyncio.Event()
 
     async def start(self, tokens: int) -> None:
-        """Wait until there is room for the tokens, and hold them."""
+        """Wait for room, and hold the tokens."""
         async with self._first_in_line:
             while self.held and 0 < self._limit() < self.held + tokens:
                 self._changed.clear()
@@ -59,7 +59,7 @@ class TokenBudget:
             self.held += tokens
 
     def change(self, tokens: int) -> None:
-        """Add `tokens`, which may be negative, to those held; an episode that has begun never waits."""
+        """Hold more tokens, or fewer; an episode that has begun never waits."""
         self.held += tokens
         self._changed.set()
 
@@ -71,7 +71,7 @@ def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
 def model_turn(
     prompt: Prompt, seat: Seat, number: int, token_ids: Sequence[int], sampling: SamplingParams | None = None
 ) -> Turn:
-    """Return turn `number` of an episode, counted from 1; the rest of one that goes on has a number of its own."""
+    """Return turn `number` of an episode, from 1; the rest of one that goes on has its own."""
     return Turn(
         token_ids=tuple(token_ids),
         sampling=sampling or seat.sampling,
@@ -83,14 +83,14 @@ def model_turn(
 
 
 def late(failed: ServerError, seat: Seat) -> str:
-    """Return the error of an episode that its deadline ended; raise any other failure of the servers."""
+    """Return the error of an episode that its deadline ended; raise any other."""
     if not seat.deadline.over:
         raise failed
     return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
 
 
 class Transcript:
-    """The sequence so far, which begins with the prompt; tokens are only ever appended."""
+    """The sequence so far, prompt first; tokens are only ever appended."""
 
     def __init__(self, token_ids: Sequence[int], opening: str = "") -> None:
         self.opening = self._template_opening = opening
@@ -103,7 +103,7 @@ class Transcript:
         self.add_observation(token_ids, Observation())
 
     def add_observation(self, token_ids: Sequence[int], observation: Observation) -> None:
-        """Append tokens that the policy did not sample."""
+        """Append tokens that were not sampled."""
         self.token_ids.extend(token_ids)
         self.mask += [False] * len(token_ids)
         self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
@@ -147,7 +147,7 @@ class Transcript:
 
 
 async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
-    """Play what an Episode plays with SingleTurn, at a third of its cost. The prompt must leave room for the turn."""
+    """Play an Episode of SingleTurn at a third of its cost. The prompt must leave room for the turn."""
     transcript = Transcript(prompt.token_ids, prompt.opening)
     error = None
     try:
@@ -159,11 +159,11 @@ async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
 
 @dataclasses.dataclass
 class Episode:
-    """One episode; what there is of it is a whole sequence after every turn, also where the next one fails."""
+    """One episode; it is a whole sequence after every turn, also where the next one fails."""
 
     prompt: Prompt
     seat: Seat
-    make: Callable[[], Environment]  # gives an environment of its own
+    make: Callable[[], Environment]  # for it alone
     ask: Ask
     renderer: Renderer  # of the data that the prompt is from
     limits: Limits
@@ -178,7 +178,7 @@ class Episode:
         self._held = most_tokens(self.prompt, self.seat.sampling)
 
     async def play(self) -> Rollout:
-        """Play it; one that fails, or is not over at its deadline, has an error. Raise only ServerError."""
+        """Play it; one that fails or is late has an error. Raise only ServerError."""
         error = None
         await self.budget.start(self._held)
         try:
@@ -205,7 +205,7 @@ class Episode:
         try:
             await self._take_turns(environment)
         except BaseException:
-            with contextlib.suppress(EpisodeError):  # the first failure is the one to tell
+            with contextlib.suppress(EpisodeError):  # the first failure is told
                 await self._close(environment)
             raise
         await self._close(environment)
@@ -250,13 +250,13 @@ class Episode:
         await self._call(environment.close, returns=(object,))
 
     def _room(self, token_ids: Sequence[int], observation: Observation) -> int:
-        """Return how many tokens the next turn may have after these; below 1: there is no next turn."""
+        """Return how many tokens the next turn may have after these; below 1: there is none."""
         if self.transcript.turns == self.limits.max_turns and not observation.goes_on:
             return 0
         return self.limits.max_length - len(self.transcript.token_ids) - len(token_ids)
 
     async def _before(self, observation: Observation) -> list[int] | None:
-        """Return the tokens that reset adds to the prompt; messages are rendered together with it, as a new prompt."""
+        """Return the tokens that reset adds to the prompt; with messages, that is rendered anew."""
         if not observation.messages:
             return await self._text(observation)
         messages = [*(self.prompt.messages or ()), *observation.messages]
@@ -267,7 +267,7 @@ class Episode:
         return []
 
     async def _between(self, step: Step, completion: Completion) -> list[int] | None:
-        """Return the tokens of a step; where the environment says nothing, the model goes on where it stopped."""
+        """Return a step's tokens; without any the model goes on where it stopped."""
         if not step.messages:
             return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
@@ -281,7 +281,7 @@ class Episode:
         return self.renderer.encode([text], at_most=self.limits.max_length)[0]
 
     async def _rendered(self, render: Callable[[], list[int]]) -> list[int] | None:
-        """Return the tokens of a message, rendered in a thread; None if a sequence can't hold them."""
+        """Return tokens rendered in a thread; None if a sequence can't hold them."""
         try:
             return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
         except TooLongError:
@@ -296,7 +296,7 @@ class Episode:
         returns: tuple[type, ...],
         own_s: float = 0.0,
     ) -> Any:
-        """Call a method of the environment within the time that is left; `own_s` of it do not count."""
+        """Call a method of the environment in the time that is left; `own_s` do not count."""
         name = method.__name__
         start = time.monotonic()
         try:
@@ -307,7 +307,7 @@ class Episode:
             if task is not None and task.cancelling():
                 raise
             raise EpisodeError(f"{name} was cancelled") from error
-        # An environment is the user's code: whatever it raises ends this episode alone.
+        # Whatever the user's code raises ends this episode alone.
         except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 message = f"{name} was not done when env.timeout_s={self.limits.timeout_s:g} had passed"

@@ -1,7 +1,7 @@
-"""Keep batches of scored groups under way, each begun as early as the bound on staleness allows.
+"""Keep batches under way, each begun as early as the bound on staleness allows.
 
-Step s trains on batch s with weights that have taken s - 1 steps, so batch s may begin once s - 1 - max_staleness of
-them are taken. That alone bounds how old rollouts get; slow ones are waited for.
+Step s trains on batch s with weights that have taken s - 1 steps: batch s begins once s - 1 - max_staleness of them
+are taken. That alone bounds how old rollouts get; slow ones are waited for.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ PROGRESS_S = 0.2
 def sampling_params(
     config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None, max_tokens: int | None = None
 ) -> SamplingParams:
-    """Return the sampling parameters of one step; (seed, step) alone decide the engine's random numbers."""
+    """Return the sampling of one step, whose random numbers (seed, step) alone decide."""
     return SamplingParams(
         temperature=config.temperature if temperature is None else temperature,
         max_tokens=max_tokens or config.max_tokens,
@@ -39,7 +39,7 @@ def sampling_params(
 
 
 def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: float, max_staleness: int) -> Plan:
-    """Return the plan of a training step's batch, whose time begins now."""
+    """Return the plan of a step's batch, whose time begins now."""
     return Plan(
         label=f"step {step}",
         sampling=sampling_params(config, seed=seed, step=step),
@@ -52,14 +52,14 @@ def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: floa
 
 @dataclasses.dataclass
 class Pipeline(AbstractAsyncContextManager["Pipeline"]):
-    """Gathers the batches of a run. Use it inside one event loop, and as `async with`."""
+    """Gathers a run's batches. Use it by `async with`."""
 
     new_batch: NewBatch
     plan: Callable[[int], Plan]  # of a step
     _: dataclasses.KW_ONLY
     steps: int
     max_staleness: int
-    progress: Callable[[int, str], None] = lambda step, what: None  # told what a step waits for
+    progress: Callable[[int, str], None] = lambda step, what: None  # what a step waits for
 
     def __post_init__(self) -> None:
         self._begun: dict[int, tuple[Plan, asyncio.Task[None]]] = {}
@@ -70,7 +70,7 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         await cancel([task for _, task in self._begun.values()])
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
-        """Return a step's batch, empty at the stream's end; call it once `version` of the step before is published."""
+        """Return a step's batch, empty at the stream's end, once `version` of the step before is published."""
         start = time.perf_counter()
         metrics = {"pipeline/queued_groups": float(sum(len(plan.batch.groups) for plan, _ in self._begun.values()))}
         if self._asked is not None:
@@ -106,13 +106,13 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
 
 
 class Replay:
-    """Gives the batches that an earlier run has recorded: training without a server."""
+    """Gives the recorded batches of an earlier run, to train without a server."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
-        """Return the recorded batch of a step. Raise DataError if it can't be read."""
+        """Return a step's batch. Raise DataError if it can't be read."""
         start = time.perf_counter()
         path = self._folder / f"step_{step:06d}.jsonl"
         try:

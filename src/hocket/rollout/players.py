@@ -1,4 +1,4 @@
-"""The ways to play episodes; an environment takes one of them (`Environment.player`)."""
+"""The ways to play episodes, one of which `Environment.player` takes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget, single_tur
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Players:
-    """Plays on these servers, by single turns, turns with an environment, or agents."""
+    """Plays single turns, turns with an environment, or agents."""
 
     pool: ServerPool
     ask: Ask
@@ -25,7 +25,7 @@ class Players:
     limits: Limits
 
     def single_turns(self) -> Play:
-        """Prompts leave room for a turn, and the engine queues turns itself."""
+        """Prompts leave room for a turn; the engine queues turns itself."""
         return partial(single_turn, ask=self.ask)
 
     def episodes(self) -> Play:

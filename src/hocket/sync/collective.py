@@ -1,7 +1,7 @@
 """Broadcast weights from the trainer's memory to the engines' workers, over NCCL or, on a CPU, gloo.
 
-Each server has a group of its own with rank 0: a lost one disturbs no other. An update is one HTTP call per server;
-tensors are gathered in a second thread and sent in others, so that a bucket travels while the next one is made.
+Each server has a group of its own with rank 0, so that a lost one disturbs no other, and one HTTP call per update. A
+bucket travels while the next one is made.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 POLL_S = 0.002
-SLOW_JOIN_S = 5.0  # one that takes longer and fails is not tried again until it is restarted
-READY_SHARE = 0.5  # of sync.timeout_s, within which a server must begin to receive
+SLOW_JOIN_S = 5.0  # one that fails after this is not tried again until it is restarted
+READY_SHARE = 0.5  # of sync.timeout_s for a server to begin to receive
 
 
 @dataclasses.dataclass
@@ -110,21 +110,21 @@ class CollectiveTransport:
 
 
 class _Link:
-    """The connection to one process of a server. A failure closes it; a new one follows."""
+    """The connection to one process of a server; a failure closes it."""
 
     def __init__(self, transport: CollectiveTransport, server: ServerClient, health: protocol.Health) -> None:
-        self.session = health.session  # of the server's process
+        self.session = health.session
         self.is_closed = False
         self.unreachable = False
-        self.group: weight_group.WeightGroup | None = None  # once the workers join
+        self.group: weight_group.WeightGroup | None = None  # once joined
         self.answer: asyncio.Task[Answer]
         self._transport = transport
         self._server = server
         self._workers = health.workers
         self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
-        self._receiving: weight_group.WeightGroup | None = None  # the group, once its workers are about to receive
+        self._receiving: weight_group.WeightGroup | None = None  # the group, once its workers are ready
         self._transfers = 0  # of the group, with the running one
-        self._failure: SyncError | None = None  # as seen from this end
+        self._failure: SyncError | None = None  # seen from this end
         url = urlsplit(server.url)
         gpu = weight_group.gpu_id(self._device)
         timeout_s = transport.sync.timeout_s
@@ -140,13 +140,13 @@ class _Link:
         )
 
     def close(self) -> None:
-        """Leave the group: neither end waits for the deadline."""
+        """Leave the group, so that neither end waits for the deadline."""
         self.is_closed = True
         if self.group is not None:
             self.group.close()
 
     async def begin(self, version: int, compare: bool) -> None:
-        """Tell the server what will come; wait until its workers are ready, or it has answered."""
+        """Tell the server what will come; wait until its workers are ready, or it answers."""
         start = time.monotonic()
         transport = self._transport
         self._receiving = None
@@ -212,7 +212,7 @@ class _Link:
             self._failure = SyncError(f"server {self._server.url} did not take {name}: {reason}")
 
     async def outcome(self) -> Answer:
-        """Return the server's answer; where it names no cause, with the failure seen from this end."""
+        """Return the server's answer, where it names no cause with that seen from this end."""
         if self._failure is not None:
             self.close()  # or the workers would go on waiting
         answer = await self.answer

@@ -12,15 +12,15 @@ FULL_EVERY = 50  # versions; the others are deltas
 
 
 class DeltaWriter:
-    """Keep the last version's tensors on the CPU, to write the next one's changes."""
+    """Keep the last version's tensors on the CPU, to write what changes."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
-        self._base: WrittenVersion | None = None  # what the next delta changes,
+        self._base: WrittenVersion | None = None  # of the next delta,
         self._last: dict[str, torch.Tensor] = {}  # and its tensors
 
     def write(self, version: int) -> WrittenVersion:
-        """Write the trainer's weights as a delta or in full. Raises SyncError."""
+        """Write the weights as a delta or in full. Raises SyncError."""
         base = self._base
         if base is not None and base.version == version:
             return base

@@ -1,6 +1,6 @@
-"""Number weight versions and write them below a run's folder, weights/v000012: Hugging Face models, or PEFT adapters.
+"""Number weight versions and write them, as weights/v000012: Hugging Face models, or PEFT adapters.
 
-The manifest is of the tensors in the trainer's memory: a server also notices what went wrong on writing.
+The manifest is of the tensors in memory: a server also notices what went wrong on writing.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 KINDS = ("weights", "deltas")
-KEEP = 2  # newest versions of each kind: servers may be loading those
+KEEP = 2  # versions of each kind: servers may be loading them
 
 
 class WrittenVersion(NamedTuple):
@@ -28,18 +28,18 @@ class WrittenVersion(NamedTuple):
     folder: Path
     checksum: str
     num_bytes: int
-    source: type[DiskSource | DeltaSource] = DiskSource  # how a server is to load it
+    source: type[DiskSource | DeltaSource] = DiskSource  # how to load it
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class Versions:
-    """The versions of a run. `first` writes what servers are sent first: the whole, unless something else is set."""
+    """The versions of a run. `first` writes what servers are sent first: the whole, if nothing else is set."""
 
     def __init__(self, run_dir: Path, trainer: "Trainer") -> None:
         self.trainer = trainer
-        self.current = 0  # number; also of before the run was resumed
+        self.current = 0  # number; also before a resume
         self.first = self.full
-        self._begun = False  # whether `current` is one of this process
+        self._begun = False  # `current` is of this process
         self._run_dir = run_dir.resolve()
         self._full: WrittenVersion | None = None
 
@@ -64,7 +64,7 @@ class Versions:
                 shutil.rmtree(folder)
 
     def save(self) -> Path:
-        """Return the folder with the current version in full; write it if it is not there."""
+        """Return the folder of the current version in full, written if need be."""
         folder = self.path("weights", self.current)
         return folder if folder.exists() else self.full(self.current).folder
 
@@ -92,7 +92,7 @@ class Versions:
         return WrittenVersion(version, folder, checksum, num_bytes)
 
     def mended(self, written: WrittenVersion) -> WrittenVersion | None:
-        """Return a full version in place of a delta or of damaged files; None for a sound one."""
+        """Return a full version for a delta or damaged files; None for a sound one."""
         if written is self._full:
             with contextlib.suppress(SyncError):
                 self.check(written)
@@ -102,7 +102,7 @@ class Versions:
         return self.full(written.version)
 
     def check(self, written: WrittenVersion) -> None:
-        """Raise SyncError unless a full version's files hold what was written to them."""
+        """Raise SyncError unless the files hold what was written to them."""
         try:
             found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
         except (OSError, SafetensorError) as error:
@@ -114,7 +114,7 @@ class Versions:
             )
 
     def prune(self) -> None:
-        """Remove all but the newest versions of each kind."""
+        """Remove older versions of each kind."""
         for kind in KINDS:
             for old in sorted(self._run_dir.glob(f"{kind}/v*"))[:-KEEP]:
                 with contextlib.suppress(OSError):  # it is tried again

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 async def shared_gpu(
     trainer: "Trainer", pool: ServerPool, sync: SyncConfig, keep: bool, publishes: bool
 ) -> AsyncIterator[Metrics]:
-    """Give the trainer the GPU while the server sleeps; without new weights the server gets it back.
+    """Give the trainer the GPU; without new weights the server gets it back.
 
-    `keep`: the server keeps its weights on the CPU, as the new ones are adapters.
+    `keep`: the server keeps its own on the CPU, as new ones are adapters.
     """
     metrics: Metrics = {}
     with timed(metrics, "time/turn"):
@@ -39,7 +39,7 @@ async def shared_gpu(
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
-    """Make every server leave the GPU; without `keep` its weights must be sent again."""
+    """Have servers leave the GPU; without `keep` their weights must be sent again."""
     await _ask(pool, SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight), sync)
 
 

@@ -1,4 +1,4 @@
-"""Prove that servers compute with the trainer's weights: by what they hold, and by what they say.
+"""Prove that servers compute with the trainer's weights.
 
 A check has three parts, as none sees every error: the model holds the published tensors, bit for bit; log-probs of
 completions that the server samples are the trainer's; and new weights moved them as they moved the trainer's.
@@ -30,13 +30,13 @@ SEED = 20
 # By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does.
 LIMITS = {"float32": (3e-5, 1e-4), "float16": (2.5e-3, 0.02), "bfloat16": (0.02, 0.1)}
 NOISE = 4.0  # by this factor a gap may exceed that of a server's first version
-MIN_CHANGE = 2.0  # of the trainer's log-probs, over the mean |Δ log-prob|: less can't be followed
+MIN_CHANGE = 2.0  # of the trainer's log-probs / mean |Δ log-prob|: less can't be followed
 MIN_TOKENS = 10  # that the change is spread over (Σ|Δ|)² / Σ Δ²
-MAX_ERROR = 0.2  # of the missing share; above it the share says nothing
+MAX_ERROR = 0.2  # of the missing share; above it that says nothing
 
 
 class Scored(NamedTuple):
-    """A sampled token with both sides' log-probs."""
+    """A sampled token with its log-probs."""
 
     token: int
     server: float
@@ -48,17 +48,17 @@ Answer = list[list[Scored]]  # of each prompt
 
 @dataclasses.dataclass
 class Proof:
-    """Check servers against the trainer. A check that fails raises SyncError, or says so (`warn`)."""
+    """Check servers against the trainer. A failure raises SyncError or, with on_mismatch=warn, is said."""
 
     publisher: Publisher
     prompts: Sequence[Prompt]
     trainer: "Trainer"
     rollout: RolloutConfig
     sync: SyncConfig
-    alarmed: Callable[[], bool]  # whether the last step's metrics are suspicious
+    alarmed: Callable[[], bool]  # whether the last step was suspicious
     mismatches: float = 0.0  # warnings so far
     _last_due: int = 0  # version up to which all are checked
-    _noises: list[float] = dataclasses.field(default_factory=list)  # mean |Δ log-prob| of each server's first version
+    _noises: list[float] = dataclasses.field(default_factory=list)  # mean |Δ log-prob| of first versions
     _before: dict[str | None, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session
 
     def is_due(self, version: int) -> bool:
@@ -69,7 +69,7 @@ class Proof:
         return version <= self._last_due
 
     async def check(self, members: Sequence[Member], came: bool) -> Metrics:
-        """Check, where it is due, that servers hold the current version and compute with it."""
+        """Check, where it is due, that servers compute with the current version."""
         if not members or not (came or self.is_due(self.publisher.versions.current)):
             return {}
         metrics: Metrics = {}
@@ -102,7 +102,7 @@ class Proof:
                 self.publisher.judge(member, checksum, answer, does="does not hold")
 
     async def sample(self, member: Member) -> list[TrainSample] | ServerError:
-        """Have the server complete the prompts, with the same seeds each time; failure is a value."""
+        """Have a server complete the prompts, with the same seeds each time."""
         max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
         sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
         contexts = [prompt.token_ids for prompt in self.prompts]
@@ -122,7 +122,7 @@ class Proof:
         return as_samples(map(sequences.__getitem__, range(len(contexts))))
 
     async def _follow(self, member: Member, samples: Sequence[TrainSample]) -> Metrics:
-        """Compare the server's log-probs, and their change since the last check, with the trainer's."""
+        """Compare log-probs, and their change since the last check, with the trainer's."""
         version = self.publisher.versions.current
         async with self.publisher.trainer_turn(False):
             scores = await run_in_thread(self.trainer.logprobs, samples)
@@ -140,7 +140,7 @@ class Proof:
                 f"attention or rotary setting in the engine. Compare model.dtype on both sides, and restart the server"
             )
         elif last < 0:
-            self._noises.append(gap)  # not later: weights ever further behind would raise it
+            self._noises.append(gap)  # later, weights ever further behind would raise it
         if last < 0:
             self._last_due = max(self._last_due, version + 1)  # to see whether it is behind
         if last == version - 1:
@@ -158,12 +158,12 @@ class Proof:
         return metrics
 
     def bound(self, dtype: str) -> float:
-        """Return the mean |Δ log-prob| that a server with this precision may have."""
+        """Return the mean |Δ log-prob| that this precision allows."""
         low, high = LIMITS.get(dtype, LIMITS["bfloat16"])
         return min(self.sync.max_logprob_gap or high, max(low, NOISE * max(self._noises, default=math.inf)))
 
     def fail(self, message: str) -> None:
-        """Raise SyncError or, with sync.on_mismatch=warn, say it."""
+        """Raise SyncError, or warn."""
         if self.sync.on_mismatch == "stop":
             raise SyncError(message)
         self.warn(message)
@@ -174,7 +174,7 @@ class Proof:
 
 
 def as_samples(sequences: Iterable[TokenSequence]) -> list[TrainSample]:
-    """Return what the trainer measures of sequences, without training on them."""
+    """Return samples to measure, not to train on."""
     return [TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in sequences]
 
 

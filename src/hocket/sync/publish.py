@@ -2,8 +2,8 @@
 
     write version v+1 → load it on every server → compare checksums → run the checks (proof.py)
 
-A server that dies meanwhile leaves the pool; `bring_up` loads the current version once it answers again. A refused
-version, another checksum or a check that fails stops the run.
+A server that dies meanwhile is brought up once it answers again. A refused version, another checksum or a check that
+fails stops the run.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from hocket.protocol import Health, ReloadResponse
 from hocket.sync.disk import Versions
 from hocket.types import Metrics, Rollout, TrainerTurn
 
-Answer = ReloadResponse | HocketError  # a failure is a value: the other servers go on
+Answer = ReloadResponse | HocketError  # a failure is a value: others go on
 Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]  # (servers, whether they have just come) → sync/*
 RolloutCheck = Callable[[Sequence[Sequence[Rollout]], bool], Awaitable[Metrics]]
 """(rollouts of each prompt, whether they are an evaluation's, and all are checked) → sampling/*."""
 
 
 class Delivery(NamedTuple):
-    answers: dict[ServerClient, tuple[str, Answer]]  # with the checksum of the weights that were sent
+    answers: dict[ServerClient, tuple[str, Answer]]  # with the checksum that was sent
     metrics: Metrics  # sync/*
 
 
@@ -46,17 +46,17 @@ class Publisher:
     transport: Transport
     trainer_turn: TrainerTurn = lambda publishes: nullcontext({})
     check: Check = unchecked
-    check_rollouts: RolloutCheck = unchecked  # within `training`, before anything is learnt from them
-    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # held by a training step, or a bring-up
+    check_rollouts: RolloutCheck = unchecked  # within `training`, before they are learnt from
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # of a training step or a bring-up
 
     @asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
-        """Hold the trainer and yield the metrics of getting it; if it `publishes`, the body ends with `publish`."""
+        """Hold the trainer and yield the metrics of getting it; where it `publishes`, end with `publish`."""
         async with self.lock, self.trainer_turn(publishes) as metrics:
             yield metrics
 
     async def publish(self) -> Metrics:
-        """Make the trainer's weights the next version on every server; call it within `training`."""
+        """Make the trainer's weights the next version on every server; within `training`."""
         self.versions.advance()
         metrics = await self._deliver_and_check(self.pool.up, came=False)
         return metrics | {"sync/servers": float(len(self.pool.up)), "sync/version": float(self.versions.current)}
@@ -66,7 +66,7 @@ class Publisher:
         return metrics | await self.check([member for member in members if member.session is not None], came)
 
     async def deliver(self, members: Sequence[Member]) -> Metrics:
-        """Send the current version to servers, and mark them ready or lost. Raises as `judge`."""
+        """Send servers the current version, and judge their answers."""
         servers = [member.server for member in members]
         delivery = await self.transport.deliver(self.versions.current, servers)
         for member in members:
@@ -74,7 +74,7 @@ class Publisher:
         return delivery.metrics
 
     def judge(self, member: Member, checksum: str, answer: Answer, *, does: str) -> None:
-        """Mark a server ready or lost. Raises SyncError where it refuses, or holds something else."""
+        """Mark a server ready or lost. Raises SyncError where it refuses or holds something else."""
         version = self.versions.current
         if isinstance(answer, ServerError) and answer.refused and not (answer.foreign and self.pool.find):
             raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
@@ -91,7 +91,7 @@ class Publisher:
             member.mark_ready(answer.session)
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
-        """Give servers that came the current version. Raises as `judge`, and what `check_model` raises."""
+        """Give servers the current version. Raises as `judge` and `check_model`."""
         if self.lock.locked() and self.pool.up:
             for member in there:
                 member.out = "the trainer is at work"  # the pool asks again soon
@@ -99,7 +99,7 @@ class Publisher:
         async with self.lock:
             members = [member for member in there if member.session is None]
             if not members:
-                return  # brought up while this waited for the lock
+                return  # brought up meanwhile
             self.versions.begin(max(health.version for health in there.values()))
             for member in members:
                 check_model(there[member])
@@ -109,5 +109,5 @@ class Publisher:
         if "sync/logprob_gap" in metrics:
             took += f", parameters compared, mean |Δ log-prob| up to {metrics['sync/logprob_gap']:.1e}"
         for member in members:
-            if member.session is not None:  # else `member.out` says why it is lost
+            if member.session is not None:  # else `out` says why
                 self.pool.say(f"server {member.url} holds version {self.versions.current}: {member.dtype}, {took}")

@@ -1,4 +1,4 @@
-"""Carry weight versions to servers in files: in a folder that both sides see, or uploaded over HTTP."""
+"""Carry weight versions to servers in files: in a shared folder, or uploaded over HTTP."""
 
 import asyncio
 import dataclasses
@@ -15,15 +15,15 @@ from hocket.sync.disk import Versions, WrittenVersion
 from hocket.sync.publish import Answer, Delivery, Transport
 from hocket.types import Metrics
 
-REST_S = 5.0  # before a version that could not be written is written again: someone may have freed space
+REST_S = 5.0  # before writing is tried again: someone may free space
 
 
 @dataclasses.dataclass
 class DiskTransport:
-    """Write a version, have all servers load it at once, and send it in full where a delta does not load."""
+    """Write a version, have all servers load it, and send it in full where a delta does not load."""
 
     versions: Versions
-    root: Path  # which the servers see, too
+    root: Path  # which servers see, too
     sync: SyncConfig
     say: Callable[[str], None] = lambda line: None
     on_written: Callable[[], None] = lambda: None  # before any server loads it
@@ -79,7 +79,7 @@ class DiskTransport:
 
 @dataclasses.dataclass
 class WithFallback:
-    """Use a fast transport, and the disk for servers that answer but are not reached by it."""
+    """Use a fast transport, and the disk for servers that it does not reach."""
 
     fast: Transport
     disk: Transport
@@ -96,13 +96,13 @@ class WithFallback:
 
 
 def _failed(delivery: Delivery) -> list[ServerClient]:
-    """Return who may take a version in another way."""
+    """Return who may take it in another way."""
     errors = ((server, answer) for server, (_, answer) in delivery.answers.items() if isinstance(answer, HocketError))
     return [server for server, error in errors if not meaning(getattr(error, "code", "")).final]
 
 
 def _joined(first: Delivery, second: Delivery) -> Delivery:
-    """Return the outcome of sending to all servers, and then to some in another way."""
+    """Return the outcome of sending to all, then to some again."""
     metrics = dict(first.metrics)
     metrics["sync/mebibytes"] += second.metrics["sync/mebibytes"] * len(second.answers) / len(first.answers)
     metrics["sync/transfer_s"] += second.metrics.get("sync/prepare_s", 0.0) + second.metrics["sync/transfer_s"]
