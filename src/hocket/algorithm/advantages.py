@@ -1,7 +1,4 @@
-"""Compute one advantage per rollout: its reward compared with those of its group.
-
-Advantages per token are in samples.py. Suffixes: n rollouts, g group.
-"""
+"""Compare each rollout's reward with those of its group. Suffixes: n rollouts, g group."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,7 +22,7 @@ def group_advantages(
     """Return A = (R − baseline) / (deviation + 1e-6) per rollout, float32 [n].
 
     Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2510.13786), "none" (2503.20783); with
-    "tokens" samples.py divides. `parts`: the values of each reward function, per rollout.
+    "tokens" samples.py divides. `parts`: the values of each reward function.
     """
     choice = choose("baseline", baseline)
     rewards_n = torch.tensor(rewards, dtype=torch.float64)  # float32 loses small differences of large rewards

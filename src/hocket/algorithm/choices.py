@@ -1,9 +1,7 @@
-"""Functions that `algorithm.*` chooses by name: those that are built in, and your own, from a file under `plugins`.
+"""Functions that `algorithm.*` chooses by name, built in or your own (docs/algorithms.md).
 
-A function names the arguments that it needs of those that its decorator gives (docs/algorithms.md has them); its others
-are options, which the config sets and which are checked by their annotations. Suffixes: g rollouts of a group, n all
-rollouts of a batch, t sampled tokens of one rollout, bt positions of a micro-batch, of which those outside `mask_bt`
-hold 0 and are ignored in what is returned. Torch is not imported, so that a config is refused at once.
+Suffixes: g rollouts of a group, n rollouts of a batch, t sampled tokens of one rollout, bt positions of a micro-batch,
+which hold 0 outside `mask_bt` and are ignored there. Torch is not imported, so that a config is refused at once.
 """
 
 import dataclasses
@@ -31,19 +29,19 @@ MAX_SURVIVOR_WEIGHT = 2.0  # cap of a token's importance weight in a sequence th
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A function of an algorithm, with what it declares."""
+    """A function, with what it declares."""
 
     function: Callable[..., Any]
-    given: tuple[str, ...]  # arguments that it takes of those that it may; the others are its options
+    given: tuple[str, ...]  # arguments that it takes; the others are its options
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     per: Per = "batch"  # what one call of an advantage sees
-    needs: tuple[str, ...] = ()  # columns that are measured before a step: "values" brings a critic
+    needs: tuple[str, ...] = ()  # columns, measured before a step: "values" brings a critic
     clips: Literal["none", "ratio", "pessimistic"] = "none"  # which ratios outside the bounds train/clip_* count
-    in_loss: bool = True  # whether the gradient of a KL estimate is one of the KL
+    in_loss: bool = True  # the gradient of a KL estimate is one of the KL
 
     @property
     def compares(self) -> bool:
-        """Whether an advantage compares rollouts: equal rewards have no signal."""
+        """Whether equal rewards have no signal."""
         return self.per != "token"
 
     def __call__(self, **values: Any) -> Any:
@@ -61,7 +59,7 @@ _chosen: dict[tuple[str, str], Choice] = {}
 
 
 def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
-    """Return what `algorithm.KIND` chooses, a name or {name: ..., option: ...}. Raise ConfigError where it can't."""
+    """Return what a name or {name: ..., option: ...} chooses. Raise ConfigError where it can't."""
     key = kind, str(chosen)
     if key not in _chosen:
         own = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
@@ -74,7 +72,7 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
 
 
 def check(algorithm: AlgorithmConfig, group_size: int) -> None:
-    """Raise ConfigError where the chosen functions do not exist or do not fit together; plugins must be loaded."""
+    """Raise ConfigError where functions do not exist or do not fit together; plugins must be loaded."""
     for kind in ("clip", "aggregate", "correction"):
         choose(kind, getattr(algorithm, kind))
     compares = choose("baseline", algorithm.baseline).compares

@@ -1,8 +1,6 @@
-"""Compute the policy loss: ratio, clip, aggregate. Suffixes: b rows, t next-token positions, one fewer than tokens.
+"""Compute the policy loss. Suffixes: b rows, t next-token positions, one fewer than tokens.
 
 Unlike in the papers (docs/algorithms.md), denominators cover the whole optimiser step: all micro-batches and ranks.
-With a `correction`, every ratio is 1 in the first update of a step; the clip limits the later ones.
-The functions that settings name are in choices.py, where yours may be added.
 """
 
 import dataclasses
@@ -18,7 +16,7 @@ from hocket.config import LossConfig as LossConfig
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossBatch:
-    """What the loss reads of a micro-batch; counts are of the whole optimiser step, over all ranks."""
+    """What the loss reads of a micro-batch; counts are of the whole step, over all ranks."""
 
     rollout_logprobs_bt: Tensor  # recorded by the engine while sampling
     advantages_bt: Tensor

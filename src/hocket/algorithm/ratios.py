@@ -24,8 +24,8 @@ def policy_metrics(
 ) -> dict[str, Tensor]:
     """Return this micro-batch's share of each metric's mean over `num_tokens`.
 
-    `known`: what `policy_loss` gives the chosen functions; `log_policy_bt`: policy over old policy per token, whatever
-    the ratio is; `weight_bt`: importance weight after the correction.
+    `known`: what `policy_loss` gives its functions; `log_policy_bt`: policy over old policy per token, whatever the
+    ratio is; `weight_bt`: importance weight after the correction.
     """
     ratio_bt = known["ratio_bt"]
     log_importance_bt = known["log_importance_bt"]

@@ -1,7 +1,4 @@
-"""Turn scored groups into train samples: shape rewards, leave out groups without signal, attach advantages.
-
-Whole sequences are the input, so no advantage depends on how sequences are packed or on how many ranks train.
-"""
+"""Turn scored groups into train samples, of whole sequences: neither packing nor ranks change an advantage."""
 
 import itertools
 import statistics
@@ -45,7 +42,7 @@ class Shaped(NamedTuple):
 
 
 def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
-    """Subtract the length penalties from a group's scores, and tell whether the group has a signal.
+    """Subtract length penalties from a group's scores, and tell whether it has a signal.
 
     Equal rewards have none where advantages depend on them alone; they would shrink the others' gradient.
     """
@@ -72,7 +69,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
-    """By their range: the rounding error of a deviation grows with the rewards."""
+    """Compare by range: the rounding error of a deviation grows with the rewards."""
     return len(rewards) < 2 or max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 
@@ -91,7 +88,7 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Return whether a sequence is trained, or counts in a baseline with a KL in the reward."""
+    """Return whether it is trained, or counts in a baseline with a KL in the reward."""
     in_baseline = algorithm.kl_in != "loss" and _compares(algorithm)
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
@@ -140,8 +137,7 @@ def train_samples(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return one sample per trained sequence, and metrics of the shaping.
 
-    An episode counts once in its group, with one advantage for all of its sequences. `measured` has one item per
-    sequence, in order; it is empty if the algorithm needs none.
+    An episode counts once in its group. `measured` has one item per sequence, in order, or none at all.
     """
     scored = [(number, one) for number, group in enumerate(groups) for one in group.scored]
     group_ids = [number for number, _ in scored]
@@ -233,7 +229,7 @@ def whiten(values_n: Tensor) -> Tensor:
 
 
 class KlController:
-    """Coefficient `coef` of a KL in the rewards: fixed, or adapted to a target (arXiv 1909.08593).
+    """Coefficient of a KL in the rewards: fixed, or adapted to a target (arXiv 1909.08593).
 
     coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / horizon)
     """

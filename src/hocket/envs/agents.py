@@ -24,7 +24,7 @@ from hocket.envs.base import Environment, environment, invoke
 from hocket.types import Message
 
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
-agent = AGENTS.register  # decorator: @agent("name") on a function; a plain one gets a thread, an async one is awaited
+agent = AGENTS.register  # decorator: @agent("name") on a function, plain or async
 TAIL_BYTES = 1 << 16  # read from the end of a program's output
 MAX_OUTPUT_MIB = 256
 LOOK_S = 1.0  # between checks of its size
@@ -38,7 +38,7 @@ class Task:
     text: str  # the last user message, or the plain text
     answer: str | None  # the reference
     meta: Mapping[str, Any]  # the row's other columns
-    seed: int  # for the agent's own random numbers, the same in every run with these settings
+    seed: int  # the same in every run with these settings
     base_url: str  # of the policy, for any OpenAI client, as the next two
     api_key: str
     model: str
@@ -46,7 +46,7 @@ class Task:
 
 @environment("agent")
 class Agent(Environment):
-    """The user's own code, a function or a program; it returns the reward, a text to score, or None: the last turn."""
+    """A function or a program of the user; it returns the reward, a text to score, or None: score the last turn."""
 
     keeps_messages = False
 
@@ -80,7 +80,7 @@ class Agent(Environment):
 
 
 async def _run(command: Sequence[str], task: Task) -> float | str | None:
-    """Run a program: task as JSON on stdin, the model in its environment, the result as its last line."""
+    """Run a program: JSON on stdin, the model in its environment, the result as its last line."""
     given = {"messages": task.messages, "text": task.text, "answer": task.answer, "meta": task.meta, "seed": task.seed}
     variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": task.model}
     for name in ("NO_PROXY", "no_proxy"):  # a proxy knows nothing of servers on this machine or network

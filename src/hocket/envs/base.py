@@ -1,8 +1,4 @@
-"""Define environments: classes under a name, of which every episode gets an instance (docs/environments.md).
-
-The model's own tokens are trained, those of an environment never. What a method raises ends its episode with an error,
-which is never a reward of 0, and no other episode. Methods share the event loop: what takes long is awaited.
-"""
+"""Define environments: classes under a name, of which every episode gets an instance (docs/environments.md)."""
 
 import asyncio
 import concurrent.futures
@@ -34,7 +30,7 @@ class Action:
 
 
 def _encodable(value: Any) -> Any:
-    """Replace half surrogate pairs, which have no encoding, by question marks; what is no JSON is refused later."""
+    """Replace half surrogate pairs, which have no encoding; what is no JSON is refused later."""
     try:
         return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except TypeError:
@@ -46,10 +42,10 @@ class Observation:
     """What the model reads before its next turn, and how that turn is sampled."""
 
     messages: Annotated[Sequence[Message], BeforeValidator(_encodable)] = ()  # rendered by the chat template
-    text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""  # instead of messages: follows as it is
-    max_tokens: Annotated[int, Field(ge=1)] | None = None  # longest next turn; None: rollout.max_tokens
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None  # ends the next turn; None: rollout.stop
-    goes_on: bool = False  # the model's turn is not over: the text is put in its mouth, and it goes on behind it
+    text: Annotated[StrictStr, BeforeValidator(_encodable)] = ""  # instead of messages, as it is
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # None: rollout.max_tokens
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None  # None: rollout.stop
+    goes_on: bool = False  # the model's turn is not over: the text counts as its own
 
     def __post_init__(self) -> None:
         if self.messages and (self.text or self.goes_on):
@@ -59,27 +55,27 @@ class Observation:
 
 @pydantic_dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Observation):
-    """The answer to an action: what comes next, and a reward for the turn."""
+    """The answer to an action."""
 
     reward: StrictFloat | StrictBool = 0.0
     done: bool = False
 
 
 class Environment:
-    """Base of every environment: one episode, whose state is the instance's own."""
+    """One episode, whose state is the instance's own."""
 
-    toolbox: Toolbox | None = None  # the tools that the chat template shows to the model, and how it calls them
+    toolbox: Toolbox | None = None
     keeps_messages = True  # what was said is in its rollouts as a chat, to be learned by sft
-    thinking_tokens = 0  # that come before an answer of rollout.max_tokens
+    thinking_tokens = 0  # before an answer of rollout.max_tokens
     gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
-    step_timeout_s: float = 0.0  # each step has a deadline of its own; env.timeout_s counts only what is beyond
+    step_timeout_s: float = 0.0  # of each step, which env.timeout_s does not count
 
     def player(self, players: Any) -> Any:
         """Return how its episodes are played: one of the ways of rollout/players.py."""
         return players.episodes()
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        """Start the episode; return what the model sees beside the prompt, or None."""
+        """Start the episode; return what the model sees beside the prompt."""
         return None
 
     async def step(self, action: Action) -> Step:
@@ -87,7 +83,7 @@ class Environment:
         raise NotImplementedError
 
     async def truncated(self) -> float:
-        """Return the last reward of an episode that a limit on turns or tokens cuts off."""
+        """Return the last reward of an episode that a limit cuts off."""
         return 0.0
 
     async def close(self) -> None:
@@ -108,10 +104,7 @@ def left_open(text: str) -> str:
 
 @environment("single_turn")
 class SingleTurn(Environment):
-    """The default: the episode is over with the model's first turn.
-
-    A thought of more than `thinking_tokens` is closed, by tokens that are not trained; 0 disables it.
-    """
+    """The default: one turn, whose thought is closed after `thinking_tokens`, by tokens that are not trained."""
 
     gives_reward = False
 

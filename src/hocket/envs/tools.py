@@ -32,10 +32,7 @@ def tool(function: F) -> F:
 
 @environment("tools")
 class Tools(Environment):
-    """The model calls tools, several at once if it likes, until it answers without a call.
-
-    `parser` is vLLM's word for how it writes one.
-    """
+    """The model calls tools until it answers without a call; `parser` is vLLM's word for how it writes one."""
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class Tools(Environment):
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError:
             return f"error: no result within {self.step_timeout_s:g} s"
-        # Tools are user code and their arguments are the model's: it receives any error as text.
+        # User code with the model's arguments: the model receives any error as text.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             return f"error: {type(error).__name__}: {error}"
 

@@ -1,9 +1,6 @@
-"""Register rewards, and bind them to the config.
+"""Register rewards, and bind them to the config (docs/rewards.md).
 
-A reward is a function, or a class whose instances are called, and set up and torn down as context managers. It scores
-one rollout, or a whole group where it names `completions` or `rollouts`. It gets the
-arguments of `_OF_PROMPT`, `_OF_ONE` and `_OF_GROUP` that it names; every other one is an option of the config, which a
-class gets when it is made.
+A reward gets the arguments of `_OF_PROMPT`, `_OF_ONE` and `_OF_GROUP` that it names; its other ones are options.
 """
 
 import dataclasses
@@ -28,11 +25,11 @@ Runs = Literal["inline", "async", "worker"]  # in this process and thread, in th
 _OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of a group
     "prompt": attrgetter("prompt.text"),  # of the last user message, or the plain prompt
     "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
-    "answer": attrgetter("prompt.answer"),  # the reference answer, or None
+    "answer": attrgetter("prompt.answer"),  # the reference, or None
     "meta": attrgetter("prompt.meta"),  # the row's other columns
 }
 _OF_ONE: dict[str, Callable[[Any], Any]] = {
-    "completion": attrgetter("text"),  # what the policy wrote, without the end-of-sequence token
+    "completion": attrgetter("text"),  # without the end-of-sequence token
     "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
     "token_ids": lambda rollout: _sampled_ids(rollout),  # in the whole episode
     "finish_reason": attrgetter("finish_reason"),  # "stop", "length" or "abort"
@@ -83,7 +80,7 @@ class Reward:
         return inspect.isclass(self.function)
 
     def made(self) -> Callable[..., Any]:
-        """Return what is called: the function with its options, or a new instance."""
+        """Return the function with its options, or a new instance."""
         return self.function(**self.options) if self.is_class else partial(self.function, **self.options)
 
     def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -105,11 +102,10 @@ REWARDS: Registry[Reward] = Registry(
 def reward(
     name: str, *, inline: bool = False, imports: tuple[str, ...] = (), own_deadline: bool = False
 ) -> Callable[[F], F]:
-    """Decorate a function, or a class with `__call__`, to register it as the reward `name`.
+    """Register a function, or a class with `__call__`, as the reward `name` (decorator).
 
-    A plain one is called in a worker process, which can be killed if it hangs, and which loads `imports` first;
-    `inline`: in the training process, without a deadline. An async one is called in the event loop; `own_deadline`: it
-    sees to that itself. If an async one raises RewardError, the run ends with the reason.
+    `inline`: call it in this process, without a deadline; `imports`: packages that a worker loads first;
+    `own_deadline`: an async one sees to its deadline itself. RewardError of an async one ends the run.
     """
 
     def add(function: F) -> F:
@@ -129,7 +125,7 @@ def _called(function: Callable[..., Any]) -> Any:
 
 
 def bind(name: str, spec: "RewardSpec") -> Reward:
-    """Return the reward `name` with what its section says; raise ConfigError for an unknown name, package or option.
+    """Return the reward `name` as its section says. Raise ConfigError for an unknown name, package or option.
 
     An async one that takes the key `retries` makes its calls again itself.
     """

@@ -17,13 +17,11 @@ _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTAL
 
 @reward("exact_match", inline=True)
 def exact_match(completion: str, answer: str | None) -> float:
-    """Return 1 if the completion is the answer, spaces around both aside; else 0."""
     return float(completion.strip() == _reference(answer).strip())
 
 
 @reward("position_match", inline=True)
 def position_match(completion: str, answer: str | None) -> float:
-    """Return the share of characters that stand where the answer has them, of the longer of the two texts."""
     answer = _reference(answer)
     right = sum(said == wanted for said, wanted in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer), 1)
@@ -51,8 +49,7 @@ class LengthReward:
 
 @reward("think_format", inline=True)
 def think_format(completion: str, opening: str = "") -> float:
-    """Return 1 for `<think>a thought</think> an answer`, of which the opening may be the template's; else 0."""
-    text = opening + completion
+    text = opening + completion  # the template may have opened the thought
     match = _THINK.fullmatch(text)
     if match is None or text.count("<think>") != 1 or text.count("</think>") != 1:
         return 0.0
@@ -62,7 +59,7 @@ def think_format(completion: str, opening: str = "") -> float:
 
 @reward("repetition", inline=True)
 def repetition(completion: str, n: int = 3) -> float:
-    """Return −(1 − distinct / all n-grams of words): 0 if none is repeated, towards −1 (arXiv 2502.03373, C.2)."""
+    """Return −(1 − distinct / all n-grams of words) (arXiv 2502.03373, C.2)."""
     words = completion.lower().split()
     grams = list(zip(*(words[i:] for i in range(n)), strict=False))
     return len(set(grams)) / len(grams) - 1 if grams else 0.0
@@ -70,14 +67,12 @@ def repetition(completion: str, n: int = 3) -> float:
 
 @reward("regex")
 def regex(completion: str, pattern: str, full: bool = False) -> float:
-    """Return 1 if the pattern is found, with `full` if it is all; else 0. A dot is any character."""
     find = re.fullmatch if full else re.search
     return float(bool(find(pattern, completion, re.DOTALL)))
 
 
 @reward("json_schema", imports=("jsonschema",))
 def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", schema: Any = None) -> float:
-    """Return 1 if the last fenced block after the thought, or all of it, is JSON as the schema wants it; else 0."""
     from jsonschema import Draft202012Validator, validators
 
     if schema is not None:
@@ -99,10 +94,7 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
 def countdown(
     completion: str, answer: str | None, meta: Mapping[str, Any], numbers: str = "nums", format_score: float = 0.0
 ) -> float:
-    """Return 1 if the last <answer> is an expression that uses each of the row's numbers once and gives the answer.
-
-    The task of TinyZero; its `format_score`, of an <answer> that is wrong, is 0.1.
-    """
+    """Score the task of TinyZero; its `format_score` is 0.1."""
     given = list_of("numbers", meta, numbers)
     target = float(_reference(answer))
     said, _, _ = completion.rpartition("</answer>")
@@ -118,7 +110,6 @@ def countdown(
 
 @reward("env", inline=True)
 def env(rollout: Rollout) -> float:
-    """Return the sum of the environment's rewards, or what an agent returned."""
     if rollout.reward is None:
         raise ValueError("the episode has no reward: set env.name, let the agent return one, or name another reward")
     return rollout.reward
@@ -126,16 +117,14 @@ def env(rollout: Rollout) -> float:
 
 @reward("random", inline=True)
 def random(rollout: Rollout, seed: int = 0) -> float:
-    """Return 0 or 1 with equal chances: the control from which nothing can be learned."""
     return float(hashlib.sha256(f"{seed}:{rollout.id}".encode()).digest()[0] & 1)
 
 
 @reward("math", imports=("math_verify",))
 def math(completion: str, answer: str | None, opening: str = "") -> float:
-    """Return 1 if the last expression after the thought equals the answer, plain or LaTeX (math-verify); else 0."""
     from math_verify import parse, verify
 
-    # Its own time limits are alarm signals, which only work on a main thread; the deadline here is the worker's.
+    # Its own time limits are alarm signals, which only work on a main thread; the worker has a deadline.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # An escaped dollar sign is a currency; the parser takes it for the start of a formula.
     reference = _reference(answer).replace(r"\$", "")
@@ -163,7 +152,7 @@ def list_of(option: str, meta: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def last_block(text: str) -> str | None:
-    """Return what is in the last fenced block, None without one."""
+    """Return what is in the last fenced block."""
     blocks: list[str] = re.findall(r"```[^\n`]*\n(.*?)```", text, re.DOTALL)
     return blocks[-1] if blocks else None
 

@@ -22,7 +22,6 @@ def code(
     timeout_s: float = 10.0,
     partial: bool = False,
 ) -> Score:
-    """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0."""
     given = list_of("tests", meta, tests)
     program = last_block(after_thought(completion, opening))
     counts = dict.fromkeys(("passed", "wrong", "failed", "late"), 0)
@@ -43,15 +42,12 @@ def code(
 
 
 def _verdict(program: str, test: Any, timeout_s: float) -> tuple[str, str]:
-    """Run one test; return its verdict and the ends of what the program wrote.
-
-    A program that ends well before its assert, or writes what it expects, has not passed it.
-    """
+    """Run one test; return its verdict and the ends of what the program wrote."""
     if isinstance(test, Mapping):
         ran = sandbox.run(program, test["input"], timeout_s)
         passed = _lines(ran.stdout) == _lines(str(test["output"]))
     else:
-        end = secrets.token_hex(8)
+        end = secrets.token_hex(8)  # a program that ends well before its assert has not passed it
         ran = sandbox.run(f"{program}\n{test}\nprint({end!r})", "", timeout_s)
         passed = _lines(ran.stdout)[-1:] == [end]
     verdict = {None: "late", 0: "passed" if passed else "wrong"}.get(ran.status, "failed")

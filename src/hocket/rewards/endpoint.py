@@ -1,4 +1,4 @@
-"""Ask language models, at any endpoint that speaks OpenAI's chat completions, within limits and for counted costs."""
+"""Ask language models that speak OpenAI's chat completions, within limits and for counted costs."""
 
 import asyncio
 import dataclasses
@@ -32,8 +32,8 @@ Tokens = tuple[float, float]  # of a prompt, of an answer
 MINUTE_S = 60.0
 POLL_S = 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
-TOKENS_PER_BYTE = 0.5  # of a prompt, until the endpoint has counted: English has 0.25
-Counted = Annotated[int, Field(ge=0, le=10**7)]
+TOKENS_PER_BYTE = 0.5  # of a prompt, until they are counted: English has 0.25
+Counted = Annotated[int, Field(ge=0, le=10**7)]  # more is not believed
 UNDER_WAY = Counter[str | None]()  # calls, by the file where they are counted
 SET_UP = set["Endpoint"]()  # judges whose limits hold
 OPEN = """
@@ -53,15 +53,15 @@ class Endpoint(Service):
     again = AGAIN | {*range(500, 600)}
     base_url: Url
     model: Annotated[Names, Field(min_length=1)]
-    key_env: str | None = ""  # None: no key is sent
+    key_env: str | None = ""
     request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     max_tokens: Count = 512
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     price: tuple[Dollars, Dollars] = (0.0, 0.0)  # per million tokens of prompts, of answers
     budget: Dollars | None = None
-    cache: str | None = None  # None: in memory
-    retries: int  # of a call
+    cache: str | None = None
+    retries: int
 
     def __post_init__(self) -> None:
         if self.tokens_per_minute is not None and self.tokens_per_minute <= self.max_tokens:
@@ -78,7 +78,7 @@ class Endpoint(Service):
         self.asks = [(self.base_url, model) for model in self.model]
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it
         self._next_to_pay = asyncio.Lock()
-        self.call_seconds = clock()  # of its calls, without what they wait for
+        self.call_seconds = clock()
         self._thread = ThreadPoolExecutor(1, "cache")  # waits for other processes, while the event loop goes on
         self._broken: RewardError | None = None  # after which no statement is tried: nothing would be counted
 
@@ -98,9 +98,9 @@ class Endpoint(Service):
     async def verdicts(
         self, contents: Sequence[str], form: Mapping[str, Any], read: Callable[[str], Any]
     ) -> tuple[list[Any], Counter[str]]:
-        """Return what `read` finds in each model's answer to its text, and the calls, tokens and dollars of them.
+        """Return what `read` finds in each model's answer to its text, and their calls, tokens and dollars.
 
-        `form` is the JSON schema of an answer; where `read` finds nothing (ValueError), the model is asked again.
+        `form`: JSON schema of an answer. A model is asked again where `read` raises ValueError.
         """
         contents = [one.encode("utf-8", "replace").decode() for one in contents]  # half a surrogate pair can't be sent
         paid = Counter[str]()
@@ -145,9 +145,9 @@ class Endpoint(Service):
     async def _paid(
         self, body: Mapping[str, Any], expected: Tokens, held: float, paid: Counter[str]
     ) -> tuple[str, Tokens]:
-        """Return what the endpoint answers, and its tokens; count their cost in place of what was held.
+        """Return the answer and its tokens; count their cost in place of what was held.
 
-        A call that is late, cancelled or not counted may be billed, too: as it was expected.
+        A call that is late or cancelled may be billed, too: as it was expected.
         """
         paid["calls"] += 1
         UNDER_WAY[self.cache] += 1
@@ -210,7 +210,7 @@ class Endpoint(Service):
 
 
 class Usage(pydantic.BaseModel, strict=True):
-    """The tokens that an endpoint has counted; more are not believed."""
+    """The tokens that an endpoint has counted."""
 
     prompt_tokens: Counted
     completion_tokens: Counted
@@ -261,7 +261,7 @@ class Window:
 
 @cache
 def _windows(base_url: str, model: str) -> tuple[Window, Window]:
-    """Return the windows of requests and of tokens that all judges of this process who ask this model share."""
+    """Return the windows of requests and of tokens, which all judges who ask this model share."""
     asked = base_url, model
     requests = Window(asked, attrgetter("requests_per_minute"))
     return requests, Window(asked, attrgetter("tokens_per_minute"))

@@ -20,7 +20,7 @@ from hocket.rewards.base import RetryError, named, reward
 from hocket.types import Rollout, Score
 
 LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
-AGAIN = frozenset({408, 425, 429, 502, 503, 504})  # statuses of a service that is busy or away; 500 is its own fault
+AGAIN = frozenset({408, 425, 429, 502, 503, 504})  # statuses of a service that is busy or away
 MAX_SHOWN = 200  # characters of an answer in an error
 
 
@@ -30,9 +30,9 @@ class RefusedError(RetryError):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Service:
-    """The options of a service, which gets of the environment no more than the key that is named."""
+    """A service, which gets of the environment no more than the key that is named."""
 
-    uses_proxies: ClassVar[bool] = True  # of the environment
+    uses_proxies: ClassVar[bool] = True
     again: ClassVar[Container[int]] = AGAIN
     timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of one request
     key_env: str | None = None
@@ -76,11 +76,11 @@ class Service:
 @reward("http", own_deadline=True)
 @dataclasses.dataclass(kw_only=True, eq=False)
 class HttpReward(Service):
-    """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them."""
+    """Have a service score the completions of a prompt; it may be asked twice for them."""
 
     uses_proxies = False
     url: WebUrl
-    hosts: Names = ()  # besides this machine
+    hosts: Names = ()
     format: Literal["hocket", "openrlhf"] = "hocket"
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ def _score(one: Any) -> Any:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of a Retry-After header, a number or a date; None without a readable one."""
+    """Return the seconds that a Retry-After header says as a number or a date."""
     value = headers.get("retry-after", "")
     try:
         if value.isdigit():

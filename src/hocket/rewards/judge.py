@@ -48,7 +48,7 @@ Reply with JSON alone: {{"reason": "one sentence", "ranking": the numbers of all
 @reward("judge", own_deadline=True)
 @dataclasses.dataclass(kw_only=True, eq=False)
 class JudgeReward(Endpoint):
-    """Return the mean score of one or several language models, from 0 (lowest of the scale) to 1 (highest)."""
+    """Return the mean score of the models, 0 to 1."""
 
     rubric: str
     scale: tuple[float, float] = (0.0, 10.0)
@@ -74,10 +74,7 @@ class JudgeReward(Endpoint):
 @reward("judge_ranking", own_deadline=True)
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RankingReward(Endpoint):
-    """Return the mean place, 1 to 0, that one or several language models give a completion among those of its prompt.
-
-    A request shows all different ones, in an order drawn by their content, the next request in the reverse one.
-    """
+    """Return the mean place, 1 to 0, that the models give a completion among those of its prompt."""
 
     rubric: str
     template: str = RANK
@@ -122,7 +119,7 @@ def _shown(texts: Sequence[str], mark: str) -> str:
 
 
 def _filler(template: str, shared: Mapping[str, Any], needed: str, **others: Any) -> Callable[..., str]:
-    """Return what fills a template; raise ValueError if it can't be filled, or without the field `needed`."""
+    """Return what fills a template. Raise ValueError if it can't be filled, or lacks the field `needed`."""
     try:
         if "\0" not in template.format(**shared, **others, **{needed: "\0"}):
             raise ValueError(f"it lacks {{{needed}}}")
@@ -133,7 +130,7 @@ def _filler(template: str, shared: Mapping[str, Any], needed: str, **others: Any
 
 
 def score_in(text: str, low: float, high: float) -> tuple[float, str]:
-    """Return the place of the score on its scale, 0 to 1, and the reason in a model's answer, or raise ValueError."""
+    """Return the place of an answer's score on its scale, 0 to 1, and its reason. Raise ValueError without them."""
     score, reason = _only("score", text)
     if type(score) not in (int, float) or not low <= score <= high:  # a bool, a text and NaN are none
         raise ValueError(f"its score must be a number from {low:g} to {high:g}")
@@ -141,7 +138,7 @@ def score_in(text: str, low: float, high: float) -> tuple[float, str]:
 
 
 def ranking_in(text: str, count: int) -> tuple[list[int], str]:
-    """Return the numbers 1 to `count` as a model's answer orders them, and its reason, or raise ValueError."""
+    """Return the numbers 1 to `count` as an answer orders them, and its reason. Raise ValueError without them."""
     ranking, reason = _only("ranking", text)
     numbers = range(1, count + 1)
     if not isinstance(ranking, list) or sorted(map(repr, ranking)) != sorted(map(repr, numbers)):  # 1.0, true: none

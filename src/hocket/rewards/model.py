@@ -24,11 +24,7 @@ SECTION = "rewards.functions.reward_model"
 @reward("reward_model", own_deadline=True)
 @dataclasses.dataclass(eq=False)
 class ModelReward:
-    """Return the logit that a reward model gives a prompt with a completion.
-
-    It reads messages by its own chat template; without one, prompt and completion: as a pair if its tokenizer has a
-    separator, else as one text.
-    """
+    """Return the logit that a reward model gives a prompt with a completion."""
 
     path: str
     device: str = "cpu"
@@ -99,7 +95,7 @@ class ModelReward:
         return [scores[i] for i in range(len(rollouts))]
 
     def _encoded(self, rollout: Rollout) -> Any:
-        """Return the tokens of prompt and completion. Raise NoScoreError if they are too many."""
+        """Tokenize prompt and completion. Raise NoScoreError if they are too long."""
         prompt = rollout.prompt
         template = self._tokenizer.chat_template
         text: Any = prompt.text + rollout.text

@@ -1,7 +1,6 @@
-"""Call rewards in this thread, or in the event loop; scorer.py has the worker processes."""
+"""Call rewards in this thread, or in the event loop."""
 
 import asyncio
-import itertools
 import math
 import random
 import sys
@@ -48,7 +47,7 @@ class Runner:
 
 
 class Inline(Runner):
-    """Calls plain rewards in this thread; enters the instance of a class when it is first called."""
+    """Calls plain rewards in this thread; sets a class up before its first call."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -87,7 +86,7 @@ class InLoop(Runner):
         return as_scores(returned, call.size, call.reward.of_group)
 
     async def _in_time(self, call: Call) -> Any:
-        """Return what it returns; what is late or no longer wanted is cancelled, but not waited for."""
+        """Return its result; a call that is late or no longer wanted is cancelled, but not waited for."""
         timeout_s = math.inf if call.reward.own_deadline else call.timeout_s
         task = asyncio.create_task(self._result(call))
         try:
@@ -110,7 +109,7 @@ class InLoop(Runner):
             raise NoScoreError(failure(error).error) from error
 
     async def _hold(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
-        """Keep it set up until the event loop ends; then tear it down, in the same task."""
+        """Set it up, and tear it down in the same task when the event loop ends."""
         async with AsyncExitStack() as stack:
             try:
                 made: Any = reward.made()
@@ -119,24 +118,24 @@ class InLoop(Runner):
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
                 self._made.set_exception(NoScoreError(f"can't be set up: {type(error).__name__}: {error}"))
                 return
-            seconds[reward.name] = getattr(made, "call_seconds", self._seconds)  # its own: without waits
+            seconds[reward.name] = getattr(made, "call_seconds", self._seconds)  # its own leave out what it waits for
             self._made.set_result(made)
             await asyncio.Event().wait()
 
 
 async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
     """Return what a call returns; make it again, after a while, while it raises RetryError."""
-    for attempt in itertools.count():
+    for attempt in range(retries):
         try:
             return await call()
         except RetryError as error:
             wait_s = error.retry_after
             if wait_s is None:
                 wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * _JITTER.uniform(0.5, 1)
-            if attempt == retries or wait_s > MAX_BACK_OFF_S:
+            if wait_s > MAX_BACK_OFF_S:
                 raise
         await asyncio.sleep(wait_s)
-    raise AssertionError
+    return await call()
 
 
 def clock() -> deque[float]:

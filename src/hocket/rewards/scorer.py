@@ -1,7 +1,6 @@
 """Score rollouts, and call rewards in worker processes, because a thread that hangs can't be ended.
 
-A request to a worker is 16 characters that no other has, and what `work` unpickles. The answer is a line of JSON that
-begins with them: what a model's code writes there is none.
+A request is 16 random characters, and what `work` unpickles; its answer a line of JSON that begins with them.
 """
 
 import asyncio
@@ -66,14 +65,14 @@ class RewardScorer:
         return await self.settle(rollouts, await asyncio.gather(*map(self.ask, rollouts)))
 
     async def ask(self, rollout: Rollout) -> dict[str, Score]:
-        """Return what a rollout gets from each reward that needs no other one; {} where its episode failed."""
+        """Return what each reward of a single rollout gives it; {} where its episode failed."""
         if rollout.error is not None:
             return {}
         results = await self._ask(self._each, [rollout])
         return {name: score for name, (score,) in results.items()}
 
     async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
-        """Return the scores of a group whose rollouts were given these; ask the rewards that need all of it."""
+        """Return the scores of a group whose rollouts were given these; ask the rewards of a group."""
         scores = [no_score(rollout.error) for rollout in rollouts]
         played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
         if played:
@@ -91,7 +90,7 @@ class RewardScorer:
 
 
 class RewardCalls:
-    """Calls rewards, each where it runs; as a context manager it ends the processes of some."""
+    """Calls rewards, each where it runs."""
 
     def __init__(self, config: "RewardsConfig", names: Iterable[str]) -> None:
         self.specs = {name: config.spec(name) for name in names}
@@ -137,10 +136,9 @@ class RewardCalls:
 
 
 class Workers(Runner):
-    """Calls rewards in NUM_WORKERS processes; each is asked by a thread of its own, and replaced when it is lost."""
+    """Calls rewards in processes; each is asked by a thread of its own, and replaced when it is lost."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
-        # Names, or paths of plugins.
         self._modules = list(dict.fromkeys(path for one in rewards for path in (*one.imports, _module_of(one))))
         self._tear_down_s = max((TEAR_DOWN_S for one in rewards if one.is_class), default=0.0)
         # Never shut down: a worker dies with the thread that started it.
@@ -168,7 +166,7 @@ class Workers(Runner):
             return worker.ask(request, call.timeout_s, call.size)
 
     def _worker(self) -> "Worker":
-        """Return this thread's worker; start one if there is none. Raise NoScoreError if none can be used."""
+        """Return this thread's worker, a new one if need be. Raise NoScoreError if none can be used."""
         thread = threading.get_ident()
         if not self._unusable:
             worker = self.by_thread.get(thread)
@@ -206,14 +204,14 @@ class Worker:
         threading.Thread(target=_show, args=(self._process.stdout, printed), daemon=True).start()
 
     def ready(self) -> bool:
-        """Return whether it can be asked; one that has said something unasked is killed."""
+        """Return whether it can be asked; kill one that has said something unasked."""
         if self.ended or self._unasked.poll(0):
             self.kill()
             return False
         return True
 
     def ask(self, request: bytes, timeout_s: float, size: int) -> list[Score]:
-        """Return `size` scores for a pickled request. A worker without an answer is killed."""
+        """Return `size` scores. A worker without an answer is killed."""
         deadline = time.monotonic() + timeout_s
         number = secrets.token_hex(8)
         answer = b""
@@ -283,7 +281,7 @@ _IN_WORKER = Inline()  # a worker's own rewards
 
 
 def work() -> None:
-    """Run a worker process: sys.argv has the file descriptor of a socket."""
+    """Run a worker process, whose argument is the descriptor of its socket."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
     pid = os.getpid()

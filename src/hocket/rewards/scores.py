@@ -1,4 +1,4 @@
-"""Read what rewards return, and make the scores of a group of it: an error is never a number."""
+"""Read what rewards return, and make scores of it: an error is never a number."""
 
 import math
 import numbers
@@ -32,7 +32,7 @@ def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
 
 
 def as_score(returned: Any) -> Score:
-    """Return the score for what was returned; without a finite number it is an error."""
+    """Return the score: an error where the number is not finite."""
     try:
         score = returned
         if isinstance(returned, Mapping):
@@ -63,7 +63,7 @@ def failure(error: BaseException) -> Score:
 
 
 def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Score]]) -> list[Score]:
-    """Return the scores of a group from what each reward gave its rollouts; a total is the sum of weight · value.
+    """Return the scores of a group: each total is the sum of weight · value.
 
     A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
     of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
@@ -87,7 +87,7 @@ def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Sc
 
 
 def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float]:
-    """Return the values that a reward gave, by rollout, as they count in the totals."""
+    """Return a reward's values, by rollout, as they count in the totals."""
     low, high = spec.clip or (-math.inf, math.inf)
     values = {i: min(max(score.total, low), high) for i, score in enumerate(scores) if score.error is None}
     if not spec.normalize:
@@ -120,7 +120,7 @@ def _whole(results: Mapping[str, Score], total: float) -> Score:
 
 
 def _plain(value: object) -> str:
-    """Return its text as files and the console can take it: not too much, no half surrogate pair."""
+    """Return its text as files and the console take it: not too much, no half surrogate pair."""
     try:
         return str(value)[:MAX_TEXT].encode("utf-8", "replace").decode()
     except Exception:  # noqa: BLE001 - code of others, too
