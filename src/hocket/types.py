@@ -35,9 +35,9 @@ class Prompt:
 class TokenSequence:
     """One flat sequence, exactly as the engine read and sampled it."""
 
-    token_ids: Sequence[int]  # [t] a tuple or, of what a server sampled, an array
-    mask: tuple[bool, ...]  # [t] True where the policy sampled the token: only those are trained
-    logprobs: Sequence[float]  # [t] the engine's log-prob of each sampled token; 0.0 where the mask is False
+    token_ids: Sequence[int]  # [t] a tuple or an array
+    mask: tuple[bool, ...]  # [t] True where the policy sampled: only that is trained
+    logprobs: Sequence[float]  # [t] the engine's; 0.0 where the mask is False
     finish_reason: FinishReason = "stop"  # of the last turn; "length" where a limit cut it off
     version_min: int = 0  # oldest and newest weight version that sampled tokens; 0 without any
     version_max: int = 0
@@ -54,15 +54,15 @@ class TokenSequence:
 class Rollout:
     """One episode of one prompt: one sequence, or several where an agent rewrote its conversation."""
 
-    id: str  # "step 3/7/1": group "step 3/7", its second rollout
+    id: str  # "step 3/7/1": the second of group "step 3/7"
     prompt: Prompt
     sequences: tuple[TokenSequence, ...]  # the one of the last turn comes last
-    reward: float | None = None  # sum of the environment's rewards; None where scoring ignores them
+    reward: float | None = None  # of the environment; None where it gives none
     error: str | None = None  # why it failed; then it is not trained
 
     @property
     def text(self) -> str:
-        """Text to score: of the policy's last turn, or an agent's result."""
+        """Text to score: the last turn's, or an agent's result."""
         return self.sequences[-1].text
 
     @property

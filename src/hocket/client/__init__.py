@@ -1,1 +1,1 @@
-"""The trainer's side of HTTP: one server, which servers are up, many turns in one request."""
+"""The trainer's side of HTTP: one server, all servers, model turns."""

@@ -12,7 +12,7 @@ LOOK_UP_S = 10.0
 
 
 async def find_servers(where: str) -> list[str]:
-    """Return the servers' URLs. Raises ServerError where there are none."""
+    """Return URLs. Raises ServerError where there are none."""
     problem = "it names none"
     try:
         async with asyncio.timeout(LOOK_UP_S):  # a file on a network has no deadline
@@ -38,6 +38,6 @@ def _in_file(path: str) -> list[str]:
 def _at_name(name_and_port: str) -> list[str]:
     name, _, port = name_and_port.rpartition(":")
     found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    family = min(entry[0] for entry in found)  # IPv4 if there is any: one with both would count twice
+    family = min(entry[0] for entry in found)  # IPv4 if any: a server with both would count twice
     addresses = [str(entry[4][0]) for entry in found if entry[0] == family]
     return [f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}" for address in addresses]

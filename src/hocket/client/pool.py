@@ -15,7 +15,7 @@ from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError, door
 from hocket.protocol import Health, HeartbeatRequest, meaning
 
-MAX_LOSSES = 3  # of servers under one turn or episode, the likely cause
+MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
 POLL_S = 0.25
 LOOK_S = 3.0
 LOST_REST_S = 1.0
@@ -57,7 +57,7 @@ class Deadline:
 @dataclasses.dataclass(eq=False, slots=True)
 class Member:
     server: ServerClient
-    session: str | None = None  # of the process with the current weights; None: no work
+    session: str | None = None  # of the process with the current weights; None: out
     in_flight: int = 0  # tokens of unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work
     kv_tokens: int = 0  # of its KV cache
@@ -117,7 +117,7 @@ class ServerPool:
         self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
         self.members = [Member(self._client(url)) for url in urls]
         self._not_found: str | None = "none is found yet"  # why the last look-up failed
-        self.bring_up: BringUp = _as_they_are  # with the weights that they hold
+        self.bring_up: BringUp = _as_they_are  # with the weights they hold
         self._told: set[str] = set()  # of what is left out
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -247,7 +247,7 @@ class ServerPool:
 
     @contextmanager
     def _looking(self, *members: Member) -> Iterator[None]:
-        """Mark servers as looked at; then note what failed, which is of one alone, and when they are due."""
+        """Mark servers as looked at; then note the failure, which is of one alone, and when they are due."""
         start = time.monotonic()
         for member in members:
             member.next_look = math.inf
@@ -267,7 +267,7 @@ class ServerPool:
         if isinstance(error, SyncError):
             ends_run = not self.up
         elif error.foreign:
-            ends_run = self.find is None  # one that was looked up may be another run's
+            ends_run = self.find is None  # one that is found may be another run's
         else:
             if error.code == "unreachable":
                 member.out = "nothing answers there yet"
@@ -286,7 +286,7 @@ class ServerPool:
         member.next_look = time.monotonic() + LOST_REST_S  # the others get its work first
 
     def loses(self, member: Member, error: ServerError) -> bool:
-        """Mark a server lost if an error means so, and return whether it does."""
+        """Return whether an error means that a server is lost, and mark it."""
         lost = meaning(error.code).lost
         if lost:
             self.mark_lost(member, str(error))

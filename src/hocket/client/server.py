@@ -51,7 +51,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             trust_env=False,  # a proxy knows nothing of local servers
         )
         self._http = connect()
-        self._rollouts = connect()  # apart, or a look at the health would wait behind them
+        self._rollouts = connect()  # apart: /health must not wait behind them
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
@@ -76,7 +76,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         return await self._call("DELETE", f"/sessions/{name}", protocol.AgentRecord, timeout_s)
 
     async def answers(self) -> bool:
-        """Return whether a server listens there. Raises ServerError where another program does."""
+        """Return whether a server listens. Raises ServerError where another program does."""
         try:
             await self.health()
         except ServerError as error:

@@ -24,7 +24,7 @@ class Batch:
     num_drawn: int = 0
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     started: float = dataclasses.field(default_factory=time.perf_counter)
-    generated: float = 0.0  # when its last token was sampled, by time.perf_counter
+    generated: float = 0.0  # when its last token was sampled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Seat:
 
     id: str  # "step 3/7/1"
     group: str  # "step 3/7"
-    number: int  # of the episode: prompt index x group_size + sample index
+    number: int  # of the episode: prompt x group_size + sample
     sampling: SamplingParams
     deadline: Deadline
 
@@ -61,7 +61,7 @@ async def collect(
     *,
     has_signal: Callable[[Group], bool] = lambda group: True,
 ) -> Batch:
-    """Draw prompts until `wanted` groups have a signal or `at_most` are drawn; return all groups."""
+    """Draw prompts until `wanted` groups have a signal or `at_most` are drawn; return all."""
     batch = plan.batch
     done = defaultdict[str, dict[int, tuple[Rollout, Mapping[str, Score]]]](dict)  # of each group
     missing = plan.wanted

@@ -165,7 +165,7 @@ class Episode:
     seat: Seat
     make: Callable[[], Environment]  # for it alone
     ask: Ask
-    renderer: Renderer  # of the data that the prompt is from
+    renderer: Renderer  # of the prompt's data
     limits: Limits
     budget: TokenBudget
 

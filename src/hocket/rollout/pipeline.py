@@ -22,14 +22,14 @@ from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
 
 NewBatch = Callable[[Plan], Awaitable[Batch]]
-"""Gathers the batch of a plan."""
+"""Gathers a plan's batch."""
 PROGRESS_S = 0.2
 
 
 def sampling_params(
     config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None, max_tokens: int | None = None
 ) -> SamplingParams:
-    """Return the sampling of one step, whose random numbers (seed, step) alone decide."""
+    """Return a step's sampling; (seed, step) alone decide its random numbers."""
     return SamplingParams(
         temperature=config.temperature if temperature is None else temperature,
         max_tokens=max_tokens or config.max_tokens,
@@ -46,7 +46,7 @@ def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: floa
         group_size=config.group_size,
         wanted=config.prompts_per_step,
         at_most=int(config.prompts_per_step * Decimal(str(oversampling))),  # 100 * 1.15 is 114.99... in binary
-        deadline=Deadline(config.timeout_s * (1 + max_staleness)),  # this many batches share the servers
+        deadline=Deadline(config.timeout_s * (1 + max_staleness)),  # so many batches share the servers
     )
 
 

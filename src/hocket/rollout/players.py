@@ -20,7 +20,7 @@ class Players:
     pool: ServerPool
     ask: Ask
     make: Callable[[], Environment]
-    renderer: Renderer  # of the data that the prompts are from
+    renderer: Renderer  # of the prompts' data
     decode: Callable[[Sequence[int]], str]
     limits: Limits
 

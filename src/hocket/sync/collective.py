@@ -1,7 +1,6 @@
 """Broadcast weights from the trainer's memory to the engines' workers, over NCCL or, on a CPU, gloo.
 
-Each server has a group of its own with rank 0, so that a lost one disturbs no other, and one HTTP call per update. A
-bucket travels while the next one is made.
+Each server has a group of its own with rank 0: a lost one disturbs no other. A bucket travels while the next is made.
 """
 
 import asyncio
@@ -123,7 +122,7 @@ class _Link:
         self._workers = health.workers
         self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
         self._receiving: weight_group.WeightGroup | None = None  # the group, once its workers are ready
-        self._transfers = 0  # of the group, with the running one
+        self._transfers = 0  # of the group so far
         self._failure: SyncError | None = None  # seen from this end
         url = urlsplit(server.url)
         gpu = weight_group.gpu_id(self._device)
@@ -146,7 +145,7 @@ class _Link:
             self.group.close()
 
     async def begin(self, version: int, compare: bool) -> None:
-        """Tell the server what will come; wait until its workers are ready, or it answers."""
+        """Tell the server what will come; wait until its workers are ready or it answers."""
         start = time.monotonic()
         transport = self._transport
         self._receiving = None
@@ -174,7 +173,7 @@ class _Link:
         self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
 
     async def _announced(self, number: int) -> bool:
-        """Return whether all workers announce a transfer before the server answers."""
+        """Return whether all workers announce a transfer before the answer."""
         ranks = range(1, 1 + self._workers)
         while not weight_group.announced(self._store, self._address.name, number, ranks):
             if self.answer.done():

@@ -20,7 +20,7 @@ class DeltaWriter:
         self._last: dict[str, torch.Tensor] = {}  # and its tensors
 
     def write(self, version: int) -> WrittenVersion:
-        """Write the weights as a delta or in full. Raises SyncError."""
+        """Write a delta, or all. Raises SyncError."""
         base = self._base
         if base is not None and base.version == version:
             return base

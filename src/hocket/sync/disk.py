@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 KINDS = ("weights", "deltas")
-KEEP = 2  # versions of each kind: servers may be loading them
+KEEP = 2  # of each kind: servers may be loading them
 
 
 class WrittenVersion(NamedTuple):
@@ -44,7 +44,7 @@ class Versions:
         self._full: WrittenVersion | None = None
 
     def begin(self, held: int) -> None:
-        """Set the first version's number above the run's and `held`, the servers' highest."""
+        """Set the first number above the run's and `held`, the servers' highest."""
         if not self._begun:
             self.current = max(held, self.current)
             self.advance()
@@ -72,13 +72,13 @@ class Versions:
         return self._run_dir / kind / f"v{version:06d}"
 
     def full(self, version: int) -> WrittenVersion:
-        """Write the trainer's weights in full, once. Raises SyncError."""
+        """Write the weights in full, once. Raises SyncError."""
         if self._full is None or self._full.version != version:
             self._full = self.write("weights", version, self.trainer.export)
         return self._full
 
     def write(self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]]) -> WrittenVersion:
-        """Write a version, of whose tensors `fill` returns the specs. Raises SyncError."""
+        """Write a version, whose specs `fill` returns. Raises SyncError."""
         folder = self.path(kind, version)
         if folder.exists():
             raise SyncError(f"{folder} exists already; two trainers must not share run.dir")

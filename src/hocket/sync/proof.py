@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 16
 SEED = 20
-# By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does.
+# By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does
 LIMITS = {"float32": (3e-5, 1e-4), "float16": (2.5e-3, 0.02), "bfloat16": (0.02, 0.1)}
 NOISE = 4.0  # by this factor a gap may exceed that of a server's first version
 MIN_CHANGE = 2.0  # of the trainer's log-probs / mean |Δ log-prob|: less can't be followed
@@ -62,7 +62,7 @@ class Proof:
     _before: dict[str | None, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session
 
     def is_due(self, version: int) -> bool:
-        """Return whether to check: every check_every-th, one after an alarm, and the next after either."""
+        """Return whether to check: every check_every-th, after an alarm, and the next after either."""
         every = self.sync.check_every
         if (every and version % every == 0) or self.alarmed():
             self._last_due = version + 1
@@ -188,8 +188,8 @@ def missing_share(before: Answer, now: Answer, noise: float) -> tuple[float, flo
 
     With the same seeds, completions of two versions begin with the same tokens; those count. With the trainer's change
     Δ and the gap g = server − trainer, the share is −Σ (g_before + g_now) sign Δ / Σ |Δ|: 0 where every update arrived,
-    1 and more where the server is one version behind. Rounding of the trainer is in g and in Δ; over both versions it
-    cancels. The error is inf where Δ is mostly rounding (`noise`: a mean |gap| without other cause), or of few tokens.
+    1 and more one version behind. The trainer's rounding, in g and in Δ, cancels over both versions. The error is inf
+    where Δ is mostly rounding (`noise`: a mean |gap| without other cause), or of few tokens.
     """
     gaps = []
     changes = []

@@ -1,4 +1,4 @@
-"""Publish the trainer's weights to every server, and prove that they arrived.
+"""Publish the trainer's weights to every server, with proof.
 
     write version v+1 → load it on every server → compare checksums → run the checks (proof.py)
 
@@ -32,7 +32,7 @@ class Delivery(NamedTuple):
 
 class Transport(Protocol):
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        """Load the trainer's weights into servers, or have them compared; can be repeated. Raises SyncError."""
+        """Have servers load the trainer's weights, or compare; can be repeated. Raises SyncError."""
 
 
 async def unchecked(*what: object) -> Metrics:
@@ -47,7 +47,7 @@ class Publisher:
     trainer_turn: TrainerTurn = lambda publishes: nullcontext({})
     check: Check = unchecked
     check_rollouts: RolloutCheck = unchecked  # within `training`, before they are learnt from
-    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # of a training step or a bring-up
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # of a step or a bring-up
 
     @asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:

@@ -27,7 +27,7 @@ class DiskTransport:
     sync: SyncConfig
     say: Callable[[str], None] = lambda line: None
     on_written: Callable[[], None] = lambda: None  # before any server loads it
-    _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # versions of one trainer
+    _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # of one trainer
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         versions = self.versions
