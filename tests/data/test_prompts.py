@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from hocket.config import DataConfig
 from hocket.config.sections import HeldOutConfig
 from hocket.data.prompts import Renderer, TooLongError, load_prompts, renderer_of
+from hocket.data.sources import TASKS
 from hocket.errors import DataError
 from hocket.types import Prompt
 
@@ -51,6 +53,14 @@ def test_jsonl_json_and_parquet_give_the_same_prompts(tokenizer: Any, write_json
     for source in (write_jsonl(*ROWS), str(tmp_path / "rows.json"), str(tmp_path / "rows.parquet")):
         check_rows(load(source, tokenizer))
     assert [p.answer for p in load(write_jsonl(*ROWS, "not read"), tokenizer, limit=1)] == ["ab"]
+
+
+def test_a_plugins_task_may_yield_what_numpy_makes_of_text_and_numbers(tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": numpy.str_("a")}]
+    rows = [{"prompt": chat, "answer": numpy.str_("b")}, {"prompt": numpy.str_("c"), "answer": numpy.float64(0.5)}]
+    TASKS.register("numpy")(lambda split, seed: iter(rows))
+    assert [p.answer for p in load("task:numpy", tokenizer)] == ["b", "0.5"]
+    TASKS.forget("numpy")
 
 
 def test_a_hugging_face_folder_and_a_saved_data_set_are_read_by_split(

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -48,6 +50,21 @@ def test_a_run_has_a_copy_of_each_plugin_and_the_next_one_says_which_has_changed
     with RunFolder(load(None, [f"run.dir={tmp_path}/without"])):
         pass
     assert not (tmp_path / "without" / "plugins.json").exists()
+
+
+def test_what_a_plugin_registers_is_told_where_it_is_the_first_to_import_its_registry(tmp_path: Path) -> None:
+    file = tmp_path / "first.py"
+    file.write_text(ONE.format("first") + "1 / 0\n")
+    program = (
+        "import sys; from pathlib import Path; from hocket.common.registry import load_plugins\n"
+        "from hocket.errors import ConfigError; file = Path(sys.argv[1])\n"
+        "try: load_plugins([str(file)])\n"
+        "except ConfigError: file.write_text(file.read_text().replace('1 / 0', ''))\n"
+        "print(load_plugins([str(file)])[0].registers)\n"
+    )
+    environment = {"PYTHONPATH": str(Path(registry.__file__).parents[2])}
+    said = subprocess.check_output([sys.executable, "-c", program, str(file)], text=True, env=environment)
+    assert said == "('reward first',)\n"
 
 
 def test_ranks_with_other_files_end_the_run_at_its_start(tmp_path: Path) -> None:

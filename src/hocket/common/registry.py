@@ -197,20 +197,27 @@ def _load_plugin(path: str) -> Plugin:
     if name in _PLUGINS:
         return _PLUGINS[name]
     content = file.read_bytes()
-    before = [(registry, registry.names) for registry in Registry.every]
+    before = {registry: registry.names - registry.unfinished for registry in Registry.every}
     spec: Any = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]  # a later attempt must import it again, not find half a module
-        for registry, names in before:
-            registry.unfinished |= registry.items.keys() - names
+        for registry in Registry.every:
+            registry.unfinished |= _added(registry, before)
         told = "".join(traceback.format_exception(error))
         line = ["1", *re.findall(f'File "{re.escape(str(file))}", line ([0-9]+)', told)][-1]
         cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
-    registers = [f"{registry.kind} {one}" for registry, names in before for one in sorted(registry.names - names)]
+    registers = [f"{registry.kind} {one}" for registry in Registry.every for one in sorted(_added(registry, before))]
     digest = hashlib.sha256(content).hexdigest()
     _PLUGINS[name] = Plugin(path, digest, content.decode(errors="replace"), tuple(registers))
     return _PLUGINS[name]
+
+
+def _added(registry: Registry[Any], before: Mapping[Registry[Any], Collection[str]]) -> set[str]:
+    """Return the names that a plugin has registered, not those of a module of hocket that it was first to import."""
+    new = registry.items.keys() - before.get(registry, ())
+    made = {name: getattr(registry.items[name], "function", registry.items[name]) for name in new}
+    return {name for name, item in made.items() if not f"{getattr(item, '__module__', '')}".startswith("hocket.")}

@@ -145,7 +145,7 @@ def check_messages(messages: Any, column: str) -> None:
     if not (isinstance(messages, list) and messages):
         raise ValueError(f"column {column!r} must be text or a list of messages, got {messages!r:.80}")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or {type(message.get("role")), type(message.get("content"))} != {str}:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             what = f"message {index} of column {column!r}"
             raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
 
@@ -277,7 +277,7 @@ class Renderer:
         if column is None:
             return None
         value = self.column(columns, "answer_column", ", or to null where there is no answer")
-        if type(value) not in (str, int, float):
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"column {column!r} must be text or a number, got {value!r:.80}")
         answer = str(value)
         if not answer.strip():

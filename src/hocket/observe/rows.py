@@ -95,7 +95,10 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
 
 def _score(row: Mapping[str, Any]) -> Score:
     total = math.nan if row["reward"] is None else row["reward"]
-    return Score(total=total, parts=row["parts"], error=row["error"], note=row.get("note", ""))
+    error = row["error"]
+    if error is None and not math.isfinite(total):
+        error = f"the row has no reward: {total}"
+    return Score(total=total, parts=row["parts"], error=error, note=row.get("note", ""))
 
 
 def rollout_of(row: Mapping[str, Any], id: str = "") -> Rollout:
