@@ -24,7 +24,7 @@ Per = Literal["group", "batch", "token"]
 Discount = Annotated[float, Field(gt=0, le=1)]
 Bounds = Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]], AfterValidator(ascending)]
 
-MAX_SURVIVOR_WEIGHT = 2.0  # cap of a token's importance weight in a sequence that sequence_mask keeps
+MAX_SURVIVOR_WEIGHT = 2.0  # of a token in a sequence that sequence_mask keeps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,13 +289,13 @@ def deviation(values_n: "Tensor") -> "Tensor":
 
 
 def sequence_means(values_bt: "Tensor", mask_bt: "Tensor", sample_bt: "Tensor") -> "Tensor":
-    """Return at every position the mean over its sequence's trained tokens; other values are 0."""
+    """Return at every position the mean over its sequence's trained tokens."""
     lengths_bt = sequence_sums(mask_bt, sample_bt).clamp(min=1)
     return (sequence_sums(values_bt, sample_bt) / lengths_bt).to(values_bt.dtype)
 
 
 def sequence_sums(values_bt: "Tensor", sample_bt: "Tensor") -> "Tensor":
-    """Return at every position the sum over its sequence, float64; `sample_bt` as in `policy_loss`."""
+    """Return at every position the sum over its sequence, float64; `sample_bt` as in `LossBatch`."""
     index_bt = sample_bt + 1
     values_n = values_bt.double().flatten()
     return values_n.new_zeros(values_n.numel() + 1).index_add(0, index_bt.flatten(), values_n)[index_bt]

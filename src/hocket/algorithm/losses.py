@@ -18,9 +18,9 @@ from hocket.config import LossConfig as LossConfig
 class LossBatch:
     """What the loss reads of a micro-batch; counts are of the whole step, over all ranks."""
 
-    rollout_logprobs_bt: Tensor  # recorded by the engine while sampling
+    rollout_logprobs_bt: Tensor  # the engine's
     advantages_bt: Tensor
-    columns: Mapping[str, Tensor]  # other numbers, by name: "old_logprobs" before the step, "ref_logprobs", ...
+    columns: Mapping[str, Tensor]  # "old_logprobs" of before the step, "ref_logprobs", ...
     mask_bt: Tensor  # True on trained tokens; elsewhere the numbers may be anything
     sample_bt: Tensor  # number of the sequence of each position, below b · t; -1: none
     num_tokens_global: int  # N, trained tokens; 0 gives a loss of 0

@@ -19,17 +19,17 @@ from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
 MIN_VARIANCE = 1e-8
-ZERO_VARIANCE = 1e-6  # a group whose rewards lie within this range has no signal
+ZERO_VARIANCE = 1e-6  # range of rewards without a signal
 MAX_KL_ERROR = 0.2
 
 
 class Rewarded(NamedTuple):
-    """A rollout with a score, as it is trained."""
+    """A rollout with a score."""
 
     rollout: Rollout
     reward: float  # its score minus its penalty
     penalty: float  # for its length
-    parts: Mapping[str, float]  # the values of each reward function
+    parts: Mapping[str, float]  # by reward function
 
 
 class Shaped(NamedTuple):
@@ -38,7 +38,7 @@ class Shaped(NamedTuple):
     group: Group
     scored: tuple[Rewarded, ...]
     has_equal_rewards: bool  # or fewer than two
-    reason: str | None  # why the group has no signal; None if it is trained
+    reason: str | None  # why the group has no signal
 
 
 def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
@@ -186,7 +186,7 @@ def train_samples(
 
 
 def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the KL estimate per sampled token; 0 if it is not in the reward."""
+    """Return the KL estimate per sampled token; 0 where it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
         return torch.zeros(sequence.mask.count(True), dtype=torch.float64)
     sampled_n = _sampled(sequence.logprobs, sequence)

@@ -34,7 +34,7 @@ LOOK_S = 1.0  # between checks of its size
 class Task:
     """What an agent is given."""
 
-    messages: Sequence[Message]  # the prompt as a chat; () where the source gave plain text
+    messages: Sequence[Message]  # () where the source gave plain text
     text: str  # the last user message, or the plain text
     answer: str | None  # the reference
     meta: Mapping[str, Any]  # the row's other columns
@@ -86,7 +86,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
     for name in ("NO_PROXY", "no_proxy"):  # a proxy knows nothing of servers on this machine or network
         hosts = os.environ.get(name), urlsplit(task.base_url).hostname
         variables[name] = ",".join(filter(None, hosts))
-    # Files, not pipes: a process that the program leaves running can't keep us waiting for their end.
+    # Not pipes: a process that the program leaves running can't keep us waiting for their end.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(given, default=str).encode())
         stdin.seek(0)

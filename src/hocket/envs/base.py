@@ -25,7 +25,7 @@ class Action:
 
     text: str  # without the token that ended it
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason  # "stop" where the model ended its turn, "length" where it was cut off
+    finish_reason: FinishReason
     tool_calls: tuple[ToolCall, ...] = ()  # found in the text, if the environment has a toolbox
 
 

@@ -17,7 +17,7 @@ from hocket.errors import ConfigError
 from hocket.types import Rollout
 
 if TYPE_CHECKING:
-    from hocket.config import RewardSpec  # its import would take most of a worker's start
+    from hocket.config import RewardSpec  # would take most of a worker's start
 
 F = TypeVar("F", bound=Callable[..., Any])
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
@@ -52,7 +52,7 @@ class RetryError(Exception):
 
 
 def named(rollout: Rollout) -> dict[str, Any]:
-    """Return what a reward of one rollout can name of it, as JSON can say it."""
+    """Return what a reward can name of a rollout, as JSON can say it."""
     return {name: of(rollout) for name, of in _OF_FIRST.items() if name != "rollout"}
 
 
@@ -71,7 +71,7 @@ class Reward:
     own_deadline: bool = False  # of an async one: rewards.timeout_s is not for it
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_for: Collection[str] = ()
-    of_group: bool = False  # it scores all rollouts of a group in one call
+    of_group: bool = False  # it scores a group in one call
     max_concurrent: int | None = None
     retries: int = 0
 
@@ -84,9 +84,10 @@ class Reward:
         return self.function(**self.options) if self.is_class else partial(self.function, **self.options)
 
     def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        of_group = {name: _OF_GROUP[name](rollouts) for name in self.asks_for if name in _OF_GROUP}
-        of_first = {name: _OF_FIRST[name](rollouts[0]) for name in self.asks_for if name in _OF_FIRST}
-        return of_group | of_first
+        return {
+            name: _OF_GROUP[name](rollouts) if name in _OF_GROUP else _OF_FIRST[name](rollouts[0])
+            for name in self.asks_for
+        }
 
 
 REWARDS: Registry[Reward] = Registry(

@@ -80,7 +80,7 @@ class Endpoint(Service):
         self._next_to_pay = asyncio.Lock()
         self.call_seconds = clock()
         self._thread = ThreadPoolExecutor(1, "cache")  # waits for other processes, while the event loop goes on
-        self._broken: RewardError | None = None  # after which no statement is tried: nothing would be counted
+        self._broken: RewardError | None = None  # after which nothing would be counted: no statement is tried
 
     async def __aenter__(self) -> Self:
         await self._stored("dollars")  # fails here where the cache can't be used
@@ -102,7 +102,7 @@ class Endpoint(Service):
 
         `form`: JSON schema of an answer. A model is asked again where `read` raises ValueError.
         """
-        contents = [one.encode("utf-8", "replace").decode() for one in contents]  # half a surrogate pair can't be sent
+        contents = [one.encode("utf-8", "replace").decode() for one in contents]  # no half surrogate pair
         paid = Counter[str]()
         found = list[Any]()
         async with self._wanted.setdefault(contents[0], asyncio.Lock()):  # the next one finds the answers in the cache
@@ -226,13 +226,13 @@ def _counted(answer: str, expected: Tokens) -> Tokens:
 
 
 class Window:
-    """Bounds the requests, or tokens, that are under way or ended within a minute, by the smallest limit."""
+    """Bounds the requests, or tokens, under way or ended within a minute, by the smallest limit."""
 
     def __init__(self, asked: tuple[str, str], limit_of: Callable[[Endpoint], int | None]) -> None:
         self._asked = asked
         self._limit_of = limit_of
         self._ended = deque[tuple[float, float]]()  # (time, amount)
-        self._sum = 0.0  # of these, and of what is under way
+        self._sum = 0.0  # of these and what is under way
 
     def _limit(self) -> float:
         return min(self._limit_of(one) or math.inf for one in SET_UP if self._asked in one.asks)

@@ -18,8 +18,8 @@ from hocket.types import Score
 
 T = TypeVar("T")
 
-BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at most before any
-_JITTER = random.Random()  # the run's own random numbers are left as they are
+BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry, at most before any
+_JITTER = random.Random()  # leaves the run's random numbers alone
 
 
 class Call(NamedTuple):

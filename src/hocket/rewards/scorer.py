@@ -33,7 +33,7 @@ from hocket.rewards.scores import NoScoreError, as_score, as_scores, compose, fa
 from hocket.types import Group, Rollout, Score
 
 if TYPE_CHECKING:
-    from hocket.config import RewardsConfig  # its import would take most of a worker's start
+    from hocket.config import RewardsConfig  # would take most of a worker's start
 
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 START_TIMEOUT_S = 120.0
@@ -41,7 +41,7 @@ KILL_TIMEOUT_S = 30.0
 TEAR_DOWN_S = 5.0
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
-MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
+MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all of them may print, bytes of one
 _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
@@ -197,7 +197,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is for the process that owns this one
+                start_new_session=True,  # a Ctrl-C is for its owner
             )
         self._unasked = select.poll()
         self._unasked.register(self._socket, select.POLLIN)
@@ -246,7 +246,7 @@ class Worker:
         return [no_score(problem)] * size
 
     def kill(self, tear_down_s: float = 0.0) -> None:
-        """Kill it and all that it has started, after the seconds that its rewards have to tear down."""
+        """Kill it and all that it has started; its rewards may tear down before."""
         if self.ended:
             return  # by now the pid may be another process's
         self.ended = True
@@ -265,7 +265,7 @@ class Worker:
 
 
 def _show(output: IO[bytes], printed: Iterator[int]) -> None:
-    """Show what a worker prints; drop what comes after MAX_LINES lines of all workers."""
+    """Show what a worker prints, up to MAX_LINES lines of all workers."""
     with output:
         while line := output.readline(MAX_LINE):
             number = next(printed)

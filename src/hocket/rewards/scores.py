@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from hocket.types import Score
 
 if TYPE_CHECKING:
-    from hocket.config import RewardSpec  # its import would take most of a worker's start
+    from hocket.config import RewardSpec  # would take most of a worker's start
 
-MAX_TEXT = 2000  # characters of an error, of a note, or of the name of a part
+MAX_TEXT = 2000  # characters of an error, a note or a part's name
 LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
 _EPS = 1e-6
 
@@ -45,7 +45,7 @@ def as_score(returned: Any) -> Score:
             return no_score(score.error, score.note)
         parts = {_plain(name): _number(value) for name, value in score.parts.items()}
         return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
-    except Exception as error:  # noqa: BLE001 - a Score of anything; those beside it in a group are none the worse
+    except Exception as error:  # noqa: BLE001 - others of its group have their scores
         return failure(error)
 
 
