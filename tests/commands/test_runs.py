@@ -141,6 +141,22 @@ def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_i
     assert not (tmp_path / "a" / "ledger.jsonl").exists()
 
 
+def test_a_resume_that_is_refused_leaves_the_records_behind_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(kept: object) -> None:
+        pytest.fail("the records were cut off")
+
+    saved = SimpleNamespace(step=1, folder=tmp_path, trainer={}, restore=cut_off)
+    does = {"restore": lambda *_: None, "check_same_model": None}
+    trainer = SimpleNamespace(memory="little", micro_batch_tokens=3, **does)
+    monkeypatch.setattr(commands.checkpoints, "find", lambda *_: saved)
+    monkeypatch.setattr(commands.Parts, "trainer", lambda *_: trainer)
+    settings = [f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4"]
+    with pytest.raises(ConfigError, match="tokens, but 4 fit"):
+        commands.train(load(None, settings))
+
+
 def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

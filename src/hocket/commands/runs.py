@@ -172,6 +172,10 @@ def _run(
     from hocket.loop import Run
     from hocket.trainer.state import SavedTensors
 
+    if saved:
+        trainer.restore(SavedTensors(saved.folder), saved.trainer)
+    parts.limit(trainer)  # before records behind the checkpoint are cut off
+    console.say(trainer.memory)
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
@@ -180,13 +184,10 @@ def _run(
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     last = 0
     if saved:
-        trainer.restore(SavedTensors(saved.folder), saved.trainer)
         saved.restore(kept)
         last = saved.step
     elif not replay:
         folder.ledger(0, [{"num_prompts": len(prompts)}])
-    parts.limit(trainer)
-    console.say(trainer.memory)
     play = parts.play(servers)
     after: list[Callable[[Path], None]] = []
     if config.checkpoint.copy_to is not None:
