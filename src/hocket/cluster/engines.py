@@ -21,13 +21,13 @@ SUBMIT = {  # command lines, in the folder of the files
     "ray": ["ray job submit --no-wait -- python3 {folder}/ray_job.py"],
     "kubernetes": ["kubectl apply -f storage.yaml", "kubectl apply -k ."],
 }
-TOKEN_FILE = "token.env"  # Kubernetes' secret is made of it
-RECORD = ".written.json"  # each file as hocket last wrote it; one that differs has been edited
+TOKEN_FILE = "token.env"  # becomes Kubernetes' secret
+RECORD = ".written.json"  # files as hocket wrote them; one that differs has been edited
 HEAD = "# The settings of this run, read by all of its processes; yours to edit.\n"
 
 
 class Layout(NamedTuple):
-    """Say on how many nodes a run is, each with servers or ranks, unless one holds all."""
+    """Nodes of a run, each with servers or ranks, unless one holds all."""
 
     servers: int
     gpus_per_server: int  # 0 without GPUs
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) -> Layout:
-    """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError for a layout that can't be."""
+    """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError where it can't be."""
     if gpus_per_node < 0:
         raise ConfigError(f"--gpus-per-node={gpus_per_node} must be 1 or more, or 0 for CPUs only")
     if gpus_per_node == 0 or servers * gpus_per_server + ranks <= gpus_per_node:

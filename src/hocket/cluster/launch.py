@@ -26,7 +26,7 @@ from hocket.errors import ConfigError, ServerError, door
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
-LONGEST_PROMPT = 80  # characters of one that is shown in a command
+LONGEST_PROMPT = 80  # characters, in a command
 NUM_LINES = 15  # of a server's log, in an error
 TAIL = 1 << 16  # bytes of a log in which they are looked for
 
@@ -123,7 +123,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
         print("by hand:", *(_typed(command, env) for _, command, env in commands), sep="\n")
         print(_typed(train, variables(plan.ranks), plan.num_ranks))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: it stops the children, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it stops children, too
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     servers: list[Child] = []
@@ -137,7 +137,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
 
 
 def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:
-    """Divide the GPUs of this machine: first come the servers', then the ranks'; a single one is for both sides.
+    """Divide this machine's GPUs: first come the servers', then the ranks'; a single one is for both.
 
     By default servers of `size` GPUs get half of them. Raise ConfigError where they are too few, or where NCCL would
     have to connect two processes on one GPU.
@@ -201,7 +201,7 @@ def run_ranks(
             statuses = [child.poll() for child in ranks]
             for number, child in enumerate(ranks):
                 if child.returncode:
-                    if child.log is not None:  # the others print into this process's output
+                    if child.log is not None:  # others print here
                         print(child.last_words(f"rank {number}"), file=sys.stderr)
                     return child.returncode if child.returncode > 0 else 128 - child.returncode  # as a shell says it
             if None not in statuses:
@@ -227,7 +227,7 @@ def variables(gpus: str) -> dict[str, str]:
 
 
 def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
-    """Return the line that runs a command of hocket, as several ranks where asked."""
+    """Return the line that a user types for a command."""
     program = [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command  # it finds hocket
     if num_ranks > 1:
         program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]
@@ -260,7 +260,7 @@ def free_ports(host: str, first: int, number: int) -> list[int]:
 
 
 def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
-    """Return commands that can follow a run: the same by hand, and the use of its newest version."""
+    """Return commands: the same run by hand, and the use of its newest version."""
     run = door()
     given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
     model = max(run_dir.glob("weights/v*"))

@@ -1,6 +1,6 @@
 """Say what a run needs and takes on given GPUs, before anything is rented or loaded: `run.py plan`.
 
-Memory is what the trainer estimates at its start; seconds are good for a choice between settings, not for a promise.
+Seconds are good for a choice between settings, not for a promise.
 """
 
 import itertools
@@ -39,7 +39,7 @@ GPUS = {
 }
 """By size; figures of the data sheets, less half a GiB for CUDA itself."""
 MFU = 0.4  # share of the peak that training reaches: Llama 3's is .38 to .43 (arXiv 2407.21783, table 4)
-DECODE_MEMORY, DECODE_FLOPS = 0.7, 0.5  # shares of bandwidth and peak that decoding reaches: assumed
+DECODE_MEMORY, DECODE_FLOPS = 0.7, 0.5  # shares that decoding reaches: assumed
 ITERATION_S = 0.004  # of scheduling and sampling, per decoded token: assumed
 ENGINE_GIB = 2.5  # of vLLM besides weights and KV cache: activations, CUDA graphs
 MAX_SEQUENCES = 1024  # vLLM's own limit on such cards
@@ -52,8 +52,8 @@ HOST_GIB = 3.0  # of a process: libraries, CUDA's context, tokenizer: assumed
 OFFLOADED = {1: 18, 2: 18, 3: 20}
 UPDATE_BYTES, HOST_BANDWIDTH = 28, 100e9  # AdamW's reads and writes per parameter; a third of eight channels: assumed
 PCIE_BANDWIDTH = 25e9  # of each GPU, sixteen lanes of version 4: assumed
-PROMPT_TOKENS = 256  # assumed, where data.max_prompt_tokens says nothing
-LENGTH = 0.5  # mean of the completions, as a share of rollout.max_tokens: assumed
+PROMPT_TOKENS = 256  # assumed, without data.max_prompt_tokens
+LENGTH = 0.5  # mean completion, as a share of rollout.max_tokens: assumed
 WAYS = (
     ("trainer.gradient_checkpointing=true",),
     ("trainer.micro_batch_tokens=4096", "trainer.gradient_checkpointing=true"),
@@ -95,7 +95,7 @@ class Needs:
         self.kv_cache = size * (server.kv_cache_mib << 20 if server.kv_cache_mib else left)  # of all GPUs of a server
         self.kv_tokens = max(0, int(self.kv_cache / self._kv_token))
         self.sequences = self.kv_tokens // tokenizers.context_length(config.model)  # of the full context
-        beside = 0.0  # what a server takes of a rank's GPU
+        beside = 0.0  # of a server, on a rank's GPU
         if not where.apart:
             asleep = config.launch.share_gpu
             beside = ENGINE_GIB * GIB + (0.0 if asleep else self.weights + self.kv_cache / size)
@@ -106,7 +106,7 @@ class Needs:
         free = self.room - (rank.total - rank.activations)
         self.largest_micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))  # tokens that fit
         self._prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
-        if config.trainer.micro_batch_tokens == "auto":  # at least of one sequence
+        if config.trainer.micro_batch_tokens == "auto":  # at least one sequence
             tokens = min(8192, max(self.largest_micro_batch, self._prompt + config.rollout.max_tokens))
             rank = rank._replace(activations=per_token * tokens)
         self.rank = rank

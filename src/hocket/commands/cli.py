@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     if args.traceback:
-        os.environ[TRACEBACK] = "1"  # for the processes that this one starts, too
+        os.environ[TRACEBACK] = "1"  # for children, too
     try:
         if "settings" in args:
             args.config, args.arguments = read_settings([*args.settings, *rest], DEFAULTS.get(args.command))

@@ -140,7 +140,7 @@ def port(number: int = PORT) -> Iterator[Finding]:
 
 
 def processes() -> Iterator[Finding]:
-    """Find this user's servers, trainers and engines, but not this process and its ancestors."""
+    """Find this user's servers, trainers and engines, except this process and its ancestors."""
     skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     in_container = is_ours(psutil.Process(1).cmdline())  # process 1 is the server then
     for process in psutil.process_iter():

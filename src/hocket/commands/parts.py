@@ -60,7 +60,7 @@ class Servers:
         return self.config.server_urls if where is None else await find_servers(where)
 
     async def answer(self) -> bool:
-        """Return whether the config names servers, or one answers where it would start one."""
+        """Return whether servers are named, or one answers where it would be started."""
         if self.config.names_servers:
             return True
         async with ServerClient(self.config.own_url, token=self.config.token) as server:
@@ -120,7 +120,7 @@ class Parts:
             raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
 
     def prompts(self) -> Prompts:
-        """Return the prompts to train on, and show the first ones."""
+        """Return the training prompts, and show the first."""
         answer = self.config.rollout.max_tokens
         prompts, longest = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
         self.needed = longest + self.example.thinking_tokens + answer
@@ -264,7 +264,7 @@ class Parts:
         publisher.check = proof.check
         if config.sync.check_share and config.pipeline.replay is None:
             check = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history)
-            if config.env.name == "single_turn":  # turns of others end in other ways, too
+            if config.env.name == "single_turn":  # others' turns end in other ways, too
                 ends = tokenizers.end_ids(config.model.path, self.tokenizer)
                 stop = config.rollout.stop
                 check.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)

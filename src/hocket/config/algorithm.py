@@ -80,8 +80,6 @@ PRESETS: Mapping[str, Preset] = {
 
 
 class AdvantageConfig(Section):
-    """Knobs between the rewards and the advantages."""
-
     preset: PresetName | None = None
     """Published algorithm (algorithms.md); replaces defaults."""
     baseline: Chosen = "mean"
@@ -109,8 +107,6 @@ class AdvantageConfig(Section):
 
 
 class LossKnobs(Section):
-    """Knobs of the policy loss."""
-
     ratio: Ratio = "token"
     """Probability ratio per `token`, or its geometric mean per `sequence`."""
     clip: Chosen = "ppo"
@@ -147,8 +143,6 @@ class LossKnobs(Section):
 
 
 class LossConfig(LossKnobs):
-    """The policy loss alone."""
-
     constant_length: int | None = Field(None, ge=1)  # by which aggregate=constant divides
 
 

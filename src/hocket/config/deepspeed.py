@@ -73,7 +73,7 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     trainer = values.get("trainer")
     asked = _read(trainer.get("deepspeed")) if isinstance(trainer, Mapping) else None
     if not isinstance(asked, Mapping):
-        return values  # pydantic says what it should be
+        return values  # pydantic says more
     found = dict(values)
     passed: dict[str, Any] = {}
     others = []

@@ -209,12 +209,12 @@ class EnvConfig(Section, extra="allow"):
 class RewardSpec(Section, extra="allow"):
     """Keys of every reward; others are its arguments."""
 
-    gate: bool = False  # where its value is not above 0, the other rewards can only cost
+    gate: bool = False  # at 0 or less the others can only cost
     weight: float = Field(default_factory=lambda known: 0.0 if known.get("gate") else 1.0)
     clip: Range | None = None  # lowest and highest value
-    normalize: bool = False  # by mean and deviation of the value within the group
-    max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward at the same time
-    retries: int = Field(5, ge=0)  # of a call of an async reward that raises RetryError
+    normalize: bool = False  # by mean and deviation in the group
+    max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward
+    retries: int = Field(5, ge=0)  # of such a call that raises RetryError
 
     @pydantic.model_validator(mode="before")
     @classmethod

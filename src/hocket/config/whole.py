@@ -120,7 +120,7 @@ class Config(Section):
         """Return the config for JSON and YAML, without the token."""
         values = self.model_dump(mode="json", by_alias=True)
         values["server"]["token"] = None  # a run folder is shared; a secret is not
-        # Unset is as in data; and a source of its own, even the default, would be held-out rows.
+        # Unset is as in data; a source of its own would be held-out rows.
         values["eval"]["data"] = self.eval.data.model_dump(mode="json", exclude_unset=True)
         return values
 
