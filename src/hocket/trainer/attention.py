@@ -15,12 +15,12 @@ from transformers import AttentionInterface
 from hocket.errors import TrainerError
 
 NAME = "hocket_segments"
-_ROUND = 32  # without a kernel, segments whose lengths round up to the same multiple go together
+_ROUND = 32  # without a kernel, segments whose lengths round up alike go together
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """How a row is divided into sequences: all that attention and positions depend on."""
+    """How a row is divided into sequences: what attention and positions depend on."""
 
     lengths: tuple[int, ...]
     device: torch.device
@@ -42,7 +42,7 @@ class Segments:
 
     @functools.cached_property  # FlashAttention takes the offsets alone
     def groups(self) -> tuple[list[Tensor], Tensor]:
-        """Positions of similar segments, [segments, length] each, and the place of each position [row] in the results.
+        """Positions of similar segments, [segments, length] each, and each position's place [row] in the results.
 
         The last position of a shorter segment is repeated.
         """
@@ -105,7 +105,7 @@ def attend(
 
 
 def choose_kernel(device: torch.device) -> str:
-    """Have `varlen_attn` run FlashAttention 3 where that works; return what it runs, and why."""
+    """Have `varlen_attn` run FlashAttention 3 where that works; return what it runs."""
     if device.type != "cuda":
         return "torch's for CPUs"
     if torch.cuda.get_device_capability(device) != (9, 0):

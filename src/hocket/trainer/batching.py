@@ -1,7 +1,7 @@
 """Pack samples into micro-batches; the only place where sequences move to the next-token axis.
 
 A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. The
-segments of a micro-batch share one row without padding. How samples are packed changes a result by rounding only.
+segments of a micro-batch share a row without padding. Packing changes results by rounding only.
 """
 
 import dataclasses
@@ -54,9 +54,9 @@ def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
 
 
 def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) -> list[list[int]]:
-    """Return the places of the samples of each update, in order; groups[i] is the group of sample i.
+    """Return the places of each update's samples, in order; groups[i] is the group of sample i.
 
-    Every epoch deals the groups, shuffled by `seed`, into `count` mini-batches, or fewer if there are fewer groups.
+    Every epoch deals the groups, shuffled by `seed`, into `count` mini-batches, or fewer if groups are fewer.
     """
     distinct = sorted(set(groups))
     shuffles = random.Random(seed)
@@ -75,9 +75,8 @@ def divide(
 ) -> list[list[Make]]:
     """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
-    Ranks get about the same cost; within a rank, sequences go by first-fit decreasing, and the costliest micro-batch
-    comes first, so that the ranks run similar ones at a time. A rank with fewer runs a masked position. `cost`: of a
-    segment with this number of positions.
+    Ranks get about the same cost; within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks
+    run similar ones at a time. One with fewer runs a masked position. `cost`: of a segment with so many positions.
     """
     lengths = list(map(num_positions, samples))
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
@@ -144,7 +143,7 @@ def unpack(batch: TrainBatch, columns: Mapping[str, Tensor]) -> dict[int, dict[s
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Return indices in parts of about equal sums: the costliest first, each to the cheapest part."""
+    """Return indices in parts of about equal sums: the costliest first, to the cheapest part."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [(0.0, number) for number in range(num_parts)]  # a heap
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):

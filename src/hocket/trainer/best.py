@@ -29,10 +29,7 @@ class Best:
     checkpoints: Checkpoints
 
     def keep(self, step: int, metrics: Metrics) -> Metrics:
-        """Keep the trainer's weights if this evaluation is the best; return eval/since_best.
-
-        Raise ConfigError where the evaluation has no such metric.
-        """
+        """Keep the weights of the best evaluation; return eval/since_best. Raise ConfigError without its metric."""
         if self.settings.name not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
             raise ConfigError(f"checkpoint.best={self.settings.name} is no metric of the evaluation; known: {known}")
@@ -47,7 +44,6 @@ class Best:
         return {"eval/since_best": len(rows) - 1.0 - rows.index(best)}
 
     def summary(self) -> dict[str, Any]:
-        """Return step, metric, value and folder of the best evaluation."""
         row = self._best(self._evaluations())
         metric = self.settings.name
         return {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}

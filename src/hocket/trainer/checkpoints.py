@@ -113,8 +113,8 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; leaving it waits for one that is being written.
 
-    With checkpoint.async a thread writes them, one at a time; its errors are raised at the next step. Another thread
-    calls `after` with each complete one. `last`: step of the newest one, 0 before any. `kept`: a step whose one stays.
+    With checkpoint.async a thread writes them; its errors are raised at the next step. Another one calls `after` with
+    each complete one. `last`: step of the newest, 0 before any. `kept`: a step whose checkpoint stays.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return {"time/checkpoint": time.perf_counter() - start}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Make a checkpoint of what `copy` took, the metrics of `step` and the state of all parts."""
+        """Make a checkpoint of what `copy` took, metrics, and the state of all parts."""
         if self._writing.done():
             self._writing.result()
         if self._copied is None:
@@ -202,7 +202,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._later.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
 
     def _tidy(self, newest: Path, kept: str) -> None:
-        """Remove old checkpoints; newer ones than `newest` may be there already, but are not passed on yet."""
+        """Remove old checkpoints, but none after `newest`, which are not passed on yet."""
         known = [folder for folder in complete(self._root) if folder <= newest]
         for old in known[: -self._settings.keep]:
             if old.name != kept:

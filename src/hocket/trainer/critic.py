@@ -1,7 +1,4 @@
-"""The critic: a second model, which estimates the return at every sampled token.
-
-It starts from a language model's layers under a head of zeros, and has its own optimizer.
-"""
+"""The critic estimates the return at every sampled token: a model under a head of zeros, with its own optimizer."""
 
 import dataclasses
 import functools
@@ -24,14 +21,14 @@ from hocket.trainer.step import Learner, Update
 
 
 class ValueModel(Policy):
-    """A language model with one number in place of logits: the value before the token is chosen."""
+    """A language model with one number in place of logits: the value before the token."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         logits = self.model.get_output_embeddings()
         head = nn.Linear(logits.in_features, 1, bias=False, dtype=logits.weight.dtype)
         nn.init.zeros_(head.weight)
-        compute_in_float32(head)  # in 16 bits values near 1 would be steps of .004
+        compute_in_float32(head)  # 16 bits round values near 1 to steps of .004
         self.model.config.tie_word_embeddings = False
         self.model.set_output_embeddings(head)
 

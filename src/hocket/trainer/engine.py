@@ -1,4 +1,4 @@
-"""DeepSpeed behind a small interface. Nothing has to be compiled, and no step is skipped silently."""
+"""DeepSpeed behind a small interface: nothing is compiled, and no step skipped silently."""
 
 import contextlib
 import dataclasses
@@ -60,7 +60,7 @@ class Setup:
 def load_deepspeed(ranks: Ranks) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     deepspeed = importlib.import_module("deepspeed")
-    # DeepSpeed would compile this operator at first start; it is for tensor-parallel inference.
+    # It would be compiled at first start, and is for tensor-parallel inference.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     ranks.destroy = deepspeed.comm.destroy_process_group  # it also forgets DeepSpeed's copies
@@ -84,7 +84,7 @@ def initialize(setup: Setup, **options: Any) -> Any:
 
 
 def spread(module: nn.Module, setup: Setup) -> None:
-    """Leave each rank its part of the weights that rank 0 has loaded, module by module; elsewhere they are meta."""
+    """Leave each rank its part of the weights, module by module; at first rank 0 has all, and others meta tensors."""
     device = setup.ranks.device
     zero = load_deepspeed(setup.ranks).zero
     dtypes = [parameter.dtype for parameter in module.parameters()]
@@ -106,7 +106,6 @@ def spread(module: nn.Module, setup: Setup) -> None:
 
 
 def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> int:
-    """Return the configured stage; default 0 for one rank in float32, 1 on a CPU, 2 on a GPU."""
     if config.zero_stage is not None:
         return config.zero_stage
     if num_ranks == 1 and dtype == torch.float32 and not config.offload_optimizer:
@@ -121,14 +120,14 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
     stage = setup.stage
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}
     values: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
+        "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer accumulates itself
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,  # `step` does it there
         "steps_per_print": 10**9,
     }
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        values["zero_force_ds_cpu_optimizer"] = False  # it would have to be compiled; torch's AdamW runs there too
+        values["zero_force_ds_cpu_optimizer"] = False  # it would be compiled; torch's AdamW runs there too
     if setup.dtype == torch.bfloat16 and stage == 0:
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
     else:
@@ -148,7 +147,7 @@ def learning_rate(config: TrainerConfig, steps: int) -> float:
 class DeepSpeedEngine:
     """Trains one module, with float32 master weights and AdamW; `name`: prefix of its tensors in a checkpoint.
 
-    Its state is found in AdamW's memory: DeepSpeed's own checkpoints fit only the ranks and the stage that wrote them.
+    They are read from AdamW's memory: DeepSpeed's checkpoints fit only the ranks and the stage that wrote them.
     """
 
     def __init__(self, module: nn.Module, setup: Setup, *, name: str) -> None:
@@ -174,7 +173,7 @@ class DeepSpeedEngine:
             self._adamw.state[flat] = {"step": step, **moments}
         self.num_steps = 0  # of the run, that took an update
         self._has_stepped = False  # since the end of the step before
-        # With one rank alone, ZeRO-0 would copy all gradients to sum them.
+        # One rank alone would copy all gradients to sum them.
         self._engine.enable_backward_allreduce = self.stage > 0 or self._ranks.size > 1
         self._scaler: dict[str, Any] = {}  # of float16 losses
         if self._dtype == torch.float16:
@@ -215,7 +214,7 @@ class DeepSpeedEngine:
         return norm
 
     def _step_without_zero(self) -> float | None:
-        """Clip and look for NaN here: at stage 0 DeepSpeed does not, nor does it report the norm."""
+        """Clip, and look for NaN: at stage 0 DeepSpeed does not, nor does it report the norm."""
         norm = float(nn.utils.clip_grad_norm_(self._trained.values(), self._config.max_grad_norm))
         if math.isfinite(norm):
             self._engine.step()
@@ -295,7 +294,7 @@ class DeepSpeedEngine:
         self._engine.destroy()
 
     def _pieces(self) -> Iterator[tuple[str, torch.Size, slice, Tensor]]:
-        """Yield each tensor's name and shape, and the place of this rank's flat piece of it, with AdamW's memory."""
+        """Yield each tensor's name and shape, this rank's slice of it, and that in AdamW's memory, flat."""
         for name, parameter in self._trained.items():
             start, flat, offset, size = self._find(parameter)
             found = {MASTER: flat.detach(), **self._adamw.state[flat]}
@@ -304,7 +303,7 @@ class DeepSpeedEngine:
                 yield f"{self._name}/{kind}/{name}", whole_shape(parameter), slice(start, start + size), piece
 
     def _find(self, parameter: Any) -> tuple[int, Tensor, int, int]:
-        """Return this rank's start in the parameter, the tensor that AdamW steps on, the place there, and its size."""
+        """Return this rank's start in the parameter, the tensor that AdamW steps on, the place there, and the size."""
         if self.stage == 0:
             return 0, parameter, 0, parameter.numel()
         flats = self._flats()
@@ -320,7 +319,7 @@ class DeepSpeedEngine:
         return mapping.lp_fragment_address.start, flats[mapping.param_group_index], address.start, address.numel
 
     def _flats(self) -> list[Tensor]:
-        """Return what AdamW steps on: the parameters (ZeRO-0), or flat tensors of which each rank has a part."""
+        """Return what AdamW steps on: the parameters (ZeRO-0), or this rank's flat parts of them."""
         (group,) = self._adamw.param_groups
         # ZeRO-3 gives it to AdamW during a step only.
         return list(self._engine.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else group["params"])

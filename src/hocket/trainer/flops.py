@@ -1,7 +1,7 @@
 """Floating-point operations of a step, and the device's peak: what the MFU is made of.
 
-Counted as in PaLM (arXiv 2204.02311, appendix B), two per multiply-add: no recomputation, causal attention within each
-sequence, the chosen experts, the output head over trained tokens, no norms, activations or softmax.
+Counted as in PaLM (arXiv 2204.02311, appendix B), two per multiply-add: causal attention within each sequence, the
+chosen experts, the head over trained tokens; no recomputation, norms, activations or softmax.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hocket.trainer.shape import Shape
 
-MEASURED_S = 2e-3  # at least, of a product: starting many threads takes some of a shorter one
+MEASURED_S = 2e-3  # least, of a product: starting threads takes some of a shorter one
 PEAKS = {  # device → dense 16-bit operations per second with float32 sums, from the data sheets
     "B200": 2250e12,
     "H200": 989e12,
@@ -40,7 +40,7 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Count them of a model whose weights are whole and not packed, as on the meta device."""
+    """Count them of a model with whole weights, as on the meta device."""
     shape = Shape.of(model)
     head = model.get_output_embeddings()
     layers = [module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding)]
@@ -96,6 +96,6 @@ def _seconds_of_product(matrix: Tensor) -> float:
 
 
 def known_peak(name: str) -> float | None:
-    """Return the data sheet's peak; None for a device that is not listed, or a part of one (MIG)."""
+    """Return the data sheet's peak; None for one that is not listed, or a part of one (MIG)."""
     found = (peak for device, peak in PEAKS.items() if re.search(rf"\b{device}\b(?!.*MIG)", name))
     return next(found, None)

@@ -1,4 +1,4 @@
-"""Name what went wrong in a step: what was not finite, and what did not fit into memory."""
+"""Name what went wrong in a step: what was not finite, or did not fit into memory."""
 
 import json
 import math
@@ -16,8 +16,8 @@ from hocket.errors import TrainerError
 from hocket.trainer.step import Update
 from hocket.types import TrainSample
 
-MAX_SKIPPED_STEPS = 5  # in a row, without any update; then the run stops
-MAX_KEPT = 8  # newest batches of skipped steps that stay in a folder
+MAX_SKIPPED_STEPS = 5  # in a row; then the run stops
+MAX_KEPT = 8  # batches of skipped steps in a folder
 LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
 _NO_ROOM = r"out of memory|allocate memory|ALLOC_FAILED|MemoryError"
 
@@ -42,7 +42,7 @@ def first_fault(samples: Sequence[TrainSample], done: Sequence[Update]) -> str:
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:
-    """Write the samples as JSON (with NaN), one per line, and remove the oldest of such files."""
+    """Write the samples as JSON (with NaN), one per line; remove the oldest such files."""
     lines = ",\n".join(json.dumps(_row(sample, decode), ensure_ascii=False) for sample in samples)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, f'{{"not_finite": {json.dumps(fault)},\n"samples": [\n{lines}\n]}}\n')

@@ -23,7 +23,7 @@ def token_logprobs(
 
     With `variance` a third: that of the log-prob of a token drawn from the softmax.
 
-    Logits exist for `chunk_tokens` positions at a time and are computed again in the backward pass.
+    Logits exist for `chunk_tokens` positions at a time, and again in the backward pass.
 
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.

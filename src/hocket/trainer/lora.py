@@ -1,7 +1,6 @@
 """LoRA: low-rank updates beside frozen weights, in PEFT's format. Nothing else imports peft.
 
-An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685); B [out, rank] is zero at first, so that
-training starts from the model as it is.
+An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685), with B [out, rank] zero at first.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""How much memory a step takes: estimated before loading, measured for trainer.micro_batch_tokens=auto on a GPU.
+"""How much memory a step takes: estimated before loading, measured for micro_batch_tokens=auto on a GPU.
 
 The estimate is good to about 15 % for the usual decoder, and too high with 16-bit autocast (ZeRO-0).
 """
@@ -28,16 +28,16 @@ Models = Iterable[tuple[ModelConfig, bool]]  # each with whether it learns
 LARGEST_MICRO_BATCH = 1 << 17  # kernels that count elements in 32 bits may fail above
 MAX_TRIES = 40
 WORTH_A_TRY = 1.1  # least growth from one size to the next
-BESIDE = 2 * GIB  # what a server on the same GPU takes once it works
+BESIDE = 2 * GIB  # of a server on the same GPU, once it works
 MARGIN = 0.1  # of what is free
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax and two gradients, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
-_GATHERED = 1_000_000_000  # most weights that ZeRO-3 has whole at a time (DeepSpeed's stage3_max_live_parameters)
+_GATHERED = 1_000_000_000  # weights that ZeRO-3 has whole at most (DeepSpeed's stage3_max_live_parameters)
 
 
 class _Gradients(NamedTuple):
-    """Bytes per trained parameter, and per element of the buckets in which gradients are reduced."""
+    """Bytes per trained parameter, and per element of the buckets that are reduced."""
 
     each: int = 0  # on each rank
     shared: int = 0  # by the ranks
@@ -165,7 +165,7 @@ def check(models: Models, config: TrainerConfig, dtype: torch.dtype, ranks: Rank
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return what this rank can still allocate; on a CPU, its share of the machine's free memory."""
+    """Return what this rank can still allocate; on a CPU, its share of the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -173,7 +173,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
-    """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes for other processes.
+    """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes of others.
 
     k times as many tokens take at most k times the memory. `longest`: positions of the longest sequence.
     """

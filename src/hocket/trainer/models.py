@@ -1,4 +1,4 @@
-"""One rank's models, the policy and those that an objective needs beside it, and its part of common work."""
+"""One rank's models, and its part of common work."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """What an objective needs beside the policy: a column that is measured before a step."""
+    """What an objective needs beside the policy: a column, measured before a step."""
 
     column: str  # its name in `TrainSample.columns`
     load: Callable[["Models"], Column]  # adds what it loads to `learners` and `tensors`
@@ -65,7 +65,7 @@ class Objective:
 
 
 class Models:
-    """Loads what a step trains and measures. `Trainer` has all ranks run its methods."""
+    """Loads what a step trains and measures; `Trainer` has all ranks run its methods."""
 
     def __init__(self, config: Config, ranks: Ranks, objective: Objective) -> None:
         settings = config.trainer.unmeasured() if ranks.device.type == "cpu" else config.trainer
@@ -74,7 +74,7 @@ class Models:
         self._config = config
         self._objective = objective
         self.micro_batch_tokens = CHUNK_TOKENS  # of the first rehearsal
-        self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
+        self.fitted_for: int | None = None  # hash of what micro_batch_tokens=auto depends on
         self._longest = 1  # positions of this rank's longest sequence in the work of now
         self.away: offload.Offloaded = ()
         with ranks.deadline("loading the models"), self._naming_memory("start"):
@@ -111,7 +111,7 @@ class Models:
         self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
 
     def _check_plugins(self) -> None:
-        """Raise ConfigError on rank 0 where another rank has imported other files: their gradients would differ."""
+        """Raise ConfigError on rank 0 where another has imported other files: gradients would differ."""
         hashes = [plugin.sha256 for plugin in load_plugins(self._config.plugins)]
         if any(others != hashes for others in self.ranks.gather(hashes)):
             raise ConfigError("a file under plugins is not the same for all ranks: copy that of rank 0 to every host")
@@ -152,7 +152,7 @@ class Models:
         return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
 
     def run(self, work: Callable[..., Any], args: Sequence[Any], **own: Any) -> Any:
-        """Run a method of this class as this rank's part of common work; TrainerErrors name it."""
+        """Run a method of this class as this rank's part of common work."""
         self._longest = 0
         self.ranks.use_this_thread()
         with self.ranks.deadline(f"doing the common {work.__name__}"), self._naming_memory(work.__name__):
@@ -215,7 +215,7 @@ class Models:
 
     @torch.no_grad()
     def numbers(self, share: Share, names: Sequence[str]) -> Numbers:
-        """Return on rank 0 the columns' numbers per token, by the sample's place."""
+        """Return on rank 0 the columns per token, by the sample's place."""
         own: Numbers = {}
         for batch in self._built(share):
             own |= unpack(batch, {name: self.columns[name](batch) for name in names})
@@ -226,6 +226,7 @@ class Models:
 
     @torch.no_grad()
     def surprise(self, share: Share) -> list[float]:
+        """Return, summed over sampled tokens: 1, |trainer − engine log-prob|, −log p − H, Var(log p)."""
         sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
         for batch in self._built(share):
             logprobs_bt, entropy_bt, variance_bt = self.engine.forward(batch, True)

@@ -1,7 +1,6 @@
 """Move tensors off the device and back, in place: every view and alias stays what it is, bit for bit.
 
 DeepSpeed's `offload_states` knows neither ZeRO-0, nor bfloat16 with float32 gradients, nor torch's AdamW at ZeRO-3.
-Emptying storages, as FSDP does, works for all.
 """
 
 from collections import deque
@@ -63,7 +62,7 @@ def onload(moved: Offloaded, device: torch.device) -> None:
 
 
 def sizes(num_bytes: int) -> list[int]:
-    """Return sizes that sum up to num_bytes: powers of two, to which torch rounds pinned memory up, and a small rest.
+    """Return summands of num_bytes: powers of two, to which torch rounds pinned memory up, and a small rest.
 
     With pinned_max_round_threshold_mb, torch 2.13 may cache memory that is too short.
     """

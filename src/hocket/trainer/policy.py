@@ -99,7 +99,7 @@ class Policy(nn.Module):
         return specs.result()
 
     def forward(self, batch: TrainBatch, variance: bool = False) -> tuple[Tensor, ...]:
-        """Return (logprobs_bt, entropy_bt) of the batch's targets, as `token_logprobs`; 0 where its mask is false."""
+        """Return what `token_logprobs` does of the batch's targets; 0 where its mask is false."""
         hidden_bth = self._hidden(batch.input_ids_bt, batch.segments)
         return token_logprobs(
             hidden_bth,
@@ -120,7 +120,7 @@ class Policy(nn.Module):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]
     def check_architecture(self, device: torch.device) -> None:
-        """Raise TrainerError for an architecture that would train silently wrong here."""
+        """Raise TrainerError for an architecture that would train wrong here."""
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         one = Segments((8,), device)
         head = self.model.get_output_embeddings()
@@ -142,7 +142,7 @@ class Policy(nn.Module):
 
 
 def skeleton(config: ModelConfig) -> Any:
-    """Return what is trained, and what not, without weights, on the meta device."""
+    """Return a model as it is trained, without weights, on the meta device."""
     model = empty_model(config.path)
     with torch.device("meta"):
         WEIGHTS[config.weights](config).prepare(model, seed=0)
@@ -150,7 +150,7 @@ def skeleton(config: ModelConfig) -> Any:
 
 
 def compute_in_float32(head: nn.Module) -> None:
-    """Make a linear layer compute in float32, within its own call: hooks gather its weights."""
+    """Make a linear layer compute in float32, within its call: hooks gather its weights."""
     if not isinstance(head, nn.Linear):
         raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")
 

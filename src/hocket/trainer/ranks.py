@@ -1,7 +1,4 @@
-"""The processes that train together: one under plain `python`, or those of `torchrun` or the `deepspeed` launcher.
-
-Commands of rank 0 and reports to it use gloo groups of their own.
-"""
+"""The processes that train together: one under plain `python`, or those of `torchrun` or the `deepspeed` launcher."""
 
 import atexit
 import concurrent.futures
@@ -31,14 +28,14 @@ class Ranks:
     """Connects to the other ranks; no wait but that for a command exceeds `timeout_s`."""
 
     def __init__(self, timeout_s: float, cpu_threads: int = 1) -> None:
-        # Every collective would print that its Python entry point is on its way out.
+        # Every collective would warn that its Python entry point will go.
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
         self.rank = int(os.environ.setdefault("RANK", "0"))
         self.size = int(os.environ.setdefault("WORLD_SIZE", "1"))
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         self.is_main = self.rank == 0
         self.timeout_s = timeout_s
-        self.destroy: Callable[[], None] = dist.destroy_process_group  # a library with groups of its own replaces it
+        self.destroy: Callable[[], None] = dist.destroy_process_group  # DeepSpeed has groups of its own
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
@@ -107,7 +104,7 @@ class Ranks:
         return int(least)
 
     def close(self) -> None:
-        """Leave together with the other ranks, which could fail at their end otherwise."""
+        """Leave together: a rank whose peers are gone could fail at its end."""
         self._stop_watching()
         with self.deadline("leaving"):
             dist.barrier(group=self._reports)
@@ -115,12 +112,12 @@ class Ranks:
 
     @contextlib.contextmanager
     def deadline(self, doing: str) -> Iterator[None]:
-        """Context that raises failed communication as TrainerError; other errors end the other ranks too."""
+        """Raise failed communication as TrainerError; have other errors end the other ranks too."""
         try:
             yield
         except Exception as error:
             self._stop_watching()
-            # gloo raises plain RuntimeErrors, torch's own classes are some, too
+            # of gloo they are plain, of torch subclasses
             if not (isinstance(error, RuntimeError) and re.search("gloo|nccl|^Dist", repr(error), re.IGNORECASE)):
                 reason = f"rank {self.rank} failed: {type(error).__name__}: {error}"
                 with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
@@ -140,9 +137,9 @@ class Ranks:
         return str(self._store.get(FAILURE).decode()) if self._store.check([FAILURE]) else None
 
     def _ask_store(self, call: Callable[[], T], seconds: float) -> T:
-        """Return what a call of the store returns; RuntimeError where it fails or takes longer than `seconds`.
+        """Return what a call of the store returns; RuntimeError where it fails or takes longer.
 
-        Where the link to its host is cut, the call itself would take a quarter of an hour.
+        Where the link to its host is cut, it would take a quarter of an hour.
         """
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 

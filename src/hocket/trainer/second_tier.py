@@ -10,7 +10,7 @@ from hocket.trainer.checkpoints import complete
 
 
 def copy_to(target: Path, keep: int, say: Callable[[str], None], folder: Path) -> None:
-    """Copy a checkpoint into `target`, of which the newest `keep` stay. A failure is said: the run goes on."""
+    """Copy a checkpoint into `target`, where the newest `keep` stay. A failure is only said."""
     try:
         with atomic_folder(target / folder.name) as partial:
             for file in folder.iterdir():

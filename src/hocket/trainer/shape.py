@@ -12,10 +12,10 @@ class Shape(NamedTuple):
     hidden: int
     query: int  # of all heads
     key: int  # of all heads of keys, and of values
-    pair: int  # of all heads of queries, and of values: what a token computes with one that it sees
+    pair: int  # of all heads of queries, and of values: what a token and one that it sees take
     inner: int  # of the feed-forward layer
     vocab: int
-    experts: int  # that a token takes in each layer; 0: it is no mixture
+    experts: int  # that a token takes in each layer; 0: no mixture
     windows: tuple[int, ...]  # per layer: tokens that one sees, itself included
 
     @classmethod

@@ -11,13 +11,13 @@ from torch import Tensor
 from hocket.errors import TrainerError
 
 POLICY = "policy"  # prefix of the names of the trained model's tensors
-BUCKET_BYTES = 1 << 30  # most bytes of a file; a larger tensor is alone
+BUCKET_BYTES = 1 << 30  # of a file; a larger tensor is alone
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")  # names of AdamW's moments
 
 
 def write_bucket(folder: Path, bucket: Mapping[str, Tensor]) -> None:
-    """Write one more file of tensors; raises OSError."""
+    """Write one more file; raises OSError."""
     try:
         save_file(dict(bucket), folder / f"state_{len(list(folder.iterdir())):05d}.safetensors")
     except SafetensorError as error:  # names the disk's error in words only

@@ -1,4 +1,4 @@
-"""Take one optimiser step, an update: forward and backward over the micro-batches, then the weights change."""
+"""Take one optimiser step, an update: forward and backward over micro-batches, then the weights change."""
 
 import dataclasses
 import math
@@ -35,12 +35,12 @@ class Update:
     totals: Mapping[str, float]  # "loss" and its metrics, summed over micro-batches and ranks
     outcome: Literal["updated", "skipped", "idle"]  # skipped: not finite; idle: the learner does not learn yet
     grad_norm: float = math.nan  # before clipping; nan if skipped
-    is_faulty: bool = False  # not finite twice; False where only float16's loss scale was too high
+    is_faulty: bool = False  # not finite twice, and not for float16's loss scale
     bad_gradients: Sequence[str] = ()  # parameters
 
 
 def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:
-    """Take one optimiser step on this rank's batches; retry a non-finite one once, then skip it."""
+    """Take one optimiser step; retry a non-finite one once, then skip it."""
     engine = learner.engine
     loss_scale = engine.loss_scale
     totals = accumulate(learner, batches, ranks)
@@ -59,7 +59,7 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
 
 
 def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> dict[str, float]:
-    """Leave the sum of this rank's gradients in the engine, if it learns; return `Update.totals`."""
+    """Leave this rank's gradients in the engine, if it learns; return `Update.totals`."""
     learns = learner.learns()
     shares: list[Tensor] = []
     totals: dict[str, float] = {}

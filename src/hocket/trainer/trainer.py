@@ -36,10 +36,9 @@ NO_UPDATE = {
 
 
 class Trainer(contextlib.AbstractContextManager["Trainer"]):
-    """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
+    """Trains the model. Every rank constructs it; rank 0 calls its methods, from one thread at a time; others `follow`.
 
-    Any thread may call them, one at a time. An error within the common work ends all ranks.
-    `objective`: the algorithm's by default; `ranks` that are given stay open.
+    An error within the common work ends all ranks. `objective`: default the algorithm's; given `ranks` stay open.
     """
 
     def __init__(self, config: Config, *, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
@@ -81,7 +80,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._leave()
 
     def close(self) -> None:
-        """Release all ranks; after a failure in common work only one that is alone."""
+        """Release all ranks; after a failure in common work only a single one."""
         if self._refusal in ("", AWAY):
             self._refusal = ""
             self._together(Models.close)
@@ -95,11 +94,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             self.ranks.close()
 
     def _together(self, work: Callable[..., Any], *args: Any, **own: Any) -> Any:
-        """Run a method of `Models` on all ranks; `own`: arguments of rank 0 alone."""
+        """Run a method of `Models` on all ranks; `own`: for rank 0 alone."""
         return self._on_each(work, [args] * self.ranks.size, **own)
 
     def _on_each(self, work: Callable[..., Any], args: Sequence[Sequence[Any]], **own: Any) -> Any:
-        """Run a method of `Models` on all ranks, rank r with args[r]."""
+        """Do so with args[r] on rank r."""
         if self._refusal:  # before the others start: its error leaves all ranks usable
             raise TrainerError(f"the trainer can't {work.__name__}: {self._refusal}")
         self._refusal = BROKEN  # until the work has ended well
@@ -145,10 +144,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._together(Models.plan, steps)
 
     def step(self, samples: Sequence[TrainSample], *, number: int = 0, keep: Path | None = None) -> dict[str, float]:
-        """Take the updates of step `number`, one for each mini-batch; return the means of their metrics.
+        """Take one update for each mini-batch of step `number`; return the means of their metrics.
 
-        Those that are not finite are skipped; raise TrainerError after too many steps without another. `keep`: file for
-        the samples of the last skipped one.
+        One that is not finite is skipped, its samples written to `keep`; too many steps of these raise TrainerError.
         """
         batching.check_fits(samples, self.micro_batch_tokens)
         start = time.perf_counter()
@@ -195,7 +193,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             )
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
-        """Return what the algorithm needs of each sequence before the step; [] where it needs nothing."""
+        """Return what the algorithm needs of each sequence before the step; [] for nothing."""
         names = tuple(extra.column for extra in self._objective.extras)
         if not names:
             return []
@@ -216,10 +214,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return [numbers[place]["logprobs"] for place in range(len(samples))]
 
     def surprise(self, samples: Sequence[TrainSample]) -> list[float]:
-        """Return, summed over sampled tokens: 1, |trainer − engine log-prob|, −log p − H, Var(log p).
-
-        Every sample must have a sampled token.
-        """
+        """Return sums over sampled tokens, which no sample is without, as `Models.surprise`."""
         return list(self._on_each(Models.surprise, self._shares(samples)))
 
     def _shares(self, samples: Sequence[TrainSample], *more: Any) -> list[tuple[Any, ...]]:
@@ -239,7 +234,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return self.policy.write(folder, named, self.tokenizer, self.models.setup.dtype)
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
-        """Describe the buckets that `stream` will give; rank 0 alone can."""
+        """Describe the buckets that `stream` will give."""
         return [weight_group.layout(self.policy.as_published(bucket)) for bucket in self.engine.layout(max_bytes)]
 
     def stream(self, max_bytes: int, sink: Sink) -> None:
@@ -268,13 +263,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._skipped_in_row = rest["skipped_in_row"]
 
     def offload(self) -> None:
-        """Move all training state to CPU memory. May be repeated."""
+        """Move all training state to CPU memory."""
         if self._refusal != AWAY:
             self._together(Models.offload)
             self._refusal = AWAY
 
     def onload(self) -> None:
-        """Move it back, bit for bit. May be repeated."""
+        """Move it back, bit for bit."""
         if self._refusal == AWAY:
             self._refusal = ""
             self._together(Models.onload)

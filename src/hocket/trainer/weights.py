@@ -65,7 +65,7 @@ class Weights:
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
-        """Write a whole model from published weights; `base`: where the model before training is now."""
+        """Write a whole model from published weights; `base`: the model before training, if moved."""
         raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers")
 
 
