@@ -122,6 +122,26 @@ async def test_the_newest_version_and_the_newest_complete_one_stay_with_what_is_
     assert {path.name for path in root.iterdir()} == left | {"run-of-somebody"}
 
 
+async def test_a_slow_sender_keeps_no_other_version_waiting_and_loses_nothing_to_it(tmp_path: Path) -> None:
+    uploads, going_on = Uploads(tmp_path), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"x"
+        await going_on.wait()
+        yield b"y"
+
+    receiving = asyncio.create_task(uploads.receive(NAME, "a.safetensors", slow(), 100))
+    path = tmp_path / FOLDER / f".{NAME}.partial" / "a.safetensors"
+    while not path.exists():
+        await asyncio.sleep(0.01)
+    os.utime(path.parent, (0, 0))
+    for number in range(3):
+        await asyncio.wait_for(send(uploads, f"ffffffff-weights-v00000{number}", "a.safetensors", b"z"), 20)
+    going_on.set()
+    await receiving
+    assert path.read_bytes() == b"xy"
+
+
 async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the_token(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

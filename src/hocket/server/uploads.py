@@ -4,6 +4,7 @@ import asyncio
 import errno
 import re
 import shutil
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ FOLDER = "uploaded-weights"
 SILENCE_S = 60.0
 _NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
 _UPLOAD = re.compile(rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)", re.ASCII)
-_OURS = re.compile(rf"\.?{_NAME}(\.partial)?", re.ASCII)
+_OURS = re.compile(rf"\.?(?P<name>{_NAME})(\.partial)?", re.ASCII)
 
 
 def install(app: FastAPI, engine: Engine) -> None:
@@ -42,7 +43,9 @@ class Uploads:
 
     def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER
-        self._lock = asyncio.Lock()  # one file at a time: each of several could fill the room left by the others
+        # By version; gone once no request receives it, or waits for it.
+        self._receiving: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._making_room = asyncio.Lock()
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
         """Write one file of the version `name`, all files together up to `max_bytes`; COMPLETE is the last."""
@@ -51,10 +54,12 @@ class Uploads:
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
         folder = self._folder / name
         partial = partial_of(folder)
-        async with self._lock:
+        # One file of it at a time: each of several could fill the room left by the others.
+        async with self._receiving.setdefault(name, asyncio.Lock()):
             try:
                 if not partial.exists():
-                    await asyncio.to_thread(self._make_room, name)
+                    async with self._making_room:
+                        await asyncio.to_thread(self._make_room)
                     partial.mkdir(parents=True)
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
@@ -86,10 +91,11 @@ class Uploads:
             message = f"nothing came for {SILENCE_S:g} s"
             raise ApiError(408, "body_timeout", message, "send the version again") from error
 
-    def _make_room(self, name: str) -> None:
-        """Keep the newest version and the newest complete one, which the server may hold, beside what comes now."""
-        ours = [path for path in self._folder.glob("*") if _OURS.fullmatch(path.name) and name not in path.name]
-        ours.sort(key=lambda path: path.stat().st_mtime)
-        complete = [path for path in ours if not path.name.startswith(".")]
-        for old in {*ours} - {*ours[-1:], *complete[-1:]}:
+    def _make_room(self) -> None:
+        """Keep what comes now and, of the others, the newest and the newest complete one: the server may hold it."""
+        found = ((path, _OURS.fullmatch(path.name)) for path in self._folder.glob("*"))
+        others = [path for path, ours in found if ours and ours["name"] not in self._receiving]
+        others.sort(key=lambda path: path.stat().st_mtime)
+        complete = [path for path in others if not path.name.startswith(".")]
+        for old in {*others} - {*others[-1:], *complete[-1:]}:
             shutil.rmtree(old, ignore_errors=True)
