@@ -1,6 +1,7 @@
 """Updates and sleeps that break off, and what the engine then answers: a fake AsyncLLM under the real Engine."""
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -147,7 +148,6 @@ async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refuse
         (request(source=DiskSource(name="nowhere")), "there is no 'nowhere'"),
         (request(version=2), "the manifest is of version 1, not 2"),
         (request(version=2, source=foreign), "tensor 'x' is (1,) in the version, missing in the model"),
-        (request(version=2, compare=True), "does not hold version 2"),
     ):
         assert said in (await refusal(engine.reload(bad)))[2]
     assert [call for (call, *_) in llm.calls] == ["pause", "hocket_load_disk", "version", "resume"]
@@ -155,6 +155,23 @@ async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refuse
     same = engine.root / "other"  # under another name it may be another run's version of the same number
     same.symlink_to(engine.root / "v1")
     assert await engine.reload(request(source=DiskSource(name="other"))) != held
+
+
+async def test_a_version_that_was_written_again_with_other_weights_is_not_the_one_that_is_held(
+    engine: Engine, llm: FakeLLM, kit: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    held = await engine.reload(request())
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model.model.norm.weight.data *= 2
+    shutil.rmtree(engine.root / "v1")
+    checksum = kit.publish(model, engine.root / "v1", 1)  # by a run that was resumed from before it
+    llm.calls.clear()
+    assert (await refusal(engine.reload(request(compare=True))))[:2] == (503, "other_version")
+    assert llm.calls == []
+    answer = await engine.reload(request())
+    assert (answer.checksum, answer.checksum == held.checksum) == (checksum, False)
 
 
 async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_load_that_all_finish(

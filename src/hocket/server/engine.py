@@ -59,7 +59,7 @@ class Found(NamedTuple):
     """A version at its source, ready to be loaded."""
 
     call: tuple[str, ...]  # the workers' method that loads it, and its arguments
-    checksum: str  # "" where it shows as the version comes
+    checksum: str  # "" where it shows only as the version comes
     is_whole: bool = True  # or an adapter
     discard: Callable[[], None] = lambda: None  # what may be wrong, after a failure
 
@@ -204,21 +204,24 @@ class Engine:
         async with self.lock:
             self.holder.hear(request.trainer)
             self.require_ready(admits=() if request.compare else protocol.CURABLE)
-            held = self.held
-            if held is not None and held.answer.version != request.version:
-                held = None
+            start = time.perf_counter()
+            found = await self.sources[request.source.kind](request.source, request.version)
+            held = self._held_as(request.version, found)
             if request.compare:
-                return await self._compare(request, held)
-            # The same version from another source may be another run's.
-            if held is None or held.source != request.source:
-                held = await self._load(request)
+                return await self._compare(request.version, found, held, start)
+            if held is None or held.source != request.source:  # of a broadcast only the source tells its run
+                held = await self._load(request, found, start)
             await self.residence.wake()
             return held.answer
 
-    async def _load(self, request: protocol.ReloadRequest) -> Held:
-        start = time.perf_counter()
-        found = await self.sources[request.source.kind](request.source, request.version)
+    def _held_as(self, version: int, found: Found) -> Held | None:
+        """Return what the model holds if it is this version; a resumed run writes other weights under an old name."""
+        held = self.held
+        if held is None or held.answer.version != version or found.checksum not in ("", held.answer.checksum):
+            return None
+        return held
 
+    async def _load(self, request: protocol.ReloadRequest, found: Found, start: float) -> Held:
         async def load() -> dict[str, Any]:
             answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, *found.call, found.checksum, False)
             await self.llm.update_weight_version(str(request.version))
@@ -244,14 +247,12 @@ class Engine:
         self.held = Held(request.source, answer)
         return self.held
 
-    async def _compare(self, request: protocol.ReloadRequest, held: Held | None) -> protocol.ReloadResponse:
-        start = time.perf_counter()
+    async def _compare(self, version: int, found: Found, held: Held | None, start: float) -> protocol.ReloadResponse:
         if held is None:
-            message = f"the engine does not hold version {request.version}, so it can't be compared"
+            message = f"the engine does not hold this version {version}, so it can't be compared"
             raise ApiError(503, "other_version", message, "load it first")
-        found = await self.sources[request.source.kind](request.source, request.version)
         await self.pause("keep", clear_cache=False)
-        doing = f"comparing with version {request.version}"
+        doing = f"comparing with version {version}"
         async with self._changing(doing, found):
             try:
                 answers = await self.in_time(vllm_api.call_workers(self.llm, *found.call, held.answer.checksum, True))
