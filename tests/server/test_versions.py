@@ -250,6 +250,21 @@ def test_a_delta_changes_a_copy_and_a_full_disk_leaves_none(
     assert not folder.exists()
 
 
+def test_a_server_without_the_base_or_its_files_says_so(kit: Any, root: Path) -> None:
+    held, described = publish_delta(kit, root), fakes.manifest_of(root / "v2")
+    copy = PatchedCopy(root)
+    other = held._replace(answer=fakes.reloaded(1, "0" * 32))
+    for holds, code in (
+        (None, "no_base"),
+        (other, "no_base"),
+        (held._replace(source=None), "no_base"),
+        (held._replace(source=DiskSource(name="pruned")), "no_such_version"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            copy.patched(root / "v2", described, holds)
+        assert caught.value.body.code == code
+
+
 def test_what_killed_servers_left_behind_is_removed_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
