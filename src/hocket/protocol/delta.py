@@ -1,7 +1,6 @@
 """Encode what changed between two versions of a tensor, lossless to the last bit.
 
-A step changes few weights once they are rounded to 16 bits: the bits that differ are mostly zeros, which zstd
-compresses.
+A step changes few weights of 16 bits: old XOR new is mostly zeros, which zstd compresses.
 """
 
 import json
@@ -23,7 +22,7 @@ class Change(NamedTuple):
 
 
 def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
-    """Return what turns `old` into `new`, two contiguous tensors of one shape and dtype on the CPU."""
+    """Return what turns `old` into `new`, contiguous tensors of one shape and dtype on the CPU."""
     import pyarrow
 
     differing = old.view(-1).view(_INTEGERS[old.itemsize]) ^ new.view(-1).view(_INTEGERS[new.itemsize])
@@ -51,7 +50,7 @@ def base_of(folder: Path) -> str:
 
 
 def patch(files: Path, folder: Path) -> None:
-    """Change the safetensors files of one folder in place by the delta file of another; once only.
+    """Change the safetensors files of one folder by the delta file of another, in place; once only.
 
     Raises OSError, ValueError, KeyError or SafetensorError; the files are then neither the old nor the new version.
     """

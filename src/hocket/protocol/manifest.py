@@ -1,8 +1,7 @@
-"""Describe weight versions by checksums that trainer and server compute alike.
+"""Describe versions by checksums that trainer and server compute alike.
 
 A tensor's bytes are read as 64-bit words w, padded with zero bytes to blocks of 2^12, modulo 2^64: a block is
-s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd: a change of any single word
-changes the sum.
+s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd, so any changed word shows.
 """
 
 import concurrent.futures
@@ -31,7 +30,7 @@ def tensor_checksum(tensor: "torch.Tensor") -> str:
     import torch
 
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if raw.storage_offset() % 8:  # a view of shorter numbers may start between two words
+    if raw.storage_offset() % 8:  # it starts between two words
         raw = raw.clone()
     whole = raw.numel() // (8 * _BLOCK_WORDS) * (8 * _BLOCK_WORDS)
     tail = torch.nn.functional.pad(raw[whole:], (0, -raw.numel() % (8 * _BLOCK_WORDS)))
@@ -65,7 +64,7 @@ def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
 
 
 def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
-    """Return one checksum for a whole version, whatever the order of its tensors."""
+    """Return the checksum of a version, whatever the order of its tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         item = tensors[name]
@@ -74,7 +73,7 @@ def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
 
 
 def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec]) -> str:
-    """Write what makes the folder a version; return the checksum of the whole."""
+    """Make a folder a version; return its checksum."""
     manifest = Manifest(version=version, tensors=dict(tensors), checksum=total_checksum(tensors))
     (folder / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     (folder / COMPLETE_FILE).touch()
@@ -82,7 +81,7 @@ def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec]) -> str:
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yield every tensor of the folder's safetensors files. Raises SafetensorError on a broken one."""
+    """Yield a folder's tensors. Raises SafetensorError for a broken file."""
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):

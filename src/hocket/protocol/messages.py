@@ -1,4 +1,4 @@
-"""The messages between trainer and server: JSON, validated strictly on both sides."""
+"""The messages between trainer and server: JSON, validated on both sides."""
 
 import base64
 from array import array
@@ -16,12 +16,12 @@ from hocket.types import FinishReason, InFlight
 _A = TypeVar("_A", bound=pydantic.BaseModel)
 FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
 TokenId = Annotated[int, Field(ge=0)]
-Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # that weights can have, as torch names it
-VersionSpan = tuple[int, int, int]  # (weight version, start, end): it sampled tokens start..end of a completion
+Dtype = Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # of weights, as torch names it
+VersionSpan = tuple[int, int, int]  # (weight version, start, end) of the tokens that it sampled
 
 
 class Column:
-    """Numbers that are a list in JSON or, in a `packed` stream, base64 of `dtype`."""
+    """Numbers: a list in JSON or, in a `packed` stream, base64 of `dtype`."""
 
     def __init__(self, listed: Any, dtype: str, code: str) -> None:
         self._listed = listed
@@ -78,9 +78,9 @@ class Strict(pydantic.BaseModel):
 class Code(NamedTuple):
     """What an error code says."""
 
-    lost: bool = False  # others do the server's work until it is looked at again
-    gone: bool = False  # its engine's process has ended, and holds no GPU memory
-    final: bool = False  # a version would not get there in another way either
+    lost: bool = False  # others do its work until it is looked at again
+    gone: bool = False  # its process has ended, and holds no GPU memory
+    final: bool = False  # a version gets there in no other way either
     again: bool = False  # the server will answer the request later
     curable: bool = False  # the engine stands still until a reload or a wake-up succeeds
     unharmed: bool = False  # the engine goes on as before
@@ -104,7 +104,7 @@ CODES = {
     "compare_failed": Code(unharmed=True),
     "slow_disk": Code(unharmed=True),
 }
-"""The codes that say more than that a request was refused."""
+"""Codes that say more than that a request was refused."""
 CURABLE = [code for code, says in CODES.items() if says.curable]
 
 
@@ -119,13 +119,13 @@ class ErrorBody(Strict):
 
 
 class ErrorResponse(Strict):
-    """Body of every answer with status 400 or more."""
+    """The body of every answer from status 400."""
 
     error: ErrorBody
 
 
 class Health(Strict):
-    """GET /health, the one route that needs no token."""
+    """GET /health, which needs no token."""
 
     status: Status
     version: int
@@ -152,7 +152,7 @@ class Request(Strict, Generic[_A]):
 
 
 class SamplingParams(Strict):
-    """How to sample; temperature 0 is greedy. Log-probs are of this distribution."""
+    """How to sample; temperature 0 is greedy."""
 
     temperature: float = Field(1.0, ge=0.0, le=2.0)  # vLLM takes no higher one
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -165,7 +165,7 @@ class SamplingParams(Strict):
 
 
 class Toolbox(Strict):
-    """The functions that a model may call, as OpenAI's API describes them. Prompts are taken as they are."""
+    """Functions that a model may call, as OpenAI's API describes them. Prompts stay as they are."""
 
     parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
     tools: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=1024, fail_fast=True)
@@ -196,9 +196,9 @@ class Completion(Strict):
 
 
 class GenerateResponse(Strict):
-    """Answer to /generate: completions[i][j] is the j-th completion of prompt i."""
+    """Answer to /generate: completions[i][j] is the j-th of prompt i."""
 
-    version: int  # that the server holds at the end
+    version: int  # at the end
     model: str
     completions: list[list[Completion]]
 
@@ -218,7 +218,7 @@ class GenerateRequest(Request[GenerateResponse]):
     stream: bool = False
     packed: bool = False  # little-endian uint32 and float32 in base64
     seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
-    session: str | None = None  # of the server: refused if it has restarted since
+    session: str | None = None  # of the server: refused after a restart
     tools: Toolbox | None = None
 
 
@@ -243,12 +243,12 @@ class SessionResponse(Strict):
     """Answer to POST /sessions."""
 
     id: str
-    key: str  # in place of the server's token, for this session alone
+    key: str  # in place of the server's token
     model: str  # the agent may name any other
 
 
 class SessionRequest(Request[SessionResponse]):
-    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled this way whatever they ask."""
+    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever they ask."""
 
     route = "/sessions"
     answer = SessionResponse
@@ -280,7 +280,7 @@ class DiskSource(Strict):
 
 
 class DeltaSource(Strict):
-    """A folder with what has changed since the version before (delta.py)."""
+    """A folder with what has changed since the last version (delta.py)."""
 
     kind: Literal["delta"] = "delta"
     name: str = Field(min_length=1, max_length=512)
@@ -310,7 +310,7 @@ class GroupAddress(Strict):
     host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
     backend: Literal["nccl", "gloo"]
-    device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
+    device: str | None  # the trainer's GPU: NCCL connects no two processes on one
     timeout_s: float = Field(gt=0)
 
 
@@ -338,9 +338,9 @@ class ReloadResponse(Strict):
 
 
 class ReloadRequest(Request[ReloadResponse]):
-    """POST /reload_weights. A version already held is answered without loading.
+    """POST /reload_weights. A version already held is not loaded.
 
-    With `compare` the model is compared with the version that it holds, which comes once more.
+    With `compare` it comes once more, and the model is compared with it.
     """
 
     route = "/reload_weights"
@@ -352,7 +352,7 @@ class ReloadRequest(Request[ReloadResponse]):
 
 
 class SleepRequest(Request[Health]):
-    """POST /sleep: the engine leaves the GPU until a reload or /wake_up; kept requests go on then."""
+    """POST /sleep: the engine leaves the GPU until a reload or /wake_up, when kept requests go on."""
 
     route = "/sleep"
     answer = Health
@@ -388,5 +388,5 @@ class Manifest(Strict):
     """manifest.json of a published version."""
 
     version: int
-    tensors: dict[str, TensorSpec]  # all, also where the folder holds a delta
+    tensors: dict[str, TensorSpec]  # all, also of a delta
     checksum: str  # of all tensors

@@ -1,7 +1,7 @@
 """Broadcast tensors in buckets over a process group of their own.
 
-A bucket is one flat array of bytes: its tensors, each at a multiple of 16 bytes, then their checksums. Every wait has a
-deadline, and either end can close the group at any moment.
+A bucket is one array of bytes: its tensors, each at a multiple of 16, then their checksums. Every wait has a deadline,
+and either end can close the group at any moment.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
 
 
 def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> Part:
-    """Return the tensors of a bucket, as views of it, and their specs. Raises SyncError where a checksum differs."""
+    """Return a bucket's tensors, views of it, and their specs. Raises SyncError where a checksum differs."""
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
     changed = (checksums.cpu() != _numbers(specs)).nonzero()
@@ -69,16 +69,16 @@ def _numbers(specs: dict[str, TensorSpec]) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class WeightGroup:
-    """Rank 0, the trainer, and the workers of one server; the constructor waits until all have joined."""
+    """Rank 0, the trainer, and a server's workers; the constructor waits until all have joined."""
 
-    store: Store  # rank 0 makes it (`make_store`), the others connect (`find_store`)
+    store: Store  # from make_store on rank 0, or find_store
     name: str  # of this attempt, never used before
     device: torch.device
     address: str  # of this machine, as the others can reach it
     _: dataclasses.KW_ONLY
     rank: int
     size: int
-    timeout_s: float  # deadline of joining, and of every later wait
+    timeout_s: float  # of joining, and of every later wait
 
     def __post_init__(self) -> None:
         self._own_store = dist.PrefixStore(self.name, self.store)
@@ -111,7 +111,7 @@ class WeightGroup:
                 raise
 
     def announce(self, number: int) -> None:
-        """Announce that this rank is about to receive the group's transfer `number`; 0: to join."""
+        """Announce that this rank is about to receive transfer `number`; 0: to join."""
         self._own_store.set(f"transfer {number}/{self.rank}", "1")  # the group's own keys begin with numbers
 
     def broadcast(self, flat: Tensor) -> None:
@@ -134,7 +134,7 @@ class WeightGroup:
 
 
 def make_store(address: str, timeout_s: float) -> Store:
-    """Return a key-value store on a free port of this address only."""
+    """Return a key-value store on a free port of this address."""
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     timeout = datetime.timedelta(seconds=timeout_s)
     port = listener.getsockname()[1]
@@ -152,7 +152,7 @@ def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> boo
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to another; nothing is sent. Raises OSError."""
+    """Return this machine's address towards another; nothing is sent. Raises OSError."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -172,7 +172,7 @@ def _empty(item: TensorLayout) -> Tensor:
 
 
 def _views(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], Tensor]:
-    """Return a bucket's named tensors and checksums, int64 [n], as views of its bytes."""
+    """Return a bucket's tensors and checksums, int64 [n], as views of it."""
     *parts, checksums = torch.split(flat, [*map(_padded, bucket), _CHECKSUM_BYTES * len(bucket)])
     named = []
     for item, part in zip(bucket, parts, strict=True):

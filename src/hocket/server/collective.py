@@ -1,4 +1,4 @@
-"""Take weight versions that the trainer broadcasts from its memory; worker_group.py receives them."""
+"""Take versions that the trainer broadcasts from its memory; worker_group.py receives them."""
 
 import asyncio
 
@@ -8,10 +8,10 @@ from hocket.server.engine import Engine, Found
 from hocket.server.errors import ApiError, cause_of
 
 REACH_S = 5.0
-"""Seconds for a first connection to the trainer's address; then the workers join."""
+"""Seconds for a first connection to the trainer."""
 JOIN_SHARE = 0.5
 JOIN_POLL_S = 0.05
-"""Share of the deadline that joining may take, as others wait for it, and seconds between looks at it."""
+"""Share of the deadline for joining, as others wait for it, and seconds between looks."""
 
 
 def install(engine: Engine) -> None:
@@ -19,7 +19,7 @@ def install(engine: Engine) -> None:
 
 
 class Broadcasts:
-    """The weight group that the workers of an engine are in."""
+    """The weight group that the workers are in."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -27,7 +27,7 @@ def install(engine: Engine) -> None:
 
 
 class PatchedCopy:
-    """Keep the server's own copy of the newest version, in a temporary folder, and apply deltas to it."""
+    """The server's own copy of the newest version, in a temporary folder, which deltas change."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -37,7 +37,7 @@ class PatchedCopy:
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def patched(self, folder: Path, described: protocol.Manifest, held: Held | None) -> Path:
-        """Return a folder with all tensors of a checked version. Raises ApiError, also where its base is not held."""
+        """Return a folder with all tensors of a version. Raises ApiError, also where its base is not held."""
         from hocket.protocol import delta  # with torch, which the server imports in parallel to its engine
 
         with self._lock:
@@ -52,7 +52,7 @@ class PatchedCopy:
             except ApiError:
                 self.discard()
                 raise
-            # Whatever it is, a full disk or a delta of nonsense: the version in full needs no copy.
+            # A full disk, a delta of nonsense: the version in full needs no copy.
             except Exception as error:
                 self.discard()
                 raise versions.refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error

@@ -25,13 +25,13 @@ STOPPING = protocol.ErrorBody(
     code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
 )
 HOLD_S = 60.0
-"""Seconds of a trainer's silence after which another one may have its server: heartbeats come every few seconds."""
+"""Seconds of silence after which another trainer may have the server: heartbeats come every few seconds."""
 
 
 class Holder:
-    """The trainer that has the server, if one has: two would train on each other's samples.
+    """The trainer that has the server: two would train on each other's samples.
 
-    One that was killed and resumes is the same trainer, by the id in its run folder.
+    One that was killed and resumes is the same, by the id in its run folder.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Holder:
         self._heard = 0.0  # by time.monotonic
 
     def hear(self, trainer: str | None, *, take_over: bool = False) -> None:
-        """Let a trainer have the server; None is no trainer. Raises ApiError if another one has it."""
+        """Let a trainer, which None is not, have the server. Raises ApiError if another one has it."""
         if trainer is None:
             return
         silent_s = time.monotonic() - self._heard
@@ -65,7 +65,7 @@ class Found(NamedTuple):
 
 
 Find = Callable[[Any, int], Awaitable[Found]]
-"""(source, version) -> what is there. Raises ApiError with 4xx unless it is that version of the model."""
+"""(source, version) -> what is there. Raises ApiError with 4xx where that is not this version of the model."""
 
 
 class Held(NamedTuple):
@@ -76,20 +76,20 @@ class Held(NamedTuple):
 
 
 class Residence:
-    """Where the engine lives: on a device of its own, which it never leaves."""
+    """A device of the engine's own, which it never leaves."""
 
     reason: protocol.ErrorBody | None = None  # why it can't generate there now
 
     async def rise(self) -> bool:
-        """Bring the weights back; return whether they were away, and so nothing runs."""
+        """Bring the weights back; return whether they were away: then nothing runs."""
         return False
 
     async def wake(self) -> None:
-        """Bring back what is still away, so that generation goes on."""
+        """Bring back the rest, so that generation goes on."""
 
 
 class Engine:
-    """Give a running AsyncLLM numbered weights from `root`; each step of a reload has the deadline `timeout_s`."""
+    """An AsyncLLM with numbered weights from `root`; each step of a reload has the deadline `timeout_s`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Engine:
         share_gpu: bool = False,
         template: Mapping[str, Any],  # options of the chat template
     ) -> None:
-        admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before the engine fell
+        admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before it fell
         tokenizer = tokenizers.load(model)
         versions.remove_left()
         self.llm = llm
@@ -126,7 +126,7 @@ class Engine:
         self._failure: protocol.ErrorBody | None = None
 
     async def start(self) -> None:
-        """Label the first weights and generate once, so that no request pays for the first time."""
+        """Label the first weights and generate once, which takes longer the first time."""
         await vllm_api.call_workers(self.llm, "hocket_drop_adapter")
         await self.llm.update_weight_version(str(self.version))
         await self.sampler.complete(
@@ -135,7 +135,7 @@ class Engine:
         self._status = "ready"
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
-        """Raise ApiError where the engine can't generate, unless its code is one of `admits`."""
+        """Raise ApiError where the engine can't generate, but for codes of `admits`."""
         reason = self._reason()
         if reason is not None and reason.code not in admits:
             raise ApiError(503, **reason.model_dump())
@@ -163,7 +163,7 @@ class Engine:
             version=self.version,
             model=self.model,
             dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=int(model.get_vocab_size()),  # embeddings: often more than the tokenizer has tokens
+            vocab_size=int(model.get_vocab_size()),  # often more than the tokenizer has tokens
             max_length=int(model.max_model_len),
             tokenizer_sha256=self._tokenizer_sha256,
             session=self.session,
@@ -189,7 +189,7 @@ class Engine:
         return request, jobs
 
     def admit(self, request: protocol.GenerateRequest | protocol.SessionRequest) -> None:
-        """Raise ApiError where another trainer has the server, or it has restarted since the caller's session."""
+        """Raise ApiError where another trainer has the server, or the caller's session is over."""
         self.holder.hear(request.trainer)
         if request.session not in (None, self.session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
@@ -197,9 +197,9 @@ class Engine:
     async def reload(self, request: protocol.ReloadRequest) -> protocol.ReloadResponse:
         """Load a weight version, or compare the model with it.
 
-        A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading fails, which also
-        finds wrong bytes, or the model differs (409 not_held), the engine stays paused, and requests end with the
-        reason until a reload succeeds. A comparison that breaks off leaves everything as it was.
+        A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading fails, also on
+        wrong bytes, or the model differs (409 not_held), the engine stays paused and requests end with the reason,
+        until a reload succeeds. A comparison that breaks off changes nothing.
         """
         async with self.lock:
             self.holder.hear(request.trainer)
@@ -273,7 +273,7 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def _changing(self, doing: str, found: Found) -> AsyncIterator[None]:
-        """Keep a paused engine from running where the body fails: its model may be half loaded."""
+        """Keep the engine paused where the body fails: its model may be half loaded."""
         self._status = "updating"
         try:
             yield
@@ -325,7 +325,7 @@ class Engine:
             raise ApiError(503, "busy", message, hint) from late
 
     async def reading(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that reads files. Raises ApiError past the deadline: a disk may hang."""
+        """Call a function that reads files. Raises ApiError past the deadline."""
         try:
             return await self.in_time(asyncio.to_thread(function, *arguments))
         except TimeoutError as error:
@@ -333,9 +333,9 @@ class Engine:
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     async def in_time(self, work: Awaitable[T]) -> T:
-        """Return the work's result. Raises TimeoutError that names the setting, ApiError where the engine is lost.
+        """Return the work's result. Raises TimeoutError with the setting, or ApiError where the engine is lost.
 
-        vLLM never answers calls that its process had not finished when it ended.
+        vLLM never answers the calls of a process that ended.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -353,7 +353,7 @@ class Engine:
             await cancel([task])
 
     async def fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
-        """End all requests with a failure, as no good version may come before their deadlines; return its error.
+        """End all requests with a failure, as no good version may come in time; return its error.
 
         Raises ApiError where the engine is lost, which says more.
         """

@@ -11,7 +11,7 @@ from hocket.server.generate import RESTART
 from hocket.server.routes import router
 
 PARTS = ("weights", "kv_cache")
-"""What leaves the GPU while the engine sleeps, in the order in which it comes back."""
+"""What leaves the GPU, in the order in which it comes back."""
 ASLEEP = protocol.ErrorBody(
     code="asleep",
     message="the engine is asleep: a trainer is using the GPU",
@@ -28,7 +28,7 @@ def install(app: FastAPI, engine: Engine) -> None:
 
 
 class Sleeper(Residence):
-    """The GPU that the engine shares with a trainer: its parts leave and come back."""
+    """A GPU that the engine shares with a trainer."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -76,7 +76,7 @@ class Sleeper(Residence):
         await self._bring_back(len(PARTS))
 
     async def _bring_back(self, here: int) -> None:
-        """Bring back what of the first parts is off the GPU; generation goes on with the last of them."""
+        """Bring back the first `here` parts; generation goes on with the last of all."""
         away = PARTS[self._here : here]
         if away:
             await self._move(self._engine.llm.wake_up(tags=list(away)))
@@ -85,7 +85,7 @@ class Sleeper(Residence):
             self.reason = None
 
     async def _move(self, moving: Awaitable[None]) -> None:
-        """Wait for the engine to move. After a failure its memory is in an unknown state."""
+        """Wait for the engine to move; after a failure nothing is known of its memory."""
         try:
             await self._engine.in_time(moving)
         except Exception as error:

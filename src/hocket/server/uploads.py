@@ -1,4 +1,4 @@
-"""Receive versions that the trainer sends file by file, where it and the server share no disk."""
+"""Receive versions file by file, where trainer and server share no disk."""
 
 import asyncio
 import errno
@@ -18,7 +18,7 @@ from hocket.server.errors import ApiError, invalid
 from hocket.server.routes import router
 
 FOLDER = "uploaded-weights"
-"""Where they are kept, under the server's root. Folders with other names than ours are left alone there."""
+"""Where they are kept, under the server's root; other folders there are left alone."""
 SILENCE_S = 60.0
 _NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
 _UPLOAD = re.compile(rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)", re.ASCII)
@@ -39,7 +39,7 @@ def install(app: FastAPI, engine: Engine) -> None:
 
 
 class Uploads:
-    """Hold uploaded versions: hidden until COMPLETE comes, broken off after SILENCE_S without data."""
+    """Versions that are hidden until COMPLETE comes, and broken off after SILENCE_S without data."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER

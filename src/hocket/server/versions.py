@@ -21,7 +21,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 # A leading dot marks versions that are being written or removed.
 _NAME = re.compile(r"[^./\\\0][^/\\\0]*(/[^./\\\0][^/\\\0]*)*")
 OVERHEAD_BYTES = 64 << 20
-"""Most bytes of a version besides its tensors: the manifest and the headers of its files."""
+"""Most bytes of a version's manifest and headers."""
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
 
 
@@ -29,12 +29,12 @@ class ModelShapes(NamedTuple):
     """The tensors of a checkpoint of the served model."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str]  # tensors that equal another one and may be left out: {"lm_head.weight": "...embed..."}
+    tied: Mapping[str, str]  # to another one, and may be left out: {"lm_head.weight": "...embed..."}
 
 
 @functools.cache
 def model_shapes(path: str) -> ModelShapes:
-    """Return what the trainer publishes of a model: it loads and writes it in this way, too; here without data."""
+    """Return what the trainer publishes of a model, which it loads and writes in this way, too; no data is read."""
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -85,7 +85,7 @@ def find(root: Path, name: str) -> Path:
 
 
 def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
-    """Find a version; return its folder, manifest and, if it is one, the adapter's config."""
+    """Return a version's folder, manifest and, of an adapter, the config. Raises ApiError."""
     folder = find(root, name)
     return folder, _parsed(Manifest, folder / manifest.MANIFEST_FILE), read_adapter(folder)
 
@@ -103,7 +103,7 @@ def _parsed(message: type[M], path: Path) -> M:
 
 
 def check(folder: Path, described: Manifest, version: int, expected: ModelShapes) -> None:
-    """Raise ApiError unless the folder holds this version of the model, as its manifest says."""
+    """Raise ApiError unless manifest and files are of this version of the model."""
     check_manifest(described, version, expected)
     check_headers(folder, described)
 
@@ -118,9 +118,9 @@ def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> 
 
 
 def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes) -> None:
-    """Raise ApiError unless tensors that are to come are the model's, each once."""
+    """Raise ApiError unless what is to come are the model's tensors, each once."""
     items = list(itertools.chain(*buckets))
-    # Of tied tensors only one is to come: bytes that are not here yet count as different.
+    # Tied tensors count as different: only one is to come.
     tensors = {item.name: TensorSpec(dtype=item.dtype, shape=item.shape, checksum=item.name) for item in items}
     if len(tensors) < len(items):
         raise refused("a tensor is named twice")
@@ -128,7 +128,7 @@ def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShap
 
 
 def _check_tensors(tensors: Mapping[str, TensorSpec], expected: ModelShapes) -> None:
-    """Raise ApiError unless these are the model's tensors; tied ones, if they are there, with the same bytes."""
+    """Raise ApiError unless these are the model's tensors, and tied ones the same."""
     for name, source in expected.tied.items():
         if {name, source} <= tensors.keys() and tensors[name].checksum != tensors[source].checksum:
             raise refused(f"the model ties {name!r} to {source!r}: leave it out, or let both be the same")
@@ -139,9 +139,9 @@ def _check_tensors(tensors: Mapping[str, TensorSpec], expected: ModelShapes) -> 
 
 
 def check_headers(folder: Path, described: Manifest) -> None:
-    """Raise ApiError unless the headers of the files have the manifest's tensors, each once.
+    """Raise ApiError unless the files' headers have the manifest's tensors, each once.
 
-    A wrong byte shows in the checksum of what goes into the model.
+    A wrong byte shows as it goes into the model.
     """
     from safetensors import SafetensorError
 
@@ -158,7 +158,7 @@ def check_headers(folder: Path, described: Manifest) -> None:
 
 
 def _require_equal(found: Mapping[str, Any], of: str, wanted: Mapping[str, Any], owner: str) -> None:
-    """Raise ApiError for the first tensor of which both do not say the same."""
+    """Raise ApiError for the first tensor of which they differ."""
     for name in [*found, *wanted]:
         here = found.get(name, "missing")
         there = wanted.get(name, "missing")

@@ -1,8 +1,8 @@
 """Change the weights of vLLM 0.32's worker, and compare them with a source, by its private names too.
 
-A comparison is vLLM's own reload, of which every layer ends in a comparison in place of a copy: what the engine fuses,
-shards or packs is compared in that form. It proves that the model computes with what a load of the source gives; that
-such a load is right, and the export, the log-probs prove.
+A comparison is vLLM's own reload in which every layer ends in a comparison, not a copy: what the engine fuses, shards
+or packs is compared in that form. It proves that the model computes with what a load of the source gives; that this
+and the export are right, the log-probs prove.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from hocket.protocol import AdapterConfig, manifest
 from hocket.server import versions
 
 Weights = Iterator[tuple[str, Any]]
-ROWS = 256  # of an identity matrix that a packed matrix is multiplied by at once
+ROWS = 256  # of an identity matrix, multiplied at once
 
 
 def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
-    """Load checkpoint tensors into a worker's model or adapter, in place; after an error a complete load mends it."""
+    """Load tensors into a worker's model or adapter, in place; after an error a complete load mends it."""
     import torch
 
     if adapter is not None:
@@ -37,7 +37,7 @@ def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
 
 
 def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> list[str]:
-    """Return the names of what a load of these tensors would change; the model stays as it is."""
+    """Return the names of what a load of these tensors would change."""
     if adapter is None:
         return _compare_model(worker, weights)
     with _unwritten(_adapter_slots(worker)) as different:
@@ -46,7 +46,7 @@ def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> lis
 
 
 def _add_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> None:
-    """Give vLLM an adapter by private and temporary files: it takes them from files only."""
+    """Give vLLM an adapter in temporary files: it takes no others."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix=versions.temporary_prefix()) as folder:
@@ -66,7 +66,7 @@ def _adapter_slots(worker: Any) -> dict[str, Any]:
 
 
 def drop_adapter(worker: Any) -> None:
-    """Replace a worker's adapter by one that changes nothing: requests in flight must keep having one."""
+    """Replace a worker's adapter by one that changes nothing: requests in flight must have one."""
     if worker.vllm_config.lora_config is not None:
         nothing = adapter_request("in memory")
         worker.remove_lora(nothing.lora_int_id)
@@ -135,7 +135,7 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
 
 @contextlib.contextmanager
 def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Blank tensors for a load into them; then add the names of those that differ, and put back what they held."""
+    """Blank tensors for a load; then add the names of those that differ, and put back what they held."""
     import torch
 
     held = {}
@@ -152,7 +152,7 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
-    """Return whether a packed matrix is this one: a product with 1 is exact, but for subnormal numbers."""
+    """Return whether a packed matrix is this one: products with 1 are exact, but for subnormal numbers."""
     import torch
 
     num_columns = weight.shape[1]
@@ -173,7 +173,7 @@ def _layers(worker: Any) -> list[tuple[str, Any]]:
 
 
 def _expert_methods(worker: Any) -> list[Any]:
-    """Return what, on a CPU, packs experts only as it builds its kernel, which it must do again with new ones."""
+    """Return what, on a CPU, packs experts only as it builds its kernel: again for new ones."""
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.platforms import current_platform
 
@@ -182,14 +182,14 @@ def _expert_methods(worker: Any) -> list[Any]:
 
 
 def _packed_heads(worker: Any) -> list[tuple[str, Any]]:
-    """Return output heads that, on a CPU, keep a packed copy: vLLM's own reload doesn't renew that of a tied one."""
+    """Return output heads with a packed copy, on a CPU: vLLM's reload doesn't renew that of a tied one."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     return [item for item in _layers(worker) if isinstance(item[1], ParallelLMHead) and hasattr(item[1], "cpu_linear")]
 
 
 def _reload(worker: Any, weights: Weights) -> list[str]:
-    """Run vLLM's reload; return the layers with weights left out, of which vLLM only writes to its log."""
+    """Run vLLM's reload; return the layers with weights left out, which vLLM only logs."""
     from vllm.model_executor.model_loader.reload import inplace
 
     finalize = inplace.finalize_layerwise_reload
@@ -209,7 +209,7 @@ def _reload(worker: Any, weights: Weights) -> list[str]:
 
 
 def _left_out(worker: Any) -> list[str]:
-    """Return the layers of a half reloaded model whose weights have not all come, but for those tied to others."""
+    """Return the layers, but for tied ones, whose weights have not all come."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import layerwise, meta
 
@@ -231,9 +231,9 @@ def _left_out(worker: Any) -> list[str]:
 
 
 def _end_reload(worker: Any) -> None:
-    """Drop the tensors of every layer that still waits for some, and restore its old ones.
+    """Restore the old tensors of layers that wait for some, and drop what came.
 
-    vLLM would count them as part of the next load and drop as many of its tensors.
+    vLLM would count it as part of the next load, and drop as much of that.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import layerwise

@@ -1,7 +1,6 @@
 """Receive weights inside the engine's processes.
 
-vLLM mixes `WorkerExtension` into its worker class and calls its methods through `collective_rpc`. Importing this module
-ties a process that was started for it to its parent.
+vLLM mixes `WorkerExtension` into its worker. Importing this module ties a process started for it to its parent.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,21 +19,21 @@ from hocket.server.worker_group import GroupReceiver
 
 
 class WorkerExtension(GroupReceiver):
-    """Methods that hocket adds to vLLM's worker. Messages are JSON: vLLM carries plain types only."""
+    """Methods for `collective_rpc`. Messages are JSON: vLLM carries plain types only."""
 
     @answered
     def hocket_load_disk(self, folder: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
         """Load a folder's tensors into the paused model, in place, or as an adapter beside it.
 
-        Raises RuntimeError where they have another checksum; after an error the model is unusable until a load
-        succeeds. With `compare` nothing is changed, and the answer names what differs.
+        Raises RuntimeError for another checksum; after an error the model is unusable until a load succeeds. With
+        `compare` nothing changes, and the answer names what differs.
         """
         adapter = versions.read_adapter(Path(folder))
         return self._hocket_take(_read(Path(folder)), adapter, checksum, compare)
 
     @answered
     def hocket_drop_adapter(self) -> None:
-        """Have every request use the model's weights without an adapter."""
+        """Have every request use the model without an adapter."""
         vllm_weights.drop_adapter(self)
 
     def _hocket_take(
@@ -90,7 +89,7 @@ def _tensors(parts: Iterator[Part], specs: dict[str, TensorSpec]) -> Iterator[tu
     for named, made in parts:
         specs |= made
         for _, tensor in named:
-            if tensor.is_cuda:  # made on another thread's stream: not used anew before this one has read it
+            if tensor.is_cuda:  # of another thread's stream: not used anew before this one has read it
                 tensor.record_stream(torch.cuda.current_stream())
         yield from named
 

@@ -1,4 +1,4 @@
-"""Receive broadcast weight versions inside the engine's processes; collective.py has the engine's half."""
+"""Receive broadcast versions inside the engine's processes; collective.py has the engine's half."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,10 +22,7 @@ class GroupReceiver:
 
     @answered
     def hocket_join_group(self, message: str, size: int) -> bool:
-        """Leave any other weight group and join the trainer's, in a thread; return whether it has joined.
-
-        The engine goes on meanwhile: what listens there may never answer.
-        """
+        """Leave any other group and join the trainer's, in a thread, as it may never answer; return whether it has."""
         address = GroupAddress.model_validate_json(message)
         name, joined = self.hocket_group or ("", Future())
         if name != address.name:
@@ -34,14 +31,14 @@ class GroupReceiver:
             device = _device_for(address, self.device)
             joined = Future()
             self.hocket_group = address.name, joined
-            # A daemon: the process would wait for an executor's thread before it ends.
+            # A daemon: a process that ends waits for an executor's threads.
             arguments = joined, address, 1 + self.rank, size, device
             threading.Thread(target=_join, args=arguments, name="join", daemon=True).start()
         return joined.done() and joined.result() is not None
 
     @answered
     def hocket_load_group(self, message: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
-        """Load the tensors that the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
+        """Load what the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
         source = CollectiveSource.model_validate_json(message)
         assert self.hocket_group is not None, "the engine has it join first"
         name, joined = self.hocket_group
@@ -83,7 +80,7 @@ def _leave(joined: "Future[WeightGroup]") -> None:
 
 
 def _receive(group: WeightGroup, source: CollectiveSource) -> Iterator[Part]:
-    """Yield the tensors of each bucket, verified, with their specs. Raises RuntimeError that names the bucket."""
+    """Yield each bucket's tensors, verified, and specs. Raises RuntimeError that names the bucket."""
     for number, bucket in enumerate(source.buckets, 1):
         flat = torch.empty(weight_group.num_bytes(bucket), dtype=torch.uint8, device=group.device)
         if number == 1:  # there is room for it: the trainer may send
