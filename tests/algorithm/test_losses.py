@@ -60,19 +60,19 @@ OTHERS = {
         (3 + 2 + 0.8 - 0.5) / 4,
         [[0.0, 0.5, 0.0, -0.125]],
     ),
-    **{  # with a correction, ratio and slope are the weight, and every r is 1
+    **{  # with a correction, ratio and slope are the weight, and every r is 1; bounds: [.5, 5] and [.99, 1.01]
         name: (
-            LossConfig(correction={"name": name, "bounds": (low, high)}),
+            LossConfig(correction=correction),
             torch.tensor([[4.0, 0.25, 1.0], [1.25, 1.25, 1.25]]),
             torch.ones(2, 3),
             -sum(map(sum, weights)) / 6,
             [[-w / 6 for w in row] for row in weights],
         )
-        for name, low, high, weights in (
-            ("truncate", 0.5, 2.0, [[2.0, 0.5, 1.0], [1.25, 1.25, 1.25]]),
-            ("mask", 0.5, 5.0, [[4.0, 0.0, 1.0], [1.25, 1.25, 1.25]]),
+        for name, correction, weights in (
+            ("truncate", {"name": "truncate", "bounds": (0.5, 2.0)}, [[2.0, 0.5, 1.0], [1.25, 1.25, 1.25]]),
+            ("mask", "mask", [[4.0, 0.0, 1.0], [1.25, 1.25, 1.25]]),
             # geometric means (4 · ¼ · 1)^⅓ = 1 and 1.25; a token of the one that is kept counts at most 2
-            ("sequence_mask", 0.99, 1.01, [[2.0, 0.25, 1.0], [0.0, 0.0, 0.0]]),
+            ("sequence_mask", "sequence_mask", [[2.0, 0.25, 1.0], [0.0, 0.0, 0.0]]),
         )
     },
 }
