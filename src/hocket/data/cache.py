@@ -1,7 +1,7 @@
 """Keep prepared prompts in $XDG_CACHE_HOME/hocket/prompts (default: ~/.cache) for the next start.
 
-Each folder is a cache of `datasets`, named by a key of all that its prompts follow from, with the hash of its content:
-a damaged one is never used. Where the cache fails, the prompts are prepared in memory.
+Each folder is a cache of `datasets`, named by a key of all that its prompts follow from; by the hash of its content, a
+damaged one is never used. Where the cache fails, prompts are prepared in memory.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class Prompts(Sequence[Prompt]):
         self.fingerprint = _sha256("".join(map(_digest, self._rows)))
 
     def column(self, name: str) -> list[Any]:
-        """Return another column of the data; None where a row lacks it."""
+        """Return a further column of the data; None where a row lacks it."""
         return [prompt.meta.get(name) for prompt in self]
 
     def __len__(self) -> int:
@@ -100,7 +100,6 @@ def sha256_of(path: Path) -> str:
 
 
 def _key(origin: object) -> str:
-    """Return the key of prompts of this origin, made by this code and these libraries."""
     code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
     versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "datasets")]
     return _sha256(repr([code, versions, origin]))[:32]

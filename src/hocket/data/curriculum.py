@@ -25,7 +25,7 @@ class PassRates:
         vars(self).update(copy.deepcopy(state))
 
     def record(self, index: int, epoch: int, rate: float) -> None:
-        """Record a pass rate; a late one of an older epoch changes only the streak."""
+        """Record a pass rate; one of an older epoch changes only the streak."""
         if epoch >= self.epochs[index]:
             self.rates[index] = rate
             self.epochs[index] = epoch
@@ -37,7 +37,7 @@ class PassRates:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """The prompts to plan an epoch from, by their index in `prompts`."""
+    """What to plan an epoch from, by index in `prompts`."""
 
     epoch: int  # counts from 0
     prompts: Prompts
@@ -47,7 +47,7 @@ class Candidates:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """The members that an epoch plays, in this order; `why` may give reasons for the others."""
+    """The members that an epoch plays, in order; `why`: reasons for leaving others out."""
 
     order: Sequence[int]
     why: Mapping[int, str] = dataclasses.field(default_factory=dict)

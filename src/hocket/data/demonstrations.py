@@ -1,8 +1,7 @@
-"""Turn rows into demonstrations: token ids, and which of them are taught.
+"""Turn rows, a prompt with its response or a conversation, into token ids, and say which are taught.
 
-A row is a prompt with its response, or a whole conversation. Each turn of the assistant is taught, with the token that
-ends it, behind the template's rendering of the messages so far. Its text is what the template adds when the turn is the
-last message. Where a template writes an earlier turn otherwise, the conversation goes on in a sample of its own.
+Each turn of the assistant is taught, with the token that ends it, as the template writes it last, behind the messages
+so far. Where a template writes an earlier turn otherwise, a sample of its own begins.
 """
 
 import contextlib
@@ -96,7 +95,7 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
 def _sequences(
     renderer: Renderer, samples: Sequence[Sequence[Passage]], token_ids: Iterable[list[int]]
 ) -> list[TokenSequence]:
-    """Encode each turn behind what is read before it: alone, it might get a space before it."""
+    """Encode each turn behind what is read before it: alone, it might begin with a space."""
     encoded = iter(token_ids)
     sequences = []
     for sample in samples:
@@ -141,7 +140,7 @@ def _turns(messages: Sequence[Any], column: str, data: DataConfig) -> list[Messa
 
 
 def _clean(value: Any) -> Any:
-    """Drop the nulls with which tables fill objects; read a call's arguments, as vLLM does."""
+    """Drop the nulls with which tables fill objects; parse a call's arguments, as vLLM does."""
     if isinstance(value, list):
         return [_clean(item) for item in value]
     if not isinstance(value, Mapping):

@@ -86,7 +86,7 @@ def accounts(
 
 
 def table(found: Sequence[Account]) -> str:
-    """Return the newest accounts as text; the last lines say whether all balance."""
+    """Return the newest accounts as text, which ends with whether all balance."""
     lines = []
     for account in found[-NUM_EPOCHS:]:
         lines.append(f"epoch {account.epoch}: {account.num_prompts:,} prompts")

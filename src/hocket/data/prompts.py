@@ -1,7 +1,4 @@
-"""Turn rows into prompts: each row is checked, rendered and encoded exactly once.
-
-The chat template writes every special token itself; plain text gets the one that the tokenizer puts before text.
-"""
+"""Turn rows into prompts: each row is checked, rendered and encoded exactly once."""
 
 import contextlib
 import functools
@@ -41,7 +38,7 @@ class TooLongError(ValueError):
 
 
 def opening_of(prompt: str) -> str:
-    """Return the thought that a prompt ends with, opened or closed again; "" without one."""
+    """Return the thought, open or closed, that a prompt ends with; "" without one."""
     found = OPENING.search(prompt)
     return found[0] if found else ""
 
@@ -49,7 +46,7 @@ def opening_of(prompt: str) -> str:
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Tools = ()
 ) -> tuple[cache.Prompts, list[int]]:
-    """Return the prompts that are short enough, none cut, and the numbers of tokens of all."""
+    """Return the prompts that are short enough, none cut, and the token counts of all."""
     renderer = renderer_of(data, tokenizer, tools)
     if "</think>" in [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]:
         raise DataError(
@@ -155,7 +152,7 @@ def renderer_of(data: DataConfig, tokenizer: Any, tools: Tools = ()) -> "Rendere
 
 
 class Renderer:
-    """Render rows and messages with a tokenizer's chat template, and encode them."""
+    """Render rows and messages with a chat template, which writes all special tokens, and encode them."""
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
         self._data = data
@@ -186,7 +183,7 @@ class Renderer:
         }
 
     def prompt(self, columns: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
-        """Return a row's prompt as text, and as the chat that it was rendered from; None if it is plain text."""
+        """Return a row's prompt as text, and the chat that it renders; None: plain text."""
         column = self._data.prompt_column
         value = self.column(columns, "prompt_column")
         if isinstance(value, str):
@@ -227,7 +224,7 @@ class Renderer:
         return text
 
     def missing_opening(self) -> str:
-        """Return what the template writes before a model's turn, if it ignores `add_generation_prompt`."""
+        """Return what stands before a model's turn, if the template ignores `add_generation_prompt`."""
         try:
             asked = self.render(TURN[:1])
             plain = self.render(TURN[:1], add_generation_prompt=False)
@@ -245,11 +242,11 @@ class Renderer:
     def following(
         self, messages: Sequence[Message], options: Options = None, *, ended: int | None, at_most: float = math.inf
     ) -> list[int]:
-        """Return the tokens between a turn of the model and its next one, in which it receives `messages`.
+        """Return the tokens between a turn of the model and its next one, with `messages`.
 
         They are what the template writes after a made-up turn: it may rewrite the real one, and the model need not
-        write a text as the tokenizer would. `ended` is the token with which the model ended its turn; where it was cut
-        off, None, the template's own is added. Raise ValueError if the template can't render them, or TooLongError.
+        write a text as the tokenizer would. `ended`: the token that ended the model's turn; None, where it was cut
+        off, adds the template's own. Raise ValueError if the template can't render them, or TooLongError.
         """
         _, found, after = self.render([*TURN, *messages], options).partition(PROBE)
         if not found:

@@ -27,7 +27,7 @@ _TEST_SHARE = 1 / 8
 
 
 def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (place, columns) of at most `data.limit` rows, unchecked; lines of .jsonl as they are."""
+    """Yield (place, columns) of at most `data.limit` rows, unchecked; .jsonl as bytes."""
     kind = data.source.partition(":")[0]
     place = f"{data.source}/{data.split}"
     if kind in NAMED:
@@ -45,7 +45,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
 
 
 def identity(data: DataConfig) -> str | None:
-    """Return what identifies a source's content; None if its prompts are not worth a cache."""
+    """Return what identifies a source's content; None: not worth a cache."""
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
@@ -145,5 +145,5 @@ def generator(task: str, split: str, seed: int) -> random.Random:
 
 
 def split_of(text: str) -> str:
-    """Return the split of a row by the hash of its text: no test row is ever a training row."""
+    """Return a row's split by the hash of its text: no test row is ever trained on."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] < 256 * _TEST_SHARE else "train"

@@ -1,6 +1,6 @@
 """Draw prompts in epochs of every prompt once, and track each draw until its step is trained.
 
-The ledger states the reason for each exception; a resumed run first repeats the draws in flight.
+A resumed run first repeats the draws in flight.
 """
 
 import collections
@@ -33,7 +33,7 @@ class Outcome:
 
 
 class PromptStream:
-    """Prompts in epochs, until all are retired. `take` numbers the draws of a run 0, 1, 2, ..."""
+    """Prompts in epochs; the draws of a run are numbered 0, 1, 2, ..."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PromptStream:
         self._entries.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the new lines for the ledger (hocket.data.ledger) since the last call."""
+        """Return the ledger's lines since the last call."""
         entries, self._entries = self._entries, []
         return entries
 
@@ -140,7 +140,7 @@ class PromptStream:
         return number
 
     def _plan(self, epoch: int) -> tuple[list[int], dict[int, tuple[str, str]]]:
-        """Return the indices to play, none if all are retired, and those left out with state and reason."""
+        """Return the indices to play, none if all are retired; and those left out: (state, reason)."""
         shuffled = list(range(len(self._prompts)))
         random.Random(f"{self._identity['seed']}:{epoch}").shuffle(shuffled)
         members = [index for index in shuffled if self._measured.streaks[index] < self._retire_after]

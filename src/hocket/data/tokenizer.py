@@ -33,7 +33,7 @@ def load(path: str, setting: str = "model.path") -> Any:
 
 
 def _check_is_model(path: str, setting: str) -> None:
-    """Raise ConfigError unless `path` is a model's folder, or a name that the hub knows."""
+    """Raise ConfigError unless `path` is a model's folder or known to the hub."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     folder = Path(path)
@@ -87,7 +87,7 @@ def _config(path: str, setting: str) -> Any:
 
 
 def end_ids(path: str, tokenizer: Any) -> set[int]:
-    """Return the tokens that end an answer: of tokenizer, config and generation config."""
+    """Return the ids that end an answer, of tokenizer, config and generation config."""
     from transformers import GenerationConfig
 
     named = [tokenizer.eos_token_id, getattr(_config(path, "model.path"), "eos_token_id", None)]
@@ -107,7 +107,7 @@ def context_length(model: ModelConfig) -> int:
 
 
 def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> tuple[int, str]:
-    """Return the longest prompt + completion that the model and a micro-batch hold, and the limit's name."""
+    """Return the longest prompt + completion, in tokens, of model and micro-batch, and the limit's name."""
     context = context_length(model)
     tokens = trainer.micro_batch_tokens
     if tokens == "auto" or context <= tokens + 1:  # the last token is only predicted

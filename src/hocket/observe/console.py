@@ -80,7 +80,7 @@ class Console(AbstractContextManager["Console"]):
             self.doing(f"step {step}/{self._steps}: {phase}{self._time_left(step - 1)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a finished step, the heading every HEADING_EVERY lines, and alarms when they begin."""
+        """Print a finished step's line, at times the heading, and alarms when they begin."""
         if not metrics:
             return
         if 0 < step < self._first:
@@ -101,7 +101,7 @@ class Console(AbstractContextManager["Console"]):
         self.alarmed = set(unhealthy)
 
     def finish(self, run_dir: Path) -> None:
-        """Print the result of the run in `run_dir`: evaluation, samples, paths, and how many steps lacked an update."""
+        """Print a run's result: evaluation, samples, paths, and how many steps lacked an update."""
         end = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         self.say(f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}")
         if evaluations := sorted((run_dir / "rollouts").glob("eval_*.jsonl")):

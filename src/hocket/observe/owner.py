@@ -15,8 +15,7 @@ from pathlib import Path
 from hocket.errors import ConfigError
 
 BEAT_S = 5.0  # between the owner's signs of life
-SILENCE_S = 60.0
-"""Seconds without a sign of life after which an owner on another machine is gone, and that a resumed run waits."""
+SILENCE_S = 60.0  # after which an owner on another machine is gone, and that a resumed run waits
 LOOK_S = 0.5
 
 
@@ -24,8 +23,8 @@ LOOK_S = 0.5
 def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator[None]:
     """Own a run folder while the body runs. Raise ConfigError if another process does, with `wait` after SILENCE_S.
 
-    An owner on this machine is gone when its process is. One that this machine can't see, on another machine or in a
-    container, is gone after SILENCE_S: its own clock does not matter.
+    An owner on this machine is gone when its process is; one on another machine or in a container, where it can't be
+    seen, after SILENCE_S by this clock.
     """
     path = run_dir / "owner.json"
     pid = os.getpid()
@@ -84,7 +83,7 @@ def _take(path: Path, text: str, say: Callable[[str], None], patience_s: float) 
 
 
 def _look(path: Path) -> tuple[str, int]:
-    """Return the owner's text and the time of its last sign of life; opened, as NFS then asks the server."""
+    """Return the owner's text and last sign of life, of the opened file: NFS then asks the server."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -93,7 +92,7 @@ def _look(path: Path) -> tuple[str, int]:
 
 
 def _remove(path: Path, text: str) -> None:
-    """Remove what an owner that is gone has left, but not what another process that waited has put in its place."""
+    """Remove what an owner that is gone has left, but not what another process has put in its place."""
     taken = path.with_name(f".{secrets.token_hex(8)}")
     with contextlib.suppress(FileNotFoundError):  # another one was faster
         path.rename(taken)
@@ -104,7 +103,7 @@ def _remove(path: Path, text: str) -> None:
 
 
 def _beat(path: Path, text: str, ended: threading.Event) -> None:
-    """Give signs of life; end the process if it was silent too long, so that the folder has another owner."""
+    """Give signs of life; end the process if it slept until the folder had another owner."""
     while not ended.wait(BEAT_S):
         with contextlib.suppress(OSError):
             if (found := _look(path)[0]) not in ("", text):
@@ -114,12 +113,12 @@ def _beat(path: Path, text: str, ended: threading.Event) -> None:
 
 
 def _machine() -> str:
-    """Return what all processes have in common that can see each other: since this boot, in this container."""
+    """Return what all processes that can see each other share: this boot and container."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process was started, in ticks since the boot; None if it has ended."""
+    """Return a process's start in ticks since the boot; None if it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

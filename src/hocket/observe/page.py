@@ -1,7 +1,7 @@
 """Build the report of a run: page.html with the run's data as JSON, drawn by the page's one script.
 
 Model output is hostile text. The JSON has no "<", the script makes only text nodes of it, and the page's policy allows
-that script alone, by its hash, and no resource from outside.
+only that script, by its hash, and no resource from outside.
 """
 
 import base64
@@ -45,7 +45,7 @@ def write_report(folder: Path) -> None:
 
 
 def best_and_worst(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the prompt whose rewards differ most, with its best and its worst rollout: no failed score is one."""
+    """Return the prompt whose rewards differ most, with its best and its worst scored rollout."""
     group = max(groups, key=_spread)
     ranked = sorted(group.scored, key=lambda pair: -pair[1].total) or [(group.rollouts[0], group.scores[0])]
     titles = {"best": ranked[0], "worst": ranked[-1]}

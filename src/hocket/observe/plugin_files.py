@@ -7,13 +7,14 @@ from typing import Any
 
 from hocket.common.files import write_atomically
 from hocket.common.registry import Plugin
+from hocket.observe.rows import read_text
 
 FILE = "plugins.json"
 FOLDER = "plugins"
 
 
 def keep(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
-    """Write plugins.json and a copy of each file; return a sentence for each that differs from the run's before."""
+    """Write plugins.json and a copy of each file; return a sentence for each that has changed."""
     before = {row["path"]: row for row in kept(run_dir)}
     rows = []
     changes = []
@@ -34,11 +35,9 @@ def keep(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
 
 def kept(run_dir: Path) -> list[dict[str, Any]]:
     """Return the plugins of a run: path, sha256, registers, copy."""
-    file = run_dir / FILE
-    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    rows: list[dict[str, Any]] = json.loads(read_text(run_dir / FILE) or "[]")
     return rows
 
 
 def texts(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the plugins of a run, each with its text."""
     return [{**row, "text": (run_dir / row["copy"]).read_text(encoding="utf-8")} for row in kept(run_dir)]

@@ -1,4 +1,4 @@
-"""Write scored rollouts as rows of JSON, and read them: of a run's files, the reward `http`, or files of a user."""
+"""Write scored rollouts as rows of JSON, and read those of a run, the reward `http`, or a user."""
 
 import json
 import math
@@ -21,7 +21,7 @@ LISTS = ("token_ids", "logprobs", "dialogue")
 
 
 def lines_of(groups: Iterable[Group]) -> str:
-    """Format scored rollouts as the lines of a file, one JSON object per rollout."""
+    """Return one JSON object per rollout, each on its line."""
     return "".join(
         _line(row_of(group, *pair)) + "\n"
         for group in groups
@@ -85,7 +85,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def groups_of(lines: Iterable[str]) -> list[Group]:
-    """Parse the lines of a rollouts file. Raises ValueError, KeyError or TypeError where one is not such a row."""
+    """Parse the lines of a rollouts file. Raise ValueError, KeyError or TypeError where one is no such row."""
     groups = []
     for name, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
         rows = list(together)
@@ -102,9 +102,9 @@ def _score(row: Mapping[str, Any]) -> Score:
 
 
 def rollout_of(row: Mapping[str, Any], id: str = "") -> Rollout:
-    """Parse a row of a rollouts file, or of a request of the reward `http`; only the completion must be there.
+    """Parse a row of a run or of the reward `http`; only the completion must be there.
 
-    Raises ValueError, KeyError or TypeError where it is no such row.
+    Raise ValueError, KeyError or TypeError where it is no such row.
     """
     sequences = tuple(map(_sequence, (*row.get("others", ()), row)))
     messages = row.get("messages")
@@ -128,7 +128,7 @@ def rollout_of(row: Mapping[str, Any], id: str = "") -> Rollout:
 
 
 def sample_of(columns: Mapping[str, Any], place: str, data: DataConfig) -> Rollout:
-    """Parse a row of a file with the columns of a section of the config; only the completion must be there."""
+    """Parse a row whose columns a section of the config names, as `rollout_of`."""
     used = (data.prompt_column, data.answer_column, "messages", "completion")
     told = {
         "id": place,

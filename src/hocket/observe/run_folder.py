@@ -77,7 +77,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         return int(self.history[-1]["step"]) if self.history else -1
 
     def finish(self, step: int, metrics: Mapping[str, float], entries: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Append one step to metrics.jsonl (null: not finite), to the sinks and, entry by entry, ledger.jsonl."""
+        """Append a step to metrics.jsonl (null: not finite) and the sinks, its entries to ledger.jsonl."""
         self.ledger(step, entries)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.history.append({"step": step, **finite})
@@ -89,7 +89,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self._append(LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
-        """Write rollouts/NAME.jsonl, a line per rollout, and of a step one to samples.jsonl; nothing without groups."""
+        """Write rollouts/NAME.jsonl and, of a step, a line of samples.jsonl; nothing without groups."""
         if not groups:
             return
         write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
@@ -100,7 +100,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         return self.path / "skipped" / f"step_{step:06d}.json"
 
     def summary(self, *, seed: int, final_version: int, best: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write summary.json and report.html and return the summary: evaluations and seconds come from the history."""
+        """Write summary.json and report.html; return the summary."""
         first, *others = [_evaluation(record) for record in self.history]
         values = {
             "before": first,
@@ -118,14 +118,14 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         return values
 
     def state(self) -> dict[str, Any]:
-        """Flush the growing files to disk; return their lengths in bytes and the last step."""
+        """Flush the growing files to disk; return the last step and their bytes."""
         paths = [self.path / name for name in GROWING]
         for path in paths:
             flush(path)
         return {"step": self.last_step, "bytes": {path.name: path.stat().st_size for path in paths}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Remove the records written after `state`. Raises ConfigError if older ones are missing."""
+        """Remove the records written after `state`. Raise ConfigError if older ones are missing."""
         for name, size in state["bytes"].items():
             path = self.path / name
             if path.stat().st_size < size:
@@ -146,7 +146,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
 
 def trainer_id(run_dir: Path) -> str:
-    """Return the id by which servers know a run: it stays in the folder, so that a resumed run is the same."""
+    """Return the id by which servers know a run; it stays in the folder, for a resumed one."""
     path = run_dir / "trainer_id"
     if not path.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def trainer_id(run_dir: Path) -> str:
 
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the eval/* metrics of a step, {"greedy": 0.5, ...}; empty where nothing was evaluated."""
+    """Return the eval/* metrics of a step: {"greedy": 0.5, ...}."""
     return {name.removeprefix("eval/"): value for name, value in record.items() if name.startswith("eval/")}
 
 

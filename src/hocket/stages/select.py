@@ -21,7 +21,7 @@ SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
     """Write the best rollouts of each prompt, the newest of equal ones, as rows for sft; return what they are.
 
-    `min_reward` is by default the mean. Those without a score or an end are never chosen.
+    `min_reward` is by default the mean. One without a score or an end is never chosen.
     """
     if per_prompt < 1:
         raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
@@ -57,7 +57,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 
 
 def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for sft; {} without a score or an end, or where no message stands between turns."""
+    """Return a row for sft; {} without a score or an end, or where turns have no message between them."""
     said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
     roles = [message["role"] for message in said]
     is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)

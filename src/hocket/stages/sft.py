@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the GRPO trainer with another loss, on demonstrated responses and conversations."""
+"""Supervised fine-tuning: the GRPO trainer with another loss, on demonstrations."""
 
 import itertools
 import math
@@ -123,7 +123,7 @@ def held_out_loss(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str,
 
 
 def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
-    """Return −Σ mask · logprobs / tokens: this batch's share of the mean cross-entropy, in nats."""
+    """Return −Σ mask · logprobs / tokens: the batch's share of the mean cross-entropy, in nats."""
     del entropy_bt
     return LossOutput(loss=-logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global, metrics={})
 
