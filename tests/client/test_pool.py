@@ -305,7 +305,7 @@ async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer],
     passing = lambda what, seconds: setattr(clock, "now", clock.now + 6.0)  # noqa: E731
     async with make_pool(servers[:3], on_wait=passing) as pool:
         with pytest.raises(ServerError, match=r"gave up after 12 s of waiting for http.*run\.py serve") as raised:
-            await pool.wait_up()
+            await asyncio.wait_for(play(pool, [[1], [2]]), 20)  # every turn that waits is told
     reasons = ("nothing answers there yet", "it is loading", "it failed: it is engine_dead")
     said = " or ".join(f"{server.url} ({reason})" for server, reason in zip(servers, reasons, strict=False))
     assert said in str(raised.value)

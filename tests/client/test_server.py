@@ -222,6 +222,20 @@ async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path
     ]
 
 
+async def test_after_a_refused_file_no_more_are_sent(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    seen: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.path)
+        return httpx.Response(507, json={"error": ERROR})
+
+    async with client(handler) as server:
+        with pytest.raises(ServerError, match="507: prompt 0 is too long"):
+            await server.upload(tmp_path, "v1", timeout_s=5)
+    assert seen == ["/upload/v1/model.safetensors"]
+
+
 async def test_a_file_that_can_not_be_read_is_an_error_of_the_version_that_names_it(tmp_path: Path) -> None:
     async def handler(request: httpx.Request) -> httpx.Response:
         await request.aread()
