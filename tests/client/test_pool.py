@@ -589,6 +589,8 @@ async def test_the_more_requests_are_in_flight_the_longer_turns_wait_for_company
         await asyncio.sleep(0.05)
         assert servers[0].requests == []
         await asyncio.gather(first, *(play(pool, [[i]], batcher=batcher) for i in range(2, 6)))
+        batcher._requests[pool.members[0]] = 10**6
+        assert batcher._window_s() < 1.1
     assert len(servers[0].requests) == 5  # of five batches, at the same moment
 
 

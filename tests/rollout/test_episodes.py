@@ -326,9 +326,15 @@ class Late(Environment):
         raise AssertionError
 
 
+class Hasty(Environment):
+    async def step(self, action: Action) -> Step:
+        raise TimeoutError("its own")
+
+
 @pytest.mark.parametrize(
     ("make", "turns", "says"),
     [
+        (Hasty, 1, "step raised TimeoutError: its own"),
         (Long, 0, "leaves no room"),
         (Wrong, 1, "roles are system, user, assistant and tool"),
         (Late, 1, "step was not done when env.timeout_s=0.05 had passed"),  # also beyond its own deadline

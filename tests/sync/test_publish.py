@@ -40,6 +40,7 @@ class FakeServer:
         self.url, self.version, self.session = url, version, "s1"
         self.error: ServerError | None = None
         self.asked: list[GenerateRequest] = []
+        self.left_out = 0  # completions
         self.together = asyncio.Barrier(1)  # of the servers that answer the proof at once
 
     async def health(self, *, timeout_s: float = 10.0) -> Health:
@@ -52,7 +53,7 @@ class FakeServer:
         if self.error is not None:
             raise self.error
         await self.together.wait()
-        for i in reversed(range(len(request.prompts))):
+        for i in reversed(range(self.left_out, len(request.prompts))):
             yield StreamLine(prompt=i, index=0, completion=fakes.completion(7, 8, logprobs=(-0.5, -0.25)))
 
 
@@ -242,6 +243,9 @@ async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_ch
     world.servers[0].error = GONE
     metrics = await world.sync.publish()
     assert (world.up, metrics["sync/servers"], metrics["sync/logprob_gap"]) == ([B], 1.0, pytest.approx(1e-6))
+    world.servers[1].left_out = 1
+    assert (await world.sync.publish())["sync/servers"] == 0.0
+    assert "lost server http://b: http://b/generate ended after 1 of 2 completions" in world.said
 
 
 @pytest.mark.parametrize("gap", [1.1e-4, float("nan")])
