@@ -39,7 +39,7 @@ def apply(old: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def save(changes: Mapping[str, Change], folder: Path, base: str) -> None:
-    """Write the folder's delta file; `base`: checksum of the version that is changed."""
+    """Write the delta file; `base`: checksum of the version that is changed."""
     packed = {name: change.packed for name, change in changes.items() if change.num_changed}
     save_file(packed, folder / DELTA_FILE, metadata={"base": base})
 

@@ -49,8 +49,6 @@ class Column:
 
 @pydantic.with_config(extra="forbid", strict=True)
 class ChatMessage(TypedDict):
-    """One message for the chat template."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     name: NotRequired[Any]
@@ -59,7 +57,7 @@ class ChatMessage(TypedDict):
 
 
 PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[ChatMessage], FAIL_FAST]
-"""Text, token ids, or messages for the chat template."""
+"""Text, token ids, or a chat."""
 MAX_PROMPTS = 1024
 MAX_SAMPLES = 128
 MAX_COMPLETIONS = 1 << 14
@@ -82,7 +80,7 @@ class Code(NamedTuple):
     gone: bool = False  # its process has ended, and holds no GPU memory
     final: bool = False  # a version gets there in no other way either
     again: bool = False  # the server will answer the request later
-    curable: bool = False  # the engine stands still until a reload or a wake-up succeeds
+    curable: bool = False  # a reload or a wake-up may bring the engine back
     unharmed: bool = False  # the engine goes on as before
 
 
@@ -115,7 +113,7 @@ def meaning(code: str) -> Code:
 class ErrorBody(Strict):
     code: str
     message: str
-    hint: str  # what to do
+    hint: str
 
 
 class ErrorResponse(Strict):
@@ -144,7 +142,7 @@ class Health(Strict):
 
 
 class Request(Strict, Generic[_A]):
-    """What a client sends; a server works for one trainer at a time."""
+    """What a client sends."""
 
     route: ClassVar[str]
     answer: ClassVar[Any]
@@ -173,7 +171,7 @@ class Toolbox(Strict):
 
 class ToolCall(Strict):
     name: str
-    arguments: str  # JSON as the model wrote it
+    arguments: str  # JSON of the model
     id: str = ""
 
 
@@ -223,8 +221,6 @@ class GenerateRequest(Request[GenerateResponse]):
 
 
 class StreamLine(Strict):
-    """Completion `index` of prompt `prompt`."""
-
     prompt: int
     index: int
     completion: Completion
@@ -240,8 +236,6 @@ class StreamEnd(Strict):
 
 
 class SessionResponse(Strict):
-    """Answer to POST /sessions."""
-
     id: str
     key: str  # in place of the server's token
     model: str  # the agent may name any other
@@ -266,10 +260,10 @@ class AgentCall(Strict):
 
 
 class AgentRecord(Strict):
-    """Answer to GET and DELETE /sessions/ID, in the order of the calls' beginnings."""
+    """Answer to GET and DELETE /sessions/ID: calls as they began."""
 
     calls: tuple[AgentCall, ...]
-    cut_off: bool  # a call was refused: over max_calls or max_length
+    cut_off: bool  # a call was over max_calls or max_length
 
 
 class DiskSource(Strict):
@@ -328,7 +322,7 @@ Source = DiskSource | DeltaSource | CollectiveSource
 
 
 class ReloadResponse(Strict):
-    """What the server holds; `checksum` is of the tensors on their way into the model."""
+    """What the server holds; the checksum is of what went into the model."""
 
     version: int
     seconds: float
@@ -362,7 +356,7 @@ class SleepRequest(Request[Health]):
 
 
 class WakeRequest(Request[Health]):
-    """POST /wake_up: the engine comes back to the GPU."""
+    """POST /wake_up: the engine comes back."""
 
     route = "/wake_up"
     answer = Health
@@ -374,8 +368,8 @@ class HeartbeatRequest(Request[Health]):
     route = "/heartbeat"
     answer = Health
     trainer: str = Field(min_length=1, max_length=128)
-    take_over: bool = False  # true takes the server from another trainer
-    leaving: bool = False  # true frees it
+    take_over: bool = False  # from another trainer
+    leaving: bool = False
 
 
 class TensorSpec(Strict):

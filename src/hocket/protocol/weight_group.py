@@ -72,7 +72,7 @@ class WeightGroup:
     """Rank 0, the trainer, and a server's workers; the constructor waits until all have joined."""
 
     store: Store  # from make_store on rank 0, or find_store
-    name: str  # of this attempt, never used before
+    name: str  # never used before
     device: torch.device
     address: str  # of this machine, as the others can reach it
     _: dataclasses.KW_ONLY
@@ -126,7 +126,7 @@ class WeightGroup:
         group.broadcast([flat], options).wait()
 
     def close(self) -> None:
-        """Leave the group; ranks that wait for this one fail soon."""
+        """Leave the group: ranks that wait for this one fail."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):  # it is broken already

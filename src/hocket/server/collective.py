@@ -36,7 +36,7 @@ class Broadcasts:
         self._joined = ""
 
     async def _join(self, group: protocol.GroupAddress) -> None:
-        """Connect the workers with the trainer while the engine goes on."""
+        """Connect workers and trainer while the engine goes on."""
         engine = self._engine
         joining = "hocket_join_group", group.model_dump_json(), engine.num_workers + 1
         joined = [False]

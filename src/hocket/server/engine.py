@@ -39,7 +39,7 @@ class Holder:
         self._heard = 0.0  # by time.monotonic
 
     def hear(self, trainer: str | None, *, take_over: bool = False) -> None:
-        """Let a trainer, which None is not, have the server. Raises ApiError if another one has it."""
+        """Let a trainer have the server; None: no trainer. Raises ApiError if another one has it."""
         if trainer is None:
             return
         silent_s = time.monotonic() - self._heard
@@ -69,8 +69,6 @@ Find = Callable[[Any, int], Awaitable[Found]]
 
 
 class Held(NamedTuple):
-    """The version that the model holds."""
-
     source: protocol.Source | None  # None: what it was started with
     answer: protocol.ReloadResponse
 
@@ -107,7 +105,7 @@ class Engine:
         self.llm = llm
         llm.require_ready = admitted
         self.model = model
-        self.version = 0  # the weight version that new tokens are sampled with
+        self.version = 0  # that new tokens are sampled with
         self.sampler = Sampler(llm, tokenizer, admitted, template)
         self.root = root.resolve()
         self.timeout_s = timeout_s
@@ -141,7 +139,7 @@ class Engine:
             raise ApiError(503, **reason.model_dump())
 
     def require_alive(self) -> None:
-        """Raise ApiError where the engine is lost: no reload brings it back."""
+        """Raise ApiError where no reload brings the engine back."""
         self.require_ready(admits=protocol.CURABLE)
 
     def _reason(self) -> protocol.ErrorBody | None:
@@ -176,7 +174,6 @@ class Engine:
         )
 
     async def heartbeat(self, request: protocol.HeartbeatRequest) -> protocol.Health:
-        """Let a trainer take, keep or leave the server."""
         if request.leaving:
             self.holder.leave(request.trainer)
         else:
@@ -209,13 +206,13 @@ class Engine:
             held = self._held_as(request.version, found)
             if request.compare:
                 return await self._compare(request.version, found, held, start)
-            if held is None or held.source != request.source:  # of a broadcast only the source tells its run
+            if held is None or held.source != request.source:  # a broadcast's tells its run
                 held = await self._load(request, found, start)
             await self.residence.wake()
             return held.answer
 
     def _held_as(self, version: int, found: Found) -> Held | None:
-        """Return what the model holds if it is this version; a resumed run writes other weights under an old name."""
+        """Return what the model holds if it is this version: a resumed run gives its name to other weights."""
         held = self.held
         if held is None or held.answer.version != version or found.checksum not in ("", held.answer.checksum):
             return None
@@ -311,7 +308,7 @@ class Engine:
         return shapes
 
     async def pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
-        """Stop generation; raise ApiError where running requests take too long."""
+        """Stop generation. Raises ApiError where running requests take too long."""
         try:
             await self.in_time(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache))
         except TimeoutError as late:

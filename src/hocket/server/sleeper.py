@@ -35,7 +35,7 @@ class Sleeper(Residence):
         self._here = len(PARTS)  # so many of PARTS are on the GPU
 
     async def sleep(self, request: protocol.SleepRequest) -> protocol.Health:
-        """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
+        """Take weights and KV cache off the GPU."""
         engine = self._engine
         async with engine.lock:
             engine.holder.hear(request.trainer)
@@ -56,7 +56,7 @@ class Sleeper(Residence):
             return engine.health()
 
     async def wake_up(self, request: protocol.WakeRequest) -> protocol.Health:
-        """Bring the engine back to the GPU with the weights that it had."""
+        """Bring the engine back with the weights that it had."""
         engine = self._engine
         async with engine.lock:
             engine.holder.hear(request.trainer)

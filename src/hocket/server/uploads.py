@@ -31,7 +31,7 @@ def install(app: FastAPI, engine: Engine) -> None:
 
     @routes.put("/upload/{name}/{file}")
     async def upload(name: str, file: str, request: Request) -> DiskSource:
-        """Receive one file of a weight version, for servers that do not see the trainer's disk; COMPLETE comes last."""
+        """Receive a file of a version from a trainer that shares no disk; COMPLETE comes last."""
         most = versions.max_bytes(await engine.expected(None))
         return await uploads.receive(name, file, request.stream(), most)
 
@@ -48,13 +48,13 @@ class Uploads:
         self._making_room = asyncio.Lock()
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
-        """Write one file of the version `name`, all files together up to `max_bytes`; COMPLETE is the last."""
+        """Write a file of a version, all files together up to `max_bytes`."""
         if not _UPLOAD.fullmatch(f"{name}/{file}"):
             hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
         folder = self._folder / name
         partial = partial_of(folder)
-        # One file of it at a time: each of several could fill the room left by the others.
+        # One file at a time: each of several could fill the room left by the others.
         async with self._receiving.setdefault(name, asyncio.Lock()):
             try:
                 if not partial.exists():

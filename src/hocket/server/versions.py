@@ -1,4 +1,4 @@
-"""Find published weight versions under one root, and check them against the model."""
+"""Find published versions under a root, and check them against the model."""
 
 import functools
 import itertools
@@ -52,7 +52,7 @@ def max_bytes(expected: ModelShapes) -> int:
 
 
 def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) -> ModelShapes:
-    """Return the tensors of an adapter of the model: A [r, in] and B [out, r] of every layer that it names."""
+    """Return an adapter's tensors: A [r, in] and B [out, r] of every layer that it names."""
     if adapter.r > max_rank:
         hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
         raise ApiError(409, "rank_too_high", f"the engine takes adapters up to rank {max_rank}", hint)
@@ -68,7 +68,7 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) ->
 
 
 def find(root: Path, name: str) -> Path:
-    """Return the complete version called `name`, a plain relative path under `root`. Raises ApiError."""
+    """Return the complete version `name`, a plain path under `root`. Raises ApiError."""
     hint = "start server and trainer with the same sync.root; source.name is relative to it"
     if not _NAME.fullmatch(name):
         raise invalid(f"source.name: {name!r} is not the name of a version under the root", hint, code="bad_name")

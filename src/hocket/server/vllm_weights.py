@@ -167,7 +167,7 @@ def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
 
 
 def _layers(worker: Any) -> list[tuple[str, Any]]:
-    """Return the layers of a worker's model, without an adapter around them."""
+    """Return named layers, without an adapter around them."""
     layers = worker.model_runner.get_model().named_modules()
     return [(name.replace(".base_layer", ""), layer) for name, layer in layers]
 

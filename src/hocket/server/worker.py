@@ -63,7 +63,7 @@ class WorkerExtension(GroupReceiver):
 
 @contextmanager
 def _ahead(parts: Iterator[Part], give_up: Callable[[], None]) -> Iterator[Iterator[Part]]:
-    """Make the next two parts in a thread while one is used; `give_up` interrupts it where the body raises."""
+    """Make two parts ahead in a thread, which `give_up` interrupts where the body raises."""
     with ThreadPoolExecutor(1, "weights ahead") as thread:
         coming = [thread.submit(next, parts, None) for _ in range(2)]
 

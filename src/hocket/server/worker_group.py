@@ -22,7 +22,7 @@ class GroupReceiver:
 
     @answered
     def hocket_join_group(self, message: str, size: int) -> bool:
-        """Leave any other group and join the trainer's, in a thread, as it may never answer; return whether it has."""
+        """Leave any other group, join the trainer's in a thread, as it may never answer; return whether it is done."""
         address = GroupAddress.model_validate_json(message)
         name, joined = self.hocket_group or ("", Future())
         if name != address.name:
@@ -45,7 +45,7 @@ class GroupReceiver:
         assert name == source.group.name, "the engine has it join first"
         group = joined.result()
 
-        def leave() -> None:  # before the second thread has ended, which may be waiting for a bucket
+        def leave() -> None:  # before the thread ends, which may wait for a bucket
             self.hocket_group = None
             group.close()
 
