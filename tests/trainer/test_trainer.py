@@ -22,7 +22,7 @@ from hocket.config import TrainerConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, TrainerError
 from hocket.protocol import manifest, weight_group
-from hocket.trainer.engine import default_zero_stage
+from hocket.trainer.engine import Setup, default_zero_stage
 from hocket.trainer.ranks import FAILURE, Ranks
 from hocket.trainer.trainer import Trainer
 
@@ -86,9 +86,17 @@ def test_a_server_with_another_model_is_refused(trainer: Trainer) -> None:
             trainer.check_same_model(health.model_copy(update=change))
 
 
-def test_float16_on_a_cpu_is_refused(ranks: Ranks, tied_model: str) -> None:
-    with pytest.raises(ConfigError, match="bfloat16"):
+def test_float16_on_a_cpu_or_at_zero_0_is_refused(ranks: Ranks, tied_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"on GPUs alone, .* or model\.dtype=bfloat16"):
         make_trainer(ranks, tied_model, "model.dtype=float16")
+
+    def on_gpu(stage: int | None) -> Setup:
+        gpu: Any = Mock(size=1, device=torch.device("cuda"))
+        return Setup(config=TrainerConfig(zero_stage=stage), dtype=torch.float16, ranks=gpu)
+
+    with pytest.raises(ConfigError, match=r"with trainer\.zero_stage=1, 2 or 3: set that"):
+        on_gpu(0).parameter_dtype()
+    assert on_gpu(1).parameter_dtype() == on_gpu(None).parameter_dtype() == torch.float16
 
 
 def stream(trainer: Trainer, max_bytes: int) -> list[list[tuple[str, torch.Tensor]]]:

@@ -32,13 +32,13 @@ class Segments:
     @functools.cached_property
     def positions_bt(self) -> Tensor:
         """Places within the sequences, [1, row]."""
-        return torch.cat(list(map(torch.arange, self.lengths)))[None].to(self.device)
+        return self._there(torch.cat(list(map(torch.arange, self.lengths)))[None])
 
     @functools.cached_property
     def offsets(self) -> Tensor:
         """Bounds of the sequences, int32 [sequences + 1]."""
         bounds = [0, *itertools.accumulate(self.lengths)]
-        return torch.tensor(bounds, dtype=torch.int32).to(self.device)
+        return self._there(torch.tensor(bounds, dtype=torch.int32))
 
     @functools.cached_property  # FlashAttention takes the offsets alone
     def groups(self) -> tuple[list[Tensor], Tensor]:
@@ -60,7 +60,10 @@ class Segments:
             real = steps <= last
             restore[groups[-1][real]] = done + real.flatten().nonzero()[:, 0]
             done += real.numel()
-        return [group.to(self.device) for group in groups], restore.to(self.device)
+        return list(map(self._there, groups)), self._there(restore)
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)  # or the host would wait for the micro-batch before
 
 
 def attend(
