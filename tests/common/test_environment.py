@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -212,6 +213,12 @@ def test_uv_looks_where_pip_looks_and_at_pytorch_for_what_is_not_there(
     assert ("--torch-backend=cpu" in options) is not has_torch
     assert (tmp_path / "calls").read_text().startswith("pip install torch==2.13.0+cpu --no-deps --dry-run")
     assert "--torch-backend=cpu" not in lock.uv_options("torch==2.13.0,!=2.13.0+cpu\n")
+
+
+def test_torch_for_cpus_does_not_pass_as_that_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, lacks in (("2.13.0+cpu", True), ("2.13.0", False), ("2.13.0+cu130", False)):
+        monkeypatch.setattr("importlib.metadata.distributions", lambda name, it=version: [Mock(version=it)])
+        assert any(line.startswith("torch") for line in environment.missing("cuda", "train")) is lacks, version
 
 
 @pytest.mark.parametrize(("says", "refused"), [("575.57.08", True), ("580.65.06", False), ("No devices", False)])

@@ -47,6 +47,7 @@ def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: Sampler) -> Non
 
 
 WIDEST = {"stop": ["x"] * 16, "stop_token_ids": [1] * 16}
+NO_PROMPTS = (5, None, {"role": "user", "content": "a"}, [5, -1], [5, "a"], [{"role": "user", "content": "a"}, 5])
 TOO_MANY = "at most|less than or equal"
 
 
@@ -67,6 +68,10 @@ def test_what_just_fits_is_taken(reader: Sampler) -> None:
         ({"prompts": [[5] * 32], "fit": True}, r"32 prompt tokens \+ max_tokens 1 do not fit"),
         ({"prompts": [[5] * 17]}, r"17 prompt tokens \+ max_tokens 16 do not fit"),
         ({"prompts": [[96]]}, "token id 96 is outside the vocabulary of 96"),
+        *(
+            ({"prompts": ["a", wrong]}, r"prompts\.1: a prompt must be text, a list of token ids, or")
+            for wrong in NO_PROMPTS
+        ),
         ({"prompts": ["a", ""]}, r"prompts\.1: the prompt has no tokens"),
         ({"prompts": ["a", []]}, r"prompts\.1: the prompt has no tokens"),
         # The longest token, "<pad>", has 5 characters: 32 tokens have at most 160. Nothing longer is tokenized.
@@ -92,13 +97,13 @@ def test_what_can_not_be_sampled_is_refused(reader: Sampler, body: dict[str, Any
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([{"role": "wizard", "content": "a"}], "prompts.0.*.0.role: Input should be 'system', 'dev"),
-        ([{"content": "a"}], "prompts.0.*.0.role: Field required"),
-        ([{"role": "user"}], "prompts.0.*.0.content: Field required"),
-        ([{"role": "user", "content": None}], "prompts.0.*.0.content: Input should be a valid string"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "prompts.0.*.0.content: Input should be a valid string"),
-        ([{"role": "user", "content": "a", "colour": 1}], "prompts.0.*.0.colour: unknown field"),
-        ([{"role": "user", "content": "a"}, {}], "prompts.0.*.1.role: Field required"),
+        ([{"role": "wizard", "content": "a"}], "prompts.0.0.role: Input should be 'system', 'dev"),
+        ([{"content": "a"}], "prompts.0.0.role: Field required"),
+        ([{"role": "user"}], "prompts.0.0.content: Field required"),
+        ([{"role": "user", "content": None}], "prompts.0.0.content: Input should be a valid string"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "prompts.0.0.content: Input should be a valid string"),
+        ([{"role": "user", "content": "a", "colour": 1}], "prompts.0.0.colour: unknown field"),
+        ([{"role": "user", "content": "a"}, {}], "prompts.0.1.role: Field required"),
         ([{"role": "tool", "content": "a"}], "no tools here"),
     ],
 )

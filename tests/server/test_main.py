@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -11,12 +13,13 @@ from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from hocket import config
 from hocket.common import environment
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, ServerError
 from hocket.server import main
 from hocket.server.errors import ApiError
 from processes import free_port
@@ -123,6 +126,48 @@ def test_an_interrupt_while_the_engine_starts_ends_the_server_also_where_python_
     ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": SOURCE}, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines()[1:] == ["75", "hocket: stopped"]
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, object]:
+    """Make `main.serve` leave this process as it is; return the handlers of signals that it sets."""
+    monkeypatch.setattr(main, "prepare_environment", lambda *_: None)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "75")
+    handlers: dict[int, object] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    return handlers
+
+
+def test_a_script_that_serves_keeps_its_own_processes_and_may_be_interrupted_afterwards(
+    tmp_path: Path, handlers: dict[int, object]
+) -> None:
+    own = subprocess.Popen(["sleep", "20"])
+    with pytest.raises(ConfigError, match=r"is no model: it has no config\.json"):
+        main.serve(config.load(None, [f"server.port={free_port()}", f"model.path={tmp_path}"]))
+    assert own.poll() is None
+    own.kill()
+    own.wait()
+    assert handlers == {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("engine_dead", "gone: it was killed, perhaps for memory (dmesg); start the server again, or with another"),
+        ("sleep_failed", "gone; restart it"),
+    ],
+)
+def test_a_server_that_ends_with_its_engine_says_why_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
+    llm = Mock(last_words=Path("/nowhere"))
+    monkeypatch.setattr(main, "_load", lambda _: (None, llm))
+    monkeypatch.setattr(main, "_serve", AsyncMock(side_effect=ApiError(503, code, "gone", "restart it")))
+    with pytest.raises(ServerError, match=re.escape(said)) as ended:
+        main.serve(config.load(None, [f"server.port={free_port()}"]))
+    assert ended.value.code == code
+    llm.shutdown.assert_called_once_with(timeout=main.GRACE_S)
 
 
 async def test_only_an_engine_that_no_reload_brings_back_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ BAD: dict[str, tuple[bytes, int]] = {
     "no JSON": (b'{"prompt": ', 400),
     "half a surrogate pair": (b'{"prompt": "a", "stop": "\\ud800"}', 400),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', 400),
+    "more than any number": (b'{"prompt": "a", "temperature": 1e999}', 400),
     "no UTF-8": (b'{"prompt": "\xff"}', 400),
     "more than any prompt": (b" " * (17 << 20), 413),
     "what vLLM stumbles over": (b'{"prompt": "stumble"}', 400),

@@ -139,7 +139,8 @@ async def test_a_prompt_that_vllm_refuses_as_too_long_cuts_its_session_off(door:
         ("completions", {"use_beam_search": True}, 400, "use_beam_search: only"),
         ("completions", {"echo": True, "max_tokens": 0}, 400, "echo, max_tokens: only"),
         ("chat/completions", {"max_completion_tokens": 0}, 400, "max_completion_tokens: only"),
-        ("responses", {}, 404, "not found"),
+        ("responses", {}, 404, "has no POST /v1/responses"),
+        ("models", {}, 404, "has no POST /v1/models"),
         ("../generate", {}, 404, "not found"),
     ],
 )

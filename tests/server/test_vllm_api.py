@@ -23,7 +23,7 @@ from hocket.data import tokenizer
 from hocket.protocol import Completion, SamplingParams, SessionRequest, TensorSpec, Toolbox
 from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
 from hocket.server.errors import ApiError
-from hocket.server.sessions import OpenSession, recorded
+from hocket.server.sessions import TOO_LONG, OpenSession, recorded
 from hocket.server.worker import WorkerExtension
 
 NAMES = {
@@ -136,6 +136,13 @@ def test_calls_take_the_arguments_we_give() -> None:
     assert {"weights", "kv_cache"} == SLEEP_TAGS
 
 
+def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -> None:
+    from vllm.renderers import params
+
+    source = inspect.getsource(params)
+    assert {name for name in TOO_LONG if f'parameter="{name}"' in source} == TOO_LONG
+
+
 @pytest.mark.parametrize("second", [-0.25, float("nan")])
 async def test_only_a_call_that_ended_well_has_a_completion(second: float) -> None:
     async def outputs() -> Any:
@@ -216,6 +223,8 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     assert (args.enable_lora, args.hf_overrides or {}, args.enable_sleep_mode) == (False, {}, False)
     with_lora = arguments(model, "model.lora.rank=12", "model.dtype=bfloat16")
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 16, "bfloat16")  # 8, 16, 32 ...
+    unset = arguments(model, "server.engine={served_model_name: null, tool_call_parser: null}")
+    assert (unset.served_model_name, unset.enable_auto_tool_choice) == ([model], False)
     assert arguments(model, "model.float32_head=true").hf_overrides == {"head_dtype": "float32"}
     # What the engine's own arguments say comes before hocket's own choice.
     own = "{served_model_name: mine, tool_call_parser: hermes, max_num_batched_tokens: 4096, enforce_eager: false}"

@@ -50,11 +50,18 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
     if error.error_count() > MAX_EXPLAINED:
         return invalid(f"body: {error.error_count()} fields are wrong or unknown", hint)
     errors = error.errors(include_url=False, include_input=False)
-    wrong = max(errors, key=lambda one: len(one["loc"]))  # each kind of a prompt complains; the one that was meant last
+    wrong = max(errors, key=lambda one: len(one["loc"]))
     if wrong["type"] == "json_invalid":
         return ApiError(400, "malformed_json", wrong["msg"], "send one JSON object, encoded as UTF-8")
     message = wrong["msg"]
     where = wrong["loc"]
+    if where[:1] == ("prompts",) and len(where) > 2:  # each of the three kinds complains; ("prompts", 0, kind, ...)
+        where = (*where[:2], *where[3:])
+        hint = "a message has a role, a content that is text, and maybe name, tool_calls and tool_call_id"
+        if len(where) < 4:  # it is no field of a message
+            where = where[:2]
+            message = "a prompt must be text, a list of token ids, or a list of chat messages"
+            hint = "token ids are whole numbers from 0, messages are objects"
     if wrong["type"] == "extra_forbidden":
         message = "unknown field"
         if error.title == "GenerateRequest" and where[0] in SamplingParams.model_fields:

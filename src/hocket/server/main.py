@@ -9,7 +9,7 @@ import socket
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -65,10 +65,10 @@ def serve(config: Config) -> None:
         try:
             uvloop.run(_serve(config, args, llm, sock, start))
         except ApiError as error:
-            if not meaning(error.body.code).gone:
-                raise
-            why = vllm_api.last_words(llm) or "it was killed, perhaps for memory (dmesg)"
-            message = f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}"
+            message = f"{error}; {error.body.hint}"
+            if meaning(error.body.code).gone:
+                why = vllm_api.last_words(llm) or "it was killed, perhaps for memory (dmesg)"
+                message = f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}"
             raise ServerError(message, code=error.body.code) from error
         finally:
             _on_signals(signal.SIG_IGN)  # an impatient second Ctrl-C must not leave anything behind
@@ -203,17 +203,19 @@ async def _watch(engine: "Engine", stopping: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _ending_children() -> Iterator[None]:
+    before = psutil.Process().children(recursive=True)  # of a script that serves
     try:
         yield
     finally:
         _on_signals(signal.SIG_IGN)
-        _kill_children()
-        _on_signals(signal.SIG_DFL)
+        _kill_children(spared=before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _kill_children() -> None:
-    """Kill all descendants but Python's resource tracker, which cleans up after its parent and then ends."""
-    for child in psutil.Process().children(recursive=True):
+def _kill_children(*, spared: Iterable[psutil.Process] = ()) -> None:
+    """Kill all descendants but these and Python's resource tracker, which cleans up after its parent and then ends."""
+    for child in set(psutil.Process().children(recursive=True)).difference(spared):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
                 child.kill()

@@ -31,7 +31,7 @@ from hocket.server.routes import router
 
 CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)  # of the request being served
 MAX_SESSIONS = 4096
-ROUTES = {"/v1/models": "GET", "/v1/chat/completions": "POST", "/v1/completions": "POST"}
+ROUTES = ("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions")
 """The routes of vLLM that an agent may use."""
 TOO_LONG = frozenset({"input_tokens", "input_text"})
 """Parameters that vLLM's routes blame for a prompt that leaves no room for an answer."""
@@ -202,9 +202,7 @@ def install(app: FastAPI, engine: Engine, guard: Guard) -> None:
 
 
 def add_forwarding(app: FastAPI, sessions: OpenSessions, model: str) -> None:
-    forward = Forward(app.router, sessions, model)
-    for route, method in ROUTES.items():
-        app.router.routes.append(Route(f"/sessions/{{session_id}}{route}", forward, methods=[method]))
+    app.router.routes.append(Route("/sessions/{session_id}/v1/{rest:path}", Forward(app.router, sessions, model)))
 
 
 class Forward:
@@ -216,11 +214,13 @@ class Forward:
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session_id = scope["path_params"]["session_id"]
-        session = self._sessions.get(session_id)
+        session = self._sessions.get(scope["path_params"]["session_id"])
+        route = f"/v1/{scope['path_params']['rest']}"
+        asked = f"{scope['method']} {route}"
+        if asked not in ROUTES:
+            raise ApiError(404, "not_found", f"a session has no {asked}", f"it has {', '.join(ROUTES)}")
         message = await receive()  # it has the whole body, if there is one
         message["body"] = await run_in_thread(self._checked, message["body"])
-        route = scope["path"].removeprefix(f"/sessions/{session_id}")
         CURRENT.set(session)  # in the request's own context (main.http_server)
         scope = {**scope, "path": route, "raw_path": route.encode()}
         await self._app(scope, replay(message, receive), _watched(send, session))

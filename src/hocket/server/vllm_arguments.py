@@ -52,7 +52,7 @@ def engine_arguments(config: Config) -> Namespace:
     engine = dict(server.engine)
     settings: dict[str, Any] = {
         "model": model.path,
-        "served_model_name": [*dict.fromkeys((engine.pop("served_model_name", model.path), model.path))],
+        "served_model_name": [*dict.fromkeys((engine.pop("served_model_name", None) or model.path, model.path))],
         "max_model_len": model.max_length,
         "seed": config.trainer.seed,
         "trust_remote_code": False,
@@ -75,8 +75,7 @@ def engine_arguments(config: Config) -> Namespace:
         settings["max_lora_rank"] = rank
     if server.kv_cache_mib is not None:
         settings["kv_cache_memory_bytes"] = server.kv_cache_mib << 20
-    if "tool_call_parser" in engine:
-        parser = engine.pop("tool_call_parser")
+    if parser := engine.pop("tool_call_parser", None):
         if parser not in (parsers := ToolParserManager.list_registered()):
             known = ", ".join(parsers)
             raise ValueError(f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}")
