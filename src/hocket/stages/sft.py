@@ -138,7 +138,7 @@ OBJECTIVE = Objective(loss=sft_loss)
 
 
 class Demonstrations:
-    """Refuses to resume a checkpoint on other demonstrations."""
+    """Refuse to resume a checkpoint on other demonstrations."""
 
     def __init__(self, samples: Sequence[TrainSample]) -> None:
         rows = ((sample.sequence.token_ids, sample.sequence.mask) for sample in samples)
