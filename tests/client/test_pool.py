@@ -453,6 +453,8 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
     async with make_pool(servers) as pool:
         with pytest.raises(ServerError, match=says):
             await play(pool, [[1]])
+        await asyncio.sleep(0.1)
+    assert sum(len(server.requests) for server in servers) == 3
 
 
 async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are_lost_are_dropped(
@@ -554,8 +556,9 @@ async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling_and_dead
         await asyncio.gather(
             play(pool, [[1], [2]], n=2, batcher=batcher),
             play(pool, [[3]], batcher=batcher),
-            play(pool, [[4]], batcher=batcher, sampling=other),
+            play(pool, [[4]], batcher=batcher, sampling=other, timeout_s=5.0),
         )
+    assert servers[0].requests[0].prompts == [[4]]  # the most urgent one
     sent = sorted((request.sampling.max_tokens, request.prompts, request.seeds) for request in servers[0].requests)
     assert sent == [
         (3, [[4]], [[1000]]),

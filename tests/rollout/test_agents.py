@@ -57,7 +57,8 @@ class FakeServers:
         self.opens.set()
         self.dead = False  # after that, until it is waited for
         self.down = lambda: None  # called then
-        self.pool = ServerPool([], on_wait=self.waited)
+        self.said: list[str] = []
+        self.pool = ServerPool([], on_wait=self.waited, say=self.said.append)
         self.pool.members = [Member(Fake(self, f"http://{name}")) for name in "abc"[:servers]]  # type: ignore[arg-type]
 
     def waited(self, what: str, seconds: float) -> None:
@@ -281,6 +282,7 @@ async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_ran
 
     (group,) = await played(plays, servers, timeout_s=0.1 if hangs_in else 30.0)
     assert (group.scores[0].error, servers.open) == (error, [])
+    assert servers.said == ["lost server http://a: can't reach http://a"] * min(lost, sessions)
     assert seeds == [seeds[0]] * sessions
     assert [session.request.sampling.seed for session in servers.sessions.values()] == [seed_of(77, 0)] * sessions
 
