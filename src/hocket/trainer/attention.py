@@ -31,12 +31,12 @@ class Segments:
 
     @functools.cached_property
     def positions_bt(self) -> Tensor:
-        """Places within the sequences, [1, row]."""
+        """Places within sequences, [1, row]."""
         return self._there(torch.cat(list(map(torch.arange, self.lengths)))[None])
 
     @functools.cached_property
     def offsets(self) -> Tensor:
-        """Bounds of the sequences, int32 [sequences + 1]."""
+        """Bounds of sequences, int32 [sequences + 1]."""
         bounds = [0, *itertools.accumulate(self.lengths)]
         return self._there(torch.tensor(bounds, dtype=torch.int32))
 
@@ -84,10 +84,10 @@ def attend(
     """Return softmax(scaling · q kᵀ) v as [1, row, heads, d]; each position sees its segment up to itself.
 
     Args:
-        query: [1, heads, row, d]; keys and values may have fewer heads (grouped-query attention).
-        segments: default: the row is one segment.
+        query: [1, heads, row, d]; keys and values may have fewer heads.
+        segments: default: one.
         sliding_window: positions that one sees, itself included.
-        s_aux: [heads], logits of gpt-oss's attention sinks: they take their part of each softmax.
+        s_aux: [heads], logits of gpt-oss's attention sinks, which take their part of each softmax.
     """
     unknown = {"a mask of its own": attention_mask, "softcap": softcap, "position_bias": position_bias}
     used = " and ".join(name for name, value in unknown.items() if value is not None)

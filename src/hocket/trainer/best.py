@@ -1,4 +1,4 @@
-"""Keep the weights and the checkpoint of the best evaluation, and end a run that no longer improves."""
+"""Keep the weights and the checkpoint of the best evaluation, and say how long ago it was."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ FOLDER = "best"  # in the run folder: a model, or an adapter
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The history says which evaluation is the best: a resumed run goes on with it."""
+    """Knows from the history which evaluation is the best, as a resumed run does."""
 
     settings: BestConfig
     folder: Path  # of the run

@@ -109,7 +109,7 @@ def value_loss(
 
 @torch.no_grad()
 def moments(values_bt: Tensor, returns_bt: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-    """Return this micro-batch's share of the means for `explained_variance`, in float64."""
+    """Return this micro-batch's share of what `explained_variance` takes, in float64."""
     weight_bt = batch.mask_bt.double() / max(batch.num_tokens_global, 1)
     returns_bt = returns_bt.double().where(batch.mask_bt, 0.0)
     errors_bt = returns_bt - values_bt.double().where(batch.mask_bt, 0.0)

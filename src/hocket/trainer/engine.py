@@ -88,7 +88,7 @@ def spread(module: nn.Module, setup: Setup) -> None:
     device = setup.ranks.device
     zero = load_deepspeed(setup.ranks).zero
     dtypes = [parameter.dtype for parameter in module.parameters()]
-    dist.broadcast_object_list(dtypes, src=0, device=device)  # transformers may keep some in float32 as it loads
+    dist.broadcast_object_list(dtypes, src=0, device=device)  # transformers may keep some in float32
     dtype_of = dict(zip(module.parameters(), dtypes, strict=True))
     for part in module.modules():
         own = list(part.parameters(recurse=False))
@@ -319,7 +319,7 @@ class DeepSpeedEngine:
         return mapping.lp_fragment_address.start, flats[mapping.param_group_index], address.start, address.numel
 
     def _flats(self) -> list[Tensor]:
-        """Return what AdamW steps on: the parameters (ZeRO-0), or this rank's flat parts of them."""
+        """Return what AdamW steps on: the parameters (ZeRO-0), or flat parts of them."""
         (group,) = self._adamw.param_groups
         # ZeRO-3 gives it to AdamW during a step only.
         return list(self._engine.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else group["params"])

@@ -14,7 +14,7 @@ from hocket.trainer.state import MASTER, POLICY, SavedTensors
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:
-    """Write a model from a checkpoint or an adapter; `base`: the model it began with, if that has moved."""
+    """Write a model from a checkpoint or an adapter; `base`: the model before training, if moved."""
     folder = Path(newest_version(str(folder)))
     kind = kind_of(folder)
     if output.exists():

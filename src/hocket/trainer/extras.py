@@ -11,7 +11,7 @@ from hocket.trainer.reference import reference
 
 
 def old_policy(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
-    """Measure the policy's log-probs before a step: a correction needs them in its later updates."""
+    """Measure the policy's log-probs before a step: corrections need them in later updates."""
     if algorithm.updates == 1 or algorithm.correction == "none":
         return None
     return Extra(column="old_logprobs", load=lambda models: models.policy_logprobs)

@@ -34,7 +34,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def use_liger(model: Any) -> None:
-    """Make a model compute with Liger's kernels, but for its loss: no logits are whole here."""
+    """Make a model compute with Liger's kernels, but for the loss: no logits are whole here."""
     if not torch.cuda.is_available():
         raise ConfigError("trainer.kernels=liger needs a CUDA device; set eager here")
     try:

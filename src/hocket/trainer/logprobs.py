@@ -21,9 +21,8 @@ def token_logprobs(
 ) -> tuple[Tensor, ...]:
     """Return (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
 
-    With `variance` a third: that of the log-prob of a token drawn from the softmax.
-
-    Logits exist for `chunk_tokens` positions at a time, and again in the backward pass.
+    With `variance` a third: that of the log-prob of a token drawn from the softmax. Logits exist for `chunk_tokens`
+    positions at a time, and again in the backward pass.
 
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.

@@ -59,7 +59,7 @@ _OFFLOADED_3 = _Gradients(bucket=4, copy=4)  # at stage 3 the sums are on the CP
 
 
 class Estimate(NamedTuple):
-    """Bytes that one rank needs on its device at the peak of a step, by purpose."""
+    """Bytes that a rank needs on its device at the peak of a step."""
 
     weights: float
     gradients: float = 0.0
@@ -152,7 +152,7 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
 
 
 def check(models: Models, config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
-    """Return what a step needs. Raise ConfigError where it clearly can't fit."""
+    """Return what a step needs; raise ConfigError where it clearly can't fit."""
     together = needed(models, config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
     available = available_bytes(ranks.device)
     if together.total * (1 - _TOLERANCE) > available:
@@ -196,7 +196,7 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
 
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
-    """Run made-up sequences with a gradient that is not finite, which changes nothing."""
+    """Run made-up sequences with a gradient that is not finite: nothing changes."""
     samples = []
     for start in range(0, num_positions, longest):
         zeros = (0.0,) * (min(longest, num_positions - start) + 1)

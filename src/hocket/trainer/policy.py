@@ -20,13 +20,12 @@ from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.lora import Adapter
 from hocket.trainer.weights import Weights, empty_model, load_model, unshared
 
-PREFIX = "model."  # of the names of the parameters of Policy.model
+PREFIX = "model."  # of names of Policy.model's parameters
 WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
 KERNELS: dict[str, Callable[[Any], None]] = {"compile": compile_layers, "liger": use_liger}
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the precision of forward and backward passes."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return cast(torch.dtype, getattr(torch, config.dtype))
@@ -37,9 +36,8 @@ class Policy(nn.Module):
 
     Args:
         dtype: of the parameters.
-        entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
-        loads: False: the weights stay on the meta device until engine.spread brings rank 0's.
+        loads: False: the weights are meta tensors until engine.spread brings rank 0's.
     """
 
     def __init__(

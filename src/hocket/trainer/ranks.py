@@ -20,7 +20,7 @@ from hocket.errors import TrainerError
 T = TypeVar("T")
 FAILURE = "hocket/failure"  # the store's key for why the first rank failed
 WATCH_S = 2.0
-GRACE_S = 15.0  # for a rank to notice by itself that another one failed; NCCL may wait forever
+GRACE_S = 15.0  # to notice another one's failure by itself; NCCL may wait forever
 _NO_DEADLINE = datetime.timedelta(days=365)  # for a command: generation takes any time
 
 
@@ -161,7 +161,7 @@ class Ranks:
             self._watcher.join(GRACE_S)
 
     def _watch(self) -> None:
-        """End this rank where another one has failed, and its own calls don't notice."""
+        """End this rank where another one has failed and its own calls don't notice."""
         while not self._left.wait(WATCH_S):
             try:
                 failure = self._ask_store(self._failure, self.timeout_s)

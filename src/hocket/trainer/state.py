@@ -44,7 +44,6 @@ class SavedTensors:
         return cast(Tensor, self._files[name].get_tensor(name))
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise TrainerError where the state is of another model."""
         saved = self.shapes()
         different = saved.items() ^ expected.items()
         if different:

@@ -1,4 +1,4 @@
-"""Take one optimiser step, an update: forward and backward over micro-batches, then the weights change."""
+"""Take one optimiser step, an update: forward and backward over micro-batches, then new weights."""
 
 import dataclasses
 import math

@@ -52,7 +52,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         # Why nothing can be done now.
         self._refusal = "" if self.is_main else f"this is rank {self.ranks.rank}, and ranks above 0 only follow"
         self._skipped_in_row = 0
-        self.untrained: dict[int, str] = {}  # groups that no update of the last step has trained, with the reason
+        self.untrained: dict[int, str] = {}  # groups that the last step has not trained, with the reason
         try:
             self.tokenizer = tokenizers.load(config.model.path)
             self.models = Models(config, self.ranks, self._objective)
@@ -254,7 +254,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         }
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
-        """Restore what `state` gave. Raise TrainerError, with nothing changed, where it is of another model."""
+        """Restore what `state` gave; raise TrainerError, before anything changes, for another model's."""
         expected: dict[str, tuple[int, ...]] = {}
         for learner in self.models.learners:
             expected |= learner.engine.shapes()
@@ -277,7 +277,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
 @contextlib.contextmanager
 def _deferring(sink: Sink) -> Iterator[Sink]:
-    """Give a sink whose first error is raised at the end: until then the other ranks need rank 0."""
+    """Give a sink whose first error is raised at the end: the other ranks need rank 0 till then."""
     errors: list[Exception] = []
 
     def take(bucket: Any) -> None:

@@ -39,11 +39,11 @@ class Weights:
         raise NotImplementedError
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return parameters with the architecture's names and shapes."""
+        """Return parameters by the architecture's names and shapes."""
         return dict(revert_weight_conversion(model, named))
 
     def write(self, folder: Path, model: Any, tokenizer: Any, published: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Write published parameters, with what is needed to load them."""
+        """Write published parameters, and what loads them."""
         model.config.architectures = [type(model).__name__]
         model.config.dtype = dtype  # ZeRO-0's live parameters are float32
         for part in (model.config, model.generation_config, tokenizer):
@@ -70,7 +70,7 @@ class Weights:
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that each own a storage: safetensors refuses parts of one."""
+    """Return tensors that own their storages: safetensors refuses parts of one."""
     return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
 
 
