@@ -16,10 +16,8 @@ from hocket.errors import DataError
 
 
 class PassRates:
-    """The latest pass rates, by prompt index."""
-
     def __init__(self, num_prompts: int, **state: Sequence[Any]) -> None:
-        self.rates: list[float | None] = [None] * num_prompts
+        self.rates: list[float | None] = [None] * num_prompts  # the latest, by prompt index
         self.epochs = [-1] * num_prompts  # of that rate
         self.streaks = [0] * num_prompts  # times in a row with a rate of 1
         vars(self).update(copy.deepcopy(state))

@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
-    """Return the demonstrations of at most max_length tokens."""
     renderer = renderer_of(data, tokenizer)
     end = renderer.end_of_turn()
 

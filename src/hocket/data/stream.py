@@ -25,8 +25,6 @@ EXHAUSTED = (  # the meaning of a `PromptStream.take` without prompts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The fate of a prompt that was drawn."""
-
     state: Literal["trained", "filtered", "failed"]  # filtered: its group has no signal
     why: str = ""  # it was not trained
     pass_rate: float | None = None  # share of its scored rollouts that solved it
@@ -84,7 +82,6 @@ class PromptStream:
         return entries
 
     def state(self) -> dict[str, Any]:
-        """Return its position, for JSON."""
         return {
             **self._identity,
             "epoch": self._epoch,

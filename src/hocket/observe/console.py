@@ -1,4 +1,4 @@
-"""Print a run's progress: one line per step and, on a terminal, the current activity below it."""
+"""Print a run's progress: a line per step and, on a terminal, the current activity below it."""
 
 import json
 import math
@@ -44,8 +44,6 @@ SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
 class Console(AbstractContextManager["Console"]):
-    """Show a run's progress: on a terminal with a status line, elsewhere by plain lines."""
-
     def __init__(self, steps: int, *, stderr: bool = False) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
         self._rich.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Write and read the files of a run: config, metrics, ledger, rollouts, summary, TensorBoard, report.
+"""Write and read a run's files: config, metrics, ledger, rollouts, summary, TensorBoard, report.
 
 A killed run leaves every line it wrote; whole files are replaced atomically.
 """
@@ -25,8 +25,6 @@ from hocket.types import Group
 
 
 class TensorBoard:
-    """Write a run's metrics for TensorBoard."""
-
     def __init__(self, run_dir: Path) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("observe.tensorboard=true needs a package: pip install tensorboard; or leave it out")

@@ -129,7 +129,7 @@ def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> Loss
 
 
 def in_epochs(samples: Sequence[TrainSample], seed: int) -> Iterator[TrainSample]:
-    """Yield the samples without end, each epoch in a new order."""
+    """Yield the samples without end, in a new order each epoch."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed}:{epoch}").sample(samples, len(samples))
 
