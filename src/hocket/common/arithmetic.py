@@ -1,4 +1,4 @@
-"""Compute arithmetic that a model wrote. Its syntax tree is walked; the text is never run as code."""
+"""Compute arithmetic that a model wrote, by its syntax tree: the text is never run."""
 
 import ast
 import operator

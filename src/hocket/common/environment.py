@@ -1,7 +1,7 @@
 """Find, make or repair the environment of run.py: `.venv`, filled by uv from its build's lock. Standard library only.
 
-`.venv/hocket.json` says "installing" until the last package is there, then which lock they are from. After an
-interrupted installation the environment is made anew, from uv's cache.
+`.venv/hocket.json` says "installing" until all packages are there, then from which lock they are. After an
+interruption all begins anew, from uv's cache.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ NEEDED_CUDA, NEEDED_DRIVER = 13, 580  # of torch 2.13
 
 
 def prepare() -> None:
-    """Set the variables that this process's children and libraries need; a user's own values win."""
+    """Set what children and libraries need; a user's own values win."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads don't survive the forks of data loading
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a waiting thread leaves its core to others
@@ -44,8 +44,7 @@ def prepare() -> None:
 def ensure(command: str, *, install: bool = True) -> None:
     """Return if this interpreter has the command's packages; else go on in .venv, made or repaired where `install`.
 
-    Raises:
-        SetupError: there is no environment, and none can be made.
+    Raises SetupError where none can be made.
     """
     inside = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
     if not _state():
@@ -71,19 +70,19 @@ def builds() -> list[str]:
 
 
 def has_cuda() -> bool:
-    """Return whether an NVIDIA driver is loaded: a device file (Linux), or Windows' driver in WSL."""
+    """Return whether an NVIDIA driver is loaded: Linux's, or Windows' in WSL."""
     return any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"))
 
 
 def driver() -> int | None:
-    """Return the major version of the NVIDIA driver, None where nvidia-smi does not say."""
+    """Return the NVIDIA driver's major version, if nvidia-smi says it."""
     with contextlib.suppress(LookupError, ValueError):
         return int(nvidia_smi("driver_version")[0].partition(".")[0])
     return None
 
 
 def nvidia_smi(column: str) -> list[str]:
-    """Return what nvidia-smi says of each GPU; nothing where there is no driver."""
+    """Return one word of nvidia-smi on each GPU; nothing without a driver."""
     query = ["nvidia-smi", f"--query-gpu={column}", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, check=True, text=True, timeout=60.0)
@@ -115,7 +114,7 @@ def missing(build: str, command: str) -> list[str]:
 
 
 def _install(command: str) -> None:
-    """Make .venv, make it anew, or update it to its lock; one process at a time."""
+    """Make .venv, or update it to its lock; one process at a time."""
     if "LOCAL_RANK" in os.environ:
         raise SetupError(
             "a launcher's ranks don't install: run `python3 run.py doctor` once, then the launcher in .venv"
@@ -173,7 +172,7 @@ def _is_complete() -> bool:
 
 
 def _stamp(build: str) -> dict[str, str]:
-    """Return what .venv says when it has all packages of the build's lock."""
+    """Return what a complete .venv of this build says."""
     return {"build": build, "lock": hashlib.sha256(_lock(build).read_bytes()).hexdigest()}
 
 
@@ -197,7 +196,7 @@ def _note(folder: Path, state: dict[str, str]) -> None:
 
 
 def _enter() -> None:
-    """Replace this process by the same command under .venv's interpreter; the process id stays the same."""
+    """Run the same command in .venv, in place of this process and with its id."""
     if os.environ.get("HOCKET_EXEC_PID") == str(os.getpid()):
         raise SetupError(f"{_python()} does not run in {VENV}; delete that folder and run this again")
     os.environ["HOCKET_EXEC_PID"] = str(os.getpid())

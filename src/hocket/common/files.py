@@ -18,7 +18,7 @@ def flush(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content; a reader sees the old or the new one, never a part."""
+    """Replace a file's content; no reader sees a part."""
     partial = partial_of(path)
     with naming(path):
         try:
@@ -42,7 +42,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def kind_of(folder: Path) -> str:
-    """Return what is in a folder: "model" or "adapter" (a version is one of them), "checkpoint", "run", or ""."""
+    """Return "model" or "adapter" (a version is one of them), "checkpoint", "run", or ""."""
     marks = (("config.json", "model"), ("adapter_config.json", "adapter"), ("state.json", "checkpoint"))
     return next((kind for name, kind in (*marks, ("metrics.jsonl", "run")) if (folder / name).is_file()), "")
 
@@ -61,7 +61,7 @@ def unused(path: Path) -> Path:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the hidden name under which a file or folder is written until it is complete."""
+    """Return the hidden name of what is not complete."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -79,7 +79,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def complete_folder(path: Path) -> None:
-    """Sync the partial folder of `path` to the disk and rename it to `path`, in place of an older folder."""
+    """Sync the partial folder of `path` to the disk and put it in the place of `path`."""
     partial = partial_of(path)
     old = path.with_name(f".{path.name}.old")
     mode = partial.stat().st_mode & 0o666  # safetensors writes for the owner alone; a server may run as another user
@@ -96,7 +96,7 @@ def complete_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; it is renamed first, so that no reader takes half of it for complete."""
+    """Remove a folder, renamed first: no reader may take half of it for complete."""
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)
     path.rename(partial)

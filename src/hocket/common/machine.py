@@ -18,10 +18,10 @@ KEPT_MEMORY = 2 << 30  # bytes of a process; to get them anew in each step takes
 
 
 def cpu_threads(model: str, *, processes: int) -> int:
-    """Return how many threads each of `processes` computes with: all ranks, or all servers' workers, of this machine.
+    """Return the threads of each of `processes`: all ranks, or all servers' workers, of this machine.
 
-    Both use all cores, even at the same time: a waiting thread leaves its core to others (environment.prepare). A small
-    model uses half of them: more threads cost more in waiting than they save.
+    Both use all cores at once: a waiting thread leaves its core to others (environment.prepare). A small model uses
+    half of them: more cost more in waiting than they save.
     """
     cores = len(os.sched_getaffinity(0))
     folder = Path(model)
@@ -30,12 +30,12 @@ def cpu_threads(model: str, *, processes: int) -> int:
 
 
 def bound_nccl(timeout_s: float) -> None:
-    """Set the deadline of NCCL connections that do not block; torch reads it once, at a process's first use of NCCL."""
+    """Set the deadline of NCCL's connections; torch reads it once, at its first use of NCCL."""
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
 
 
 def return_freed_memory() -> None:
-    """Give memory that the C library keeps back to the system, unless it would soon be needed again."""
+    """Give back what the C library keeps, unless it would soon be needed again."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > KEPT_MEMORY:
         with suppress(AttributeError):  # not glibc
@@ -43,7 +43,7 @@ def return_freed_memory() -> None:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory left to this machine, or to this process's control group (Linux)."""
+    """Return the bytes left to this machine, or to this process's control group (Linux)."""
     info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) << 10
     for folder, limit, used, cached in (

@@ -26,7 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command line and exit with its status; quietly where its output is closed (`| head`)."""
+    """Exit with a command line's status; quietly where its output is closed (`| head`)."""
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
@@ -40,7 +40,7 @@ def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 def nobody_reads() -> bool:
-    """Return whether standard output or standard error is a pipe whose reader has gone."""
+    """Return whether an output is a pipe whose reader has gone."""
     poll = select.poll()
     for stream in (1, 2):
         poll.register(stream, 0)
@@ -57,19 +57,19 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
 
 
 def without_secrets() -> dict[str, str]:
-    """Return this process's environment for code of others: without variables that look like a secret."""
+    """Return the environment for code of others, without what looks like a secret."""
     passed = os.environ.get(PASS_VARIABLE, "").split(",")
     variables = os.environ.items()
     return {k: v for k, v in variables if k in passed or not (_SECRET_NAME.search(k) or _SECRET_VALUE.search(v))}
 
 
 def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:
-    """Return the command line that runs `command` contained and ends it when this process is gone; 0: no limit."""
+    """Return the command line that contains `command` and ends it with this process; 0: no limit."""
     return [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), max_processes, max_mib)), *command]
 
 
 def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> int:
-    """Run a command, kill what it leaves running, return its exit status; a Ctrl-C gives it GRACE_S seconds to end."""
+    """Run a command, kill what it leaves, return its status; a Ctrl-C gives it GRACE_S seconds."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes that lose their parent become children of this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))

@@ -1,4 +1,4 @@
-"""One registry for everything a user can add: an unknown name lists the known ones, a double name raises."""
+"""Register what users can add: an unknown name lists the known ones, a double one raises."""
 
 import difflib
 import functools
@@ -36,7 +36,7 @@ class Registry(Generic[T]):
         self.every.append(self)
 
     def register(self, name: str) -> Callable[[Item], Item]:
-        """Decorate a class or function to add it under `name`. Raise ConfigError if the name is taken."""
+        """Add what is decorated as `name`. Raise ConfigError if that is taken."""
 
         def add(item: Any) -> Any:
             if self._has(name) and name not in self.unfinished:
@@ -60,7 +60,7 @@ class Registry(Generic[T]):
         del self.items[name]
 
     def get(self, name: str) -> T:
-        """Return the object called `name`. Raise ConfigError that lists the known names."""
+        """Return the object. Raise ConfigError that lists the known names."""
         if not self._has(name):
             forgotten = (key for key in _PLUGINS if callable(getattr(sys.modules[key], name, None)))
             hints = [f'{_PLUGINS[key].path} has a function {name} without @{self.kind}("{name}")' for key in forgotten]
@@ -139,7 +139,7 @@ def try_out(make: Callable[[], Any], called: str, section: str) -> None:
 
 
 def explain(item: Mapping[str, Any]) -> str:
-    """Return what pydantic finds wrong with a value, one of its `errors()`."""
+    """Say what pydantic finds wrong, one of its `errors()`."""
     message = str(item["msg"]).removeprefix("Value error, ")
     value = item["input"]
     if item["type"] in ("dict_type", "model_type"):  # pydantic's text names the class
@@ -185,7 +185,7 @@ _PLUGINS: dict[str, Plugin] = {}  # by module
 
 
 def load_plugins(paths: Iterable[str]) -> list[Plugin]:
-    """Import plain Python files so that their decorators run; a file is imported once per process."""
+    """Import Python files, whose decorators register; each once per process."""
     return [_load_plugin(path) for path in paths]
 
 

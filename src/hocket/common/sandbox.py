@@ -1,7 +1,7 @@
 """Run a Python program that a model wrote: limited, without network, files or environment of this machine (Linux).
 
-The kernel's namespaces hide the rest of the machine: the program sees Python, the system's libraries and a folder in
-memory. Where they can't be made (in most containers), a warning says once that limits alone are left.
+In namespaces of the kernel it sees Python, the system's libraries and a folder in memory. Where they can't be made (in
+most containers), limits alone are left, and a warning says so.
 """
 
 import functools
@@ -98,7 +98,7 @@ def _start_of(file: IO[bytes]) -> str:
 
 @functools.cache
 def _enter() -> list[str]:
-    """Return the command that runs another one in namespaces of its own, without rights; [] if there is no way."""
+    """Return the command that runs another in namespaces, without rights; [] if there is no way."""
     unshare = ["unshare", "-Urmpnui", "--kill-child"]
     setpriv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
     if os.geteuid() == 0:

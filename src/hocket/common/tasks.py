@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @contextmanager
 def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Give what runs coroutines in an event loop, in which the tasks of one go on while the next one runs.
+    """Yield what runs coroutines in one event loop: tasks of the first go on in the second.
 
-    Where an event loop runs already, as in a notebook, that of a thread is taken.
+    Where one runs already, as in a notebook, it is a thread's.
     """
     with ExitStack() as stack:
         runner = asyncio.Runner()
@@ -51,7 +51,7 @@ def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Corou
 
 
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return function(*args, **kwargs) from a thread, so that the event loop goes on.
+    """Call a function in a thread, while the event loop goes on.
 
     Tools that hang may hold all of asyncio's own threads. A cancelled call ends once the function has, which uses its
     objects until then.
@@ -94,7 +94,7 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 def retrieve(task: asyncio.Task[Any]) -> None:
-    """Take the exception of a task that has ended, or asyncio reports it as overlooked."""
+    """Take an ended task's exception, or asyncio reports it as overlooked."""
     if not task.cancelled():
         task.exception()
 

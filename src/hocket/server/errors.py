@@ -1,4 +1,4 @@
-"""Refusals: a status, a code for machines, a message and a hint, in one form on every route."""
+"""Refuse requests in one form on every route: status, code, message and hint."""
 
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ class ApiError(HocketError):
 
 
 def invalid(message: str, hint: str, *, code: str = "invalid_request") -> ApiError:
-    """Return the error for a well-formed request that asks for something impossible."""
+    """Return the error of a well-formed request for something impossible."""
     return ApiError(422, code, message, hint)
 
 

@@ -1,4 +1,4 @@
-"""Answer /generate: check and tokenize the body, have vLLM sample, build the completions."""
+"""Answer /generate: read the body, have vLLM sample, build the completions."""
 
 import asyncio
 import concurrent.futures
@@ -38,7 +38,7 @@ class Job:
 
 
 class Sampler:
-    """Samples completions, unless `require_ready` raises the reason why the engine can't."""
+    """Sample completions, unless `require_ready` raises why the engine can't."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class Sampler:
         self._vocab_size = int(llm.model_config.get_vocab_size())
         self._window = 2 * int(llm.vllm_config.scheduler_config.max_num_seqs)  # of one request in the engine
         self._max_length = int(llm.model_config.max_model_len)
-        # A tokenizer must not be used by two threads at once: bodies are read in a thread of their own, with a copy.
+        # Two threads must not use one tokenizer at once: bodies are read in a thread of their own, with a copy.
         self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
         self._reader = copy.deepcopy(tokenizer)
         self._max_characters = self._max_length * max(map(len, tokenizer.get_vocab()), default=1)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        """Validate and tokenize a body; return its jobs prompt by prompt. Raises ApiError with 4xx."""
+        """Return a body and its jobs, prompt by prompt. Raises ApiError with 4xx."""
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.parse, body)
 
     def parse(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:

@@ -77,7 +77,7 @@ def serve(config: Config) -> None:
 
 
 def _load(config: Config) -> tuple[Namespace, Any]:
-    """Return the engine's arguments and the engine, which has loaded the model."""
+    """Return the engine's arguments and the engine, with the model."""
     try:
         tokenizers.load(config.model.path)  # what is wrong with the folder is said before the engine starts
         args = vllm_arguments.engine_arguments(config)
@@ -87,7 +87,7 @@ def _load(config: Config) -> tuple[Namespace, Any]:
 
 
 def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
-    """Set vLLM's environment variables for this process and its children, except those of the user."""
+    """Set vLLM's environment variables, but for the user's own."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",  # /health must be able to report the cause
@@ -154,7 +154,7 @@ def http_server(app: "ASGIApp") -> "uvicorn.Server":
 
 
 async def _serve(config: Config, args: Namespace, llm: Any, sock: socket.socket, start: float) -> None:
-    """Serve until a signal comes. Raises ApiError where the engine is lost: this process is to be started again."""
+    """Serve until a signal comes. Raises ApiError where the engine is lost."""
     from hocket.server.app import assemble
     from hocket.server.engine import Engine
 
@@ -214,7 +214,7 @@ def _ending_children() -> Iterator[None]:
 
 
 def _kill_children(*, spared: Iterable[psutil.Process] = ()) -> None:
-    """Kill all descendants but these and Python's resource tracker, which cleans up after its parent and then ends."""
+    """Kill all descendants but these and Python's resource tracker, which cleans up and then ends."""
     for child in set(psutil.Process().children(recursive=True)).difference(spared):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
@@ -227,7 +227,7 @@ def _on_signals(handler: Any) -> None:
 
 
 def _end_at_once(number: int, frame: Any) -> None:
-    """End this process while the model loads: vLLM swallows exceptions there and then waits for minutes."""
+    """End this process: while the model loads, vLLM swallows exceptions and waits for minutes."""
     _kill_children()
     os.write(1, b"hocket: stopped\n")
     os._exit(0)

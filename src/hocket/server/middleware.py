@@ -1,4 +1,4 @@
-"""Guard every route, vLLM's own included: token and body; notice a client that leaves."""
+"""Guard every route, vLLM's too: token and body; notice a client that leaves."""
 
 import asyncio
 import hashlib
@@ -22,11 +22,10 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Guard:
-    """Answers, in place of the app, requests that no route may see.
+    """Answer, in place of the app, requests that no route may see.
 
     Without a token it refuses pages of other sites; with one, all but GET /health that brings neither the token nor a
-    key of its path. It reads each body before the route does, but for those of PUT: files, which their routes read and
-    limit.
+    key of its path. It reads each body before the route does, but those of PUT: files, which their routes limit.
     """
 
     def __init__(self, app: ASGIApp, *, host: str, token: str | None) -> None:

@@ -29,7 +29,7 @@ class _Asked(pydantic.BaseModel):
 
 
 def install(guard: Guard, require_ready: Callable[[], None]) -> None:
-    """Have the guard refuse such bodies and, while `require_ready` raises, every request to these routes."""
+    """Have the guard refuse such bodies and, while `require_ready` raises, all requests there."""
 
     async def check(path: str, content: bytes) -> None:
         if _PATH.fullmatch(path):

@@ -24,7 +24,7 @@ WANTED = '{"samples": [{"prompt": text, "completion": text, ...}, ...]}, of one 
 
 
 def serve(config: Config) -> None:
-    """Serve until Ctrl-C or SIGTERM; async rewards are set up before the first request is read."""
+    """Serve until Ctrl-C or SIGTERM; async rewards are set up before the first request."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn gives it back when it has shut down
     load_plugins(config.plugins)
     with (

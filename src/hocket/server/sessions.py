@@ -1,7 +1,7 @@
 """Record the calls that agents make on vLLM's own OpenAI-compatible routes, token by token.
 
-A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with its session in `CURRENT`, where the engine finds it:
-what was really sampled is recorded, whichever route, template or stream it goes through.
+A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with its session in `CURRENT`, where the engine finds it: so
+what was really sampled is recorded, in whatever route, template or stream.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ class OpenSessions:
         return session
 
     def get(self, session_id: str) -> OpenSession:
-        """Return a session. Raises ApiError where there is none, or it was idle for too long."""
+        """Return a session. Raises ApiError where there is none, or it was idle."""
         session = self._sessions.get(session_id)
         if session is None or session.idle:
             self._sessions.pop(session_id, None)
@@ -155,7 +155,7 @@ class OpenSessions:
         return session
 
     def admits(self, path: str, key: bytes) -> bool:
-        """Return whether this key opens a path: one below its session's base URL."""
+        """Return whether this key opens a path: below its session's base URL."""
         match = _PATH.fullmatch(path)
         session = self._sessions.get(match[1]) if match is not None else None
         return session is not None and hmac.compare_digest(session.key.encode(), key)
@@ -226,7 +226,7 @@ class Forward:
         await self._app(scope, replay(message, receive), _watched(send, session))
 
     def _checked(self, content: bytes) -> bytes:
-        """Return a body with the right name of the model. Raises ApiError where it can't be recorded."""
+        """Return a body with the model's name. Raises ApiError where it can't be recorded."""
         body = json.loads(content or "null")
         if not isinstance(body, dict):
             return content  # vLLM says what is wrong with it
@@ -240,7 +240,7 @@ class Forward:
 
 
 def _watched(send: Send, session: OpenSession) -> Send:
-    """Return a send that marks the session as cut off where vLLM itself refuses a prompt as too long."""
+    """Return a send that marks the session as cut off where vLLM refuses a prompt as too long."""
 
     async def watched(message: Message) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError):  # it is no error, or one of another kind
@@ -251,7 +251,7 @@ def _watched(send: Send, session: OpenSession) -> Send:
 
 
 def recording(ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
-    """Ask the engine for a completion; in a session, record it and sample it as that says."""
+    """Ask the engine for a completion; record it in its session, sampled as that says."""
     session = CURRENT.get()
     if session is None:
         return ask(params, request_id)

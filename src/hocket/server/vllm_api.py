@@ -52,7 +52,7 @@ atexit.register(gc.freeze)
 
 
 def _shown(record: logging.LogRecord) -> bool:
-    """Return whether to show what vLLM logs: what ends an engine is in `last_words`."""
+    """Return whether to show a log of vLLM: what ends an engine is in `last_words`."""
     return record.exc_info is None or TRACEBACK in os.environ
 
 
@@ -67,7 +67,7 @@ def die_with_parent_process() -> None:
 
 
 def allow_amx() -> None:
-    """Ask the kernel to let this process use AMX, as vLLM's attention in bfloat16 does without asking."""
+    """Ask the kernel for AMX, which vLLM's attention in bfloat16 uses without asking."""
     import torch
 
     if not torch.cpu._init_amx():
@@ -85,6 +85,7 @@ def start_engine(args: Namespace) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.core import EngineCoreProc
 
+    # without the usage, vLLM takes a quarter of the batched tokens on an H100
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
     if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
@@ -154,9 +155,9 @@ def _failure(error: Exception) -> ApiError:
 
 
 def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Return vLLM's function that plans the KV cache, with no more blocks than requests can fill, unless a size is set.
+    """Bound vLLM's plan of the KV cache to the blocks that requests can fill, unless a size is set.
 
-    Of a tiny model a large GPU holds millions, and vLLM walks through all of them with each weight version.
+    Of a tiny model a large GPU holds millions, and vLLM walks through all with each weight version.
     """
 
     def bounded_plan(config: Any, specs: Any, memory: Any) -> list[Any]:
@@ -174,7 +175,7 @@ def bounded(plan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
-    """Run vLLM's own function in the engine's process, tied to the server; what ends it goes to a file."""
+    """Run the engine's process, tied to the server; what ends it goes to a file."""
     from vllm.v1.engine import core
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -196,7 +197,7 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
 
 
 def last_words(llm: Any) -> str:
-    """Return what ended the engine's process, and where its traceback is; nothing if it runs, or was killed."""
+    """Return what ended the engine, and where its traceback is; nothing if it runs, or was killed."""
     path: Path = llm.last_words
     return f"{path.read_text('utf-8').splitlines()[0]} (its traceback is in {path})" if path.exists() else ""
 
@@ -220,7 +221,7 @@ def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: An
 
 
 async def pause(llm: Any, in_flight: InFlight, *, clear_cache: bool = True) -> None:
-    """Stop generation; new requests wait. Keys and values of the weights so far are dropped, unless they stay."""
+    """Stop generation; new requests wait. Keys and values of these weights are dropped, unless they stay."""
     modes = {"keep": "keep", "drain": "wait", "abort": "abort"}
     await llm.pause_generation(mode=modes[in_flight], clear_cache=clear_cache)
 
@@ -257,7 +258,7 @@ CONSTRAINTS = (
     "structured_outputs",
     "thinking_token_budget",
 )
-"""Parameters that make the engine sample from another distribution than the policy's, or stop it early."""
+"""Parameters that sample from another distribution than the policy's, or stop it early."""
 AGENT_PARAMS = (
     "ignore_eos",
     "include_stop_str_in_output",
@@ -271,7 +272,7 @@ AGENT_PARAMS = (
 
 
 def refuse_constraints(params: Any) -> None:
-    """Raise ApiError where an agent's parameters give tokens that can't be trained."""
+    """Raise ApiError where an agent's parameters give what can't be trained."""
     wanted = [name for name in CONSTRAINTS if getattr(params, name)]
     if wanted:
         message = f"{', '.join(wanted)}: what is sampled under constraints is not the policy, and can't be trained"
@@ -280,7 +281,7 @@ def refuse_constraints(params: Any) -> None:
 
 
 def call_params(params: Any, sampling: SamplingParams) -> Any:
-    """Return vLLM's parameters for a call in a session: sampled in its way, answered as its agent asks."""
+    """Return vLLM's parameters for a call: sampled as its session says, answered as its agent asks."""
     from vllm.sampling_params import SamplingParams as VllmParams
 
     return VllmParams(
@@ -320,7 +321,7 @@ async def abort(llm: Any, request_ids: Sequence[str]) -> None:
 
 
 async def abort_all(llm: Any) -> None:
-    """End every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
+    """End every request, vLLM's routes' too; nothing is sampled until generation is resumed."""
     # vLLM reports failures of the engine as plain Exceptions. This is on the way out of another one.
     with contextlib.suppress(Exception):
         await asyncio.wait_for(llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
@@ -351,7 +352,7 @@ async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
-    """Return a function that finds calls of these tools in a completion by vLLM's parser. Raises ApiError without."""
+    """Return what finds calls of these tools by vLLM's parser. Raises ApiError without one."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
