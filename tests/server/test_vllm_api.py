@@ -242,6 +242,17 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     assert not arguments(model).enable_sleep_mode
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_vllm_knows_every_argument(model: str, monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda: on_cpu)
+    own = "server.engine={tool_call_parser: hermes}"
+    args = arguments(model, "model.lora.rank=12", "model.float32_head=true", "model.dtype=bfloat16", own)
+    assert vars(args).keys() == vars(make_arg_parser(FlexibleArgumentParser()).parse_args([])).keys()
+
+
 OWNED = "can't be set, as hocket sets it:"
 
 

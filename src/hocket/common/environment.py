@@ -157,7 +157,7 @@ def _run(label: str, command: list[str | Path], turn: TextIO) -> None:
         command,
         stdin=subprocess.DEVNULL,
         stdout=2,  # standard output is the command's own
-        pass_fds=[turn.fileno()],  # held as long as the step lives, and the step ends with this process
+        pass_fds=[turn.fileno()],  # held while the step lives; it ends with this process
         preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
     )
     if process.returncode:

@@ -14,7 +14,7 @@ from typing import Any
 psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 
 SMALL_MODEL = 16 << 20  # bytes of weights
-KEPT_MEMORY = 2 << 30  # bytes of a process; to get them anew in each step takes longer than the step
+KEPT_MEMORY = 2 << 30  # bytes; to get them anew in each step takes longer than the step
 
 
 def cpu_threads(model: str, *, processes: int) -> int:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-GRACE_S = 30  # after a Ctrl-C, for the command to end by itself
+GRACE_S = 30  # after a Ctrl-C
 LOOK_S = 0.1  # between looks at what a command and its descendants take
 SPARE_TASKS = 2048
-OVER_LIMIT = 100  # exit status of a command that was killed because they took too much
-PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, that are no secrets whatever they look like
+OVER_LIMIT = 100  # exit status where they took too much
+PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, of what is no secret
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password
 _PR_SET_PDEATHSIG = 1
@@ -34,7 +34,7 @@ def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
         for stream in (1, 2):  # or Python flushes once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         status = 128 + signal.SIGPIPE
-    # Quickstart may interrupt a command that is ending by itself; libraries' exit handlers would print tracebacks.
+    # Quickstart may interrupt a command that is ending: libraries' exit handlers would print tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
 
@@ -85,7 +85,7 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
         if max_processes:
             _limit_tasks()
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")  # where memory runs out, the kernel kills this before the process that asked for it
+            file.write("1000")  # where memory runs out, the kernel kills this first
         os.execvp(command[0], list(command))
     try:
         while True:

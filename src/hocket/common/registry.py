@@ -32,7 +32,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self._modules = modules
         self.items: dict[str, T] = {}
-        self.unfinished: set[str] = set()  # names from a plugin that failed, which may be registered again
+        self.unfinished: set[str] = set()  # names from a plugin that failed
         self.every.append(self)
 
     def register(self, name: str) -> Callable[[Item], Item]:

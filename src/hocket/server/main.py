@@ -121,8 +121,8 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
         raise ConfigError(f"server.host={host} is no address of this machine: {error}") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Reuse is only for connections of an ended server that the kernel still remembers: two servers that are both
-        # still loading could otherwise take the same port.
+        # Reuse is only for connections that the kernel remembers of an ended server: with it, two servers that are
+        # still loading could take the same port.
         with contextlib.suppress(OSError):
             sock.bind(address)
             return sock
@@ -174,7 +174,7 @@ async def _serve(config: Config, args: Namespace, llm: Any, sock: socket.socket,
     stopping = asyncio.Event()
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    # Connections inherit this from the listening socket: the port is free again as soon as the server has ended.
+    # Connections inherit this: the port is free again as soon as the server has ended.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.listen()  # who reads the line may ask at once
     print(f"hocket: ready on {config.own_url} in {time.perf_counter() - start:.1f} s", flush=True)

@@ -56,7 +56,7 @@ class OpenSession:
         self.id = secrets.token_hex(16)
         self.key = secrets.token_hex(16)  # opens this session to its agent, and nothing else
         self.calls: list[SampledCall] = []  # in the order in which they began
-        self.cut_off = False  # true once a call was refused as one too many, or its prompt as too long
+        self.cut_off = False  # a call was refused as one too many, or its prompt as too long
         self.closed = False
         self._request = request
         self._running: set[SampledCall] = set()

@@ -47,7 +47,7 @@ Sample = Callable[[Ask, Any, Any, str], AsyncGenerator[Any, None]]
 """(how to ask, vLLM's prompt, parameters and id of a request) -> what its caller gets."""
 
 
-# Without this, Python searches all of vLLM and torch for garbage once more at its end, for seconds.
+# Else Python searches vLLM and torch for garbage once more at its end, for seconds.
 atexit.register(gc.freeze)
 
 
@@ -88,7 +88,7 @@ def start_engine(args: Namespace) -> Any:
     # without the usage, vLLM takes a quarter of the batched tokens on an H100
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
-    if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
+    if is_cpu_build():  # where a new process would import all of vLLM once more: half of the start
         vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     original = EngineCoreProc.run_engine_core
     EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
@@ -189,7 +189,7 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     core.get_kv_cache_configs = bounded(core.get_kv_cache_configs)
     die_with_parent_process()
     allow_amx()
-    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
+    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after its requests
     try:
         getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
     except Exception:  # noqa: BLE001 - the server says it
@@ -378,7 +378,7 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
             ToolCall(
                 name=encodable(call.function.name),
                 arguments=encodable(call.function.arguments),
-                # An id that vLLM made up is random, and would end up among the tokens that the model sees.
+                # vLLM's own id is random, and would end up among the tokens that the model sees.
                 id="" if call.id.startswith("chatcmpl-tool-") else encodable(call.id),
             )
             for call in calls

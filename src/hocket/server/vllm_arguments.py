@@ -56,7 +56,7 @@ def engine_arguments(config: Config) -> Namespace:
         "max_model_len": model.max_length,
         "seed": config.trainer.seed,
         "trust_remote_code": False,
-        "generation_config": "vllm",  # or generation_config.json would change top_p and the like behind the caller
+        "generation_config": "vllm",  # or generation_config.json would change top_p and the like
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": server.tensor_parallel_size,
         "enable_lora": model.lora is not None,
@@ -92,7 +92,7 @@ def _build_defaults(config: Config) -> dict[str, Any]:
     """Return what the installed build takes where nothing else is set."""
     server = config.server
     if not is_cpu_build():
-        # With a size of the KV cache, vLLM would want its share of the GPU to be free, of which it then uses nothing.
+        # With a size of the KV cache, vLLM would want this share of the GPU free, and use nothing of it.
         share = server.gpu_memory_utilization if server.kv_cache_mib is None else 0.01
         return {
             "dtype": "bfloat16",
