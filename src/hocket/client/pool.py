@@ -184,7 +184,7 @@ class ServerPool:
         return [member for member in self.members if member.session is not None]
 
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
-        """Bring up what has come (back) and return who may work; deadlines stop while nobody may.
+        """Bring up what has come (back) and return who may work; deadlines stop while none may.
 
         Raises ServerError after start_timeout_s, or where one of a fixed list has another model or token.
         """

@@ -82,7 +82,7 @@ def calculate(expression: str) -> str:
         expression: Numbers with + - * / // % and brackets.
     """  # noqa: D401 - the policies that ship were trained on these words
     value, _ = compute(expression)
-    return str(int(value)) if value % 1 == 0 else str(value)  # 3.0 is told as 3
+    return str(int(value)) if value % 1 == 0 else str(value)  # 3.0 is written as 3
 
 
 @tool

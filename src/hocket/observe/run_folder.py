@@ -45,7 +45,7 @@ class TensorBoard:
             self._board.close()
 
 
-SINKS = {"tensorboard": TensorBoard}  # setting of section `observe` → what is told of each step, too
+SINKS = {"tensorboard": TensorBoard}  # setting of section `observe` → what gets each step, too
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):

@@ -45,7 +45,7 @@ class TokenBudget:
     """FIFO token budget: an episode starts when its tokens fit, or when no other is under way."""
 
     def __init__(self, limit: Callable[[], int] = lambda: 0) -> None:
-        self._limit = limit  # at the moment; 0: none
+        self._limit = limit  # at the moment; 0 where there is none
         self.held = 0
         self._first_in_line = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -205,7 +205,7 @@ class Episode:
         try:
             await self._take_turns(environment)
         except BaseException:
-            with contextlib.suppress(EpisodeError):  # the first failure is told
+            with contextlib.suppress(EpisodeError):  # the first failure counts
                 await self._close(environment)
             raise
         await self._close(environment)

@@ -46,7 +46,7 @@ def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: floa
         group_size=config.group_size,
         wanted=config.prompts_per_step,
         at_most=int(config.prompts_per_step * Decimal(str(oversampling))),  # 100 * 1.15 is 114.99... in binary
-        deadline=Deadline(config.timeout_s * (1 + max_staleness)),  # so many batches share the servers
+        deadline=Deadline(config.timeout_s * (1 + max_staleness)),  # these batches share the servers
     )
 
 

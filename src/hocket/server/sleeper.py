@@ -32,7 +32,7 @@ class Sleeper(Residence):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._here = len(PARTS)  # so many of PARTS are on the GPU
+        self._here = len(PARTS)  # how many of PARTS are on the GPU
 
     async def sleep(self, request: protocol.SleepRequest) -> protocol.Health:
         """Take weights and KV cache off the GPU."""

@@ -76,7 +76,7 @@ def divide(
     """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
     Ranks get about the same cost; within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks
-    run similar ones at a time. One with fewer runs a masked position. `cost`: of a segment with so many positions.
+    run similar ones at a time. One with fewer runs a masked position. `cost`: of a segment by its positions.
     """
     lengths = list(map(num_positions, samples))
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
