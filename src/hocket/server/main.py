@@ -104,7 +104,8 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
         }
         if tensor_parallel_size > 1:  # else vLLM wants a NUMA node for each worker
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ.update(defaults | os.environ)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)  # the others stay in their place, where setproctitle looks for them
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
