@@ -237,13 +237,26 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
     assert [request.tools for server in servers for request in server.requests] == [toolbox] * 3
 
 
+async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeServer]) -> None:
+    servers[1].status = "loading"
+    async with make_pool(servers, trainer="mine") as pool:
+        await pool.wait_up()
+        seen = {"status": "ready", "version": 0, "in_flight": 0, "kv_tokens": fakes.health().kv_tokens}
+        assert pool.states() == [
+            {"url": servers[0].url, "up": True, "out": None, **seen},
+            {"url": servers[1].url, "up": False, "out": "it is loading", **seen, "status": "loading"},
+        ]
+        pool.mark_lost(pool.members[0], "it broke")
+        assert [state["out"] for state in pool.states()] == ["it broke", "it is loading"]
+
+
 async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: list[FakeServer]) -> None:
     brought, said = list[tuple[str, str]](), list[str]()
     well = True
 
     async def bring_up(there: Mapping[Member, Health]) -> None:
         for member, health in there.items():
-            member.mark_ready(health.session)  # as the transport reports, before it is checked
+            member.mark_ready(health)  # as the transport reports, before it is checked
             if not well:
                 raise SyncError("it can't take the weights")
             brought.append((member.url, health.session))
@@ -336,7 +349,7 @@ async def test_a_server_that_a_reload_mends_is_brought_up_and_plays_what_it_had_
         alone.status, alone.refuse, alone.failure = "ready", None, None
         for member, health in there.items():
             found.append(health.status)
-            member.mark_ready(health.session)
+            member.mark_ready(health)
 
     async with make_pool([alone]) as pool:
         pool.bring_up = bring_up
@@ -433,7 +446,7 @@ async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_
         clock.now += 0.2
         for member, health in there.items():
             if member.url == servers[0].url:
-                member.mark_ready(health.session)
+                member.mark_ready(health)
             else:
                 pool.mark_lost(member, "it does not load")
 
@@ -466,7 +479,7 @@ async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are
     async def bring_up(there: Mapping[Member, Health]) -> None:
         for member, health in there.items():
             brought.append(member.url)
-            member.mark_ready(health.session)
+            member.mark_ready(health)
 
     listing.servers = [first]
     async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
@@ -629,7 +642,7 @@ async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_l
             looks.append(member.url)
             if member.url == servers[1].url:
                 raise other
-            member.mark_ready(health.session)
+            member.mark_ready(health)
 
     async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
         pool.bring_up = bring_up
@@ -688,7 +701,7 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
     async def bring_up(there: Mapping[Member, Health]) -> None:
         await loaded.wait()
         for member, health in there.items():
-            member.mark_ready(health.session)
+            member.mark_ready(health)
 
     async with make_pool(servers, trainer="mine") as pool:
         pool.bring_up = bring_up

@@ -13,7 +13,7 @@ from typing import Any
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError, door
-from hocket.protocol import Health, HeartbeatRequest, meaning
+from hocket.protocol import Health, HeartbeatRequest, ReloadResponse, meaning
 
 MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
 POLL_S = 0.25
@@ -58,19 +58,27 @@ class Deadline:
 class Member:
     server: ServerClient
     session: str | None = None  # of the process with the current weights; None: out
+    version: int = 0  # of its weights, when it was last up
     in_flight: int = 0  # tokens of unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work
     kv_tokens: int = 0  # of its KV cache
     dtype: str = ""
     next_look: float = 0.0  # by time.monotonic, while it is out
     held: bool = False  # it has worked for this trainer
+    health: Health | None = None  # its last one, by its heartbeat
 
     @property
     def url(self) -> str:
         return self.server.url
 
-    def mark_ready(self, session: str) -> None:
-        self.session = session
+    def state(self) -> dict[str, Any]:
+        told = {"url": self.url, "up": self.session is not None, "out": self.out, "version": self.version}
+        seen = {} if self.health is None else self.health.model_dump(include={"status", "in_flight", "kv_tokens"})
+        return told | seen
+
+    def mark_ready(self, said: Health | ReloadResponse) -> None:
+        self.session = said.session
+        self.version = said.version
         self.out = None
 
     def mark_out(self, reason: str) -> None:
@@ -95,7 +103,7 @@ def why_out(health: Health) -> str | None:
 
 async def _as_they_are(there: Mapping[Member, Health]) -> None:
     for member, health in there.items():
-        member.mark_ready(health.session)
+        member.mark_ready(health)
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,7 +164,8 @@ class ServerPool:
     async def _beat(self, member: Member, **news: bool) -> Health:
         assert self.trainer is not None
         request = HeartbeatRequest(trainer=self.trainer, **news)
-        return await member.server.ask(request, timeout_s=LOOK_S)
+        member.health = await member.server.ask(request, timeout_s=LOOK_S)
+        return member.health
 
     async def _look_up(self) -> None:
         assert self.find is not None
@@ -182,6 +191,10 @@ class ServerPool:
     @property
     def up(self) -> list[Member]:
         return [member for member in self.members if member.session is not None]
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return what is known of each server, for people."""
+        return [member.state() for member in self.members]
 
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
         """Bring up what has come (back) and return who may work; deadlines stop while none may.

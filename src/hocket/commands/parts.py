@@ -288,7 +288,7 @@ class Parts:
                     advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
                     raise ConfigError(f"{serves}, not model.path={model}; {advice}")
                 self.console.say(f"{serves}, version {health.version}")
-                member.mark_ready(health.session)
+                member.mark_ready(health)
 
         with ExitStack() as stack:
             waiting = self.console.doing if await self.servers.answer() else self.own_server(stack, arguments)

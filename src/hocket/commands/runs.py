@@ -28,6 +28,7 @@ from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.rows import lines_of, rollout_of, sample_of
 from hocket.observe.run_folder import RunFolder, trainer_id
+from hocket.observe.timeline import Timeline
 from hocket.protocol import Health
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
@@ -179,6 +180,7 @@ def _run(
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
+    folder.loggers.append(Timeline(folder.path, servers.states))
     publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}

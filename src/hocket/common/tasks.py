@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Ite
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 _THREADS = ThreadPoolExecutor(32, "hocket")
 P = ParamSpec("P")
@@ -99,6 +99,26 @@ def retrieve(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
+class Span(NamedTuple):
+    """What took how long: from `start` to `end` by time.perf_counter."""
+
+    name: str  # "time/train"
+    start: float
+    end: float
+
+
+LISTENERS: list[Callable[[Span], None]] = []
+"""Are told of each span, in the thread that took it; they must be quick, and never raise."""
+
+
+def note(name: str, start: float, end: float | None = None) -> float:
+    """Tell the listeners of a span, which ends now if not told otherwise; return its seconds."""
+    span = Span(name, start, time.perf_counter() if end is None else end)
+    for listener in LISTENERS:
+        listener(span)
+    return span.end - start
+
+
 @contextmanager
 def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     """Add the wall seconds of the body to `metrics` under `name`."""
@@ -106,7 +126,7 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
+        metrics[name] = metrics.get(name, 0.0) + note(name, start)
 
 
 def seed_of(*parts: object) -> int:

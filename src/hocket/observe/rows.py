@@ -11,10 +11,15 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
+from hocket.common.files import naming
 from hocket.config import DataConfig
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
-GROWING = METRICS, LEDGER, SAMPLES = "metrics.jsonl", "ledger.jsonl", "samples.jsonl"  # of a run, line by line
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.jsonl"
+SAMPLES = "samples.jsonl"
+TIMELINE = "timeline.jsonl"
+GROWING = (METRICS, LEDGER, SAMPLES, TIMELINE)  # of a run, line by line
 COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
 LISTS = ("token_ids", "logprobs", "dialogue")
 """Fields of a sequence that its row has, too."""
@@ -69,6 +74,11 @@ def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
     if not sequence.dialogue:
         del row["dialogue"]
     return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **row}
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def read_text(path: Path) -> str:

@@ -12,16 +12,24 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hocket import config as config_module
-from hocket.common.files import flush, naming, write_atomically
+from hocket.common.files import flush, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe import page, plugin_files
-from hocket.observe.rows import GROWING, LEDGER, METRICS, SAMPLES, lines_of, read_lines
+from hocket.observe.rows import GROWING, LEDGER, METRICS, SAMPLES, append, lines_of, read_lines
 from hocket.types import Group
+
+
+class Logger(Protocol):
+    """Gets each step of a run."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -53,7 +61,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def __init__(self, config: Config) -> None:
         self.path = config.run_dir
-        self._sinks = [make(self.path) for name, make in SINKS.items() if getattr(config.observe, name)]
+        self.loggers: list[Logger] = [make(self.path) for name, make in SINKS.items() if getattr(config.observe, name)]
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.to_yaml(config.as_dict()))
         for name in GROWING:
@@ -63,12 +71,11 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def __exit__(self, failed: object, *exc_info: object) -> None:
         """Write the report of a run that fails, too."""
+        for logger in self.loggers:
+            logger.close()
         if failed:
             with contextlib.suppress(OSError):  # the first error is the one to tell
                 page.write_report(self.path)
-        else:
-            for sink in self._sinks:
-                sink.close()
 
     @property
     def last_step(self) -> int:
@@ -79,12 +86,12 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self.ledger(step, entries)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.history.append({"step": step, **finite})
-        self._append(METRICS, self.history[-1:])
-        for sink in self._sinks:
-            sink.step(step, metrics)
+        append(self.path / METRICS, self.history[-1:])
+        for logger in self.loggers:
+            logger.step(step, metrics)
 
     def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
-        self._append(LEDGER, ({"step": step, **entry} for entry in entries))
+        append(self.path / LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Write rollouts/NAME.jsonl and, of a step, a line of samples.jsonl; nothing without groups."""
@@ -92,7 +99,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             return
         write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
         if name.startswith("step"):
-            self._append(SAMPLES, [{"step": name, **page.best_and_worst(groups)}])
+            append(self.path / SAMPLES, [{"step": name, **page.best_and_worst(groups)}])
 
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.json"
@@ -136,11 +143,6 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's
             if made and int(made[1]) > state["step"]:
                 file.unlink()
-
-    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        path = self.path / name
-        with naming(path), path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def trainer_id(run_dir: Path) -> str:

@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from hocket.client.pool import Deadline
-from hocket.common.tasks import cancel, seed_of
+from hocket.common.tasks import cancel, note, seed_of
 from hocket.config import RolloutConfig
 from hocket.errors import DataError
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
@@ -89,10 +89,11 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         task.result()
         del self._begun[step]
         batch = plan.batch
-        generate_s = max(0.0, batch.generated - start)
-        metrics |= {"time/generate": generate_s, "time/reward": time.perf_counter() - start - generate_s}
+        generated = max(start, batch.generated)
+        metrics["time/generate"] = note("time/generate", start, generated)
+        metrics["time/reward"] = note("time/reward", generated)
         if batch.groups:
-            metrics["time/batch"] = batch.generated - batch.started
+            metrics["time/batch"] = note("time/batch", batch.started, batch.generated)
         if plan.at_most > plan.wanted:
             metrics["rollout/oversampling"] = batch.num_drawn / plan.wanted
         if version is not None:

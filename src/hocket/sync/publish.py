@@ -88,7 +88,7 @@ class Publisher:
         elif member.session not in (None, answer.session):
             self.pool.mark_lost(member, "it was started again")
         else:
-            member.mark_ready(answer.session)
+            member.mark_ready(answer)
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
         """Give servers the current version. Raises as `judge` and `check_model`."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hocket.common.files import complete_folder, partial_of, remove_folder, unused
+from hocket.common.tasks import note
 from hocket.config import Config
 from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.observe.rows import GROWING, METRICS, read_lines
@@ -160,7 +161,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial_of(self._folder).mkdir(parents=True)
             self._copied = self._state(self._buckets.append if self._settings.in_background else self._write)
-        return {"time/checkpoint": time.perf_counter() - start}
+        return {"time/checkpoint": note("time/checkpoint", start)}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
         """Make a checkpoint of what `copy` took, metrics, and the state of all parts."""

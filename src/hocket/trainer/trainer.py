@@ -10,7 +10,7 @@ from typing import Any
 
 from hocket.algorithm.samples import is_measured
 from hocket.common.machine import cpu_threads
-from hocket.common.tasks import seed_of
+from hocket.common.tasks import note, seed_of
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ServerError, TrainerError
@@ -172,7 +172,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 break
         self.untrained = {group: NO_UPDATE[how] for group, how in outcomes.items() if how != "updated"}
         self._together(Models.end_step)
-        seconds = time.perf_counter() - start
+        seconds = note("time/train", start)
         measured = over_updates(metrics, seconds, by_batch="old_logprobs" in self.models.columns)
         measured |= {"train/learning_rate": learning_rate, "time/train": seconds}
         if len(faults) == len(metrics):
