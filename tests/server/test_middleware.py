@@ -1,6 +1,8 @@
-"""The guard in front of every route, without an engine."""
+"""The guard in front of every route, and the connections below it, without an engine."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from hocket.protocol import ErrorResponse
+from hocket.server import main
 from hocket.server.middleware import Guard
 
 TOKEN = "correct-horse"
@@ -111,3 +114,79 @@ async def test_a_page_of_somebody_else_can_not_use_a_server_without_a_token(
         response = await http.post("/generate", content="{}", headers=headers)
     assert response.status_code == status
     assert status == 200 or response.json()["error"]["code"] == "foreign_page"
+
+
+HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
+WHOLE = HALF + b"y\r\n\r\n"
+REFUSED = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@contextlib.asynccontextmanager
+async def listening(held: asyncio.Event) -> AsyncIterator[int]:
+    """Serves /hold, which is answered when `held` is set, and /health behind the guard, on a port."""
+
+    async def hold(request: Request) -> PlainTextResponse:
+        await held.wait()
+        return PlainTextResponse("at last")
+
+    app = Starlette(routes=[Route("/hold", hold), Route("/{path:path}", echo)])
+    with main.bind("127.0.0.1", 0, None) as sock:
+        server = main.http_server(Guard(app, host="localhost", token=TOKEN))
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+        main.listen(sock)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        yield sock.getsockname()[1]
+        held.set()
+        server.should_exit = True
+        await serving
+
+
+async def sent(port: int, *parts: bytes, address: str = "127.0.0.1") -> Connection:
+    """Sends each part once the one before is answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    writer.write(parts[0])
+    for part in parts[1:]:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 ")
+        writer.write(part)
+    return reader, writer
+
+
+async def test_a_connection_without_a_whole_head_is_closed_and_a_request_that_takes_longer_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.server.middleware.HEAD_TIMEOUT_S", 0.2)
+    held = asyncio.Event()
+    async with listening(held) as port, asyncio.timeout(20):
+        hold = f"GET /hold HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+        reader, writer = await sent(port, hold)
+        for parts in [(b"",), (HALF,), (WHOLE, HALF), (REFUSED, b"x")]:
+            slow, half = await sent(port, *parts)
+            await slow.read()  # ends where it is closed
+            half.close()
+        held.set()
+        assert b" 200 OK" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+async def test_of_too_many_idle_connections_from_an_address_the_oldest_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.server.middleware.MAX_CONNECTIONS", 3)
+    held = asyncio.Event()
+    async with listening(held) as port, asyncio.timeout(20):
+        other, finish = await sent(port, HALF, address="127.0.0.2")
+        hold = f"GET /hold HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+        busy, writer = await sent(port, hold)
+        halves = [await sent(port, HALF) for _ in range(20)]
+        answered, last = await sent(port, WHOLE)
+        assert b" 200 OK" in await answered.readuntil(b"\r\n\r\n")
+        for slow, _ in halves[:-2]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await slow.read() == b""
+        finish.write(b"y\r\n\r\n")
+        held.set()
+        for reader in (other, busy):
+            assert b" 200 OK" in await reader.readuntil(b"\r\n\r\n")
+        for one in (finish, writer, last, *(half for _, half in halves)):
+            one.close()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import time
@@ -138,12 +139,24 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
     return sock
 
 
+def listen(sock: socket.socket) -> None:
+    """Let clients in, before a line that they may read says so."""
+    # Connections inherit this: the port is free again as soon as the server has ended.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.listen()
+
+
 def http_server(app: "ASGIApp") -> "uvicorn.Server":
     import uvicorn
 
+    from hocket.server.middleware import Connection
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a shell's 1,024 are few for connections
     return uvicorn.Server(
         uvicorn.Config(
             app,
+            http=Connection,
             ws="none",
             reset_contextvars=True,  # a pipelined request would inherit the session of the one before it
             log_level="warning",
@@ -175,9 +188,7 @@ async def _serve(config: Config, args: Namespace, llm: Any, sock: socket.socket,
     stopping = asyncio.Event()
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    # Connections inherit this: the port is free again as soon as the server has ended.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.listen()  # who reads the line may ask at once
+    listen(sock)
     print(f"hocket: ready on {config.own_url} in {time.perf_counter() - start:.1f} s", flush=True)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     serving.add_done_callback(lambda _: stopping.set())

@@ -4,13 +4,16 @@ import asyncio
 import hashlib
 import hmac
 import re
+import resource
 from collections.abc import Awaitable, Callable, Coroutine
+from operator import attrgetter
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from hocket.common.tasks import cancel
 from hocket.server.errors import ApiError
@@ -19,6 +22,41 @@ MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
+HEAD_TIMEOUT_S = 20.0  # for request line and headers
+MAX_CONNECTIONS = 4096  # idle, of one address: a trainer has 512 at most, each of its agents some of its own
+UNKNOWN = ("", 0)  # address of a client that has left
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Close what brings no whole head in time, and of too many idle ones from one address the oldest."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.begun = self.loop.time()
+        self.address: str = (self.client or UNKNOWN)[0]
+        self._expect_head()
+        most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        idle = [one for one in self.connections if one.is_idle and one.address == self.address]
+        if len(idle) > most:
+            oldest = min(idle, key=attrgetter("begun"))
+            self.connections.remove(oldest)
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.is_idle:  # with a part of the next head
+            self._expect_head()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        self.loop.call_later(HEAD_TIMEOUT_S, self._close_unless_asked, self.cycle)
+
+    def _close_unless_asked(self, before: object) -> None:
+        if self.cycle is before:
+            self.transport.close()
 
 
 class Guard:

@@ -15,7 +15,7 @@ from hocket.config import Config
 from hocket.errors import RewardError
 from hocket.observe.rows import rollout_of
 from hocket.rewards.scorer import RewardCalls, RewardScorer
-from hocket.server.main import bind, http_server
+from hocket.server.main import bind, http_server, listen
 from hocket.server.middleware import Guard, unless_client_leaves
 from hocket.types import Rollout
 
@@ -59,7 +59,7 @@ async def _serve(calls: RewardCalls, sock: socket.socket, url: str, host: str, t
             raise HTTPException(422, f"{type(error).__name__}: {error}; the body must be {WANTED}") from error
 
     await calls.set_up()
-    sock.listen()  # who reads the line may ask at once
+    listen(sock)
     print(f"hocket: rewards {', '.join(calls.specs)} at {url}/score", flush=True)
     await http_server(Guard(app, host=host, token=token)).serve(sockets=[sock])
 
