@@ -21,7 +21,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from hocket.config import ModelConfig
 from hocket.errors import TrainerError
 from hocket.trainer import attention
-from hocket.trainer.attention import Segments, attend
+from hocket.trainer.attention import Alike, Segments, attend
 from hocket.trainer.policy import Policy
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def test_without_it_a_gpu_gets_no_grouped_heads_which_would_take_memory_for_all_
     with FakeTensorMode():
         query, key, value = (torch.empty(32, heads, 8, device="cuda") for heads in (4, 2, 2))
         group, restore = (torch.empty(*n, dtype=torch.int64, device="cuda") for n in ((1, 32), (32,)))
-        segments: Any = types.SimpleNamespace(groups=([group], restore))
+        segments: Any = types.SimpleNamespace(groups=([Alike(group, group, None)], restore))
         assert attention._by_groups(query, key, value, segments, 0.3, 32, None).shape == (32, 4, 8)
 
 

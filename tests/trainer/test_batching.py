@@ -21,7 +21,7 @@ def test_a_hand_worked_batch() -> None:
     [[batch]] = pack([short, long, tiny], micro_batch_tokens=6)
     # the longest first, and no padding anywhere
     assert batch.segments.lengths == (3, 1, 1)
-    assert batch.input_ids_bt.tolist() == [[5, 6, 7, 1, 3]]
+    assert batch.input_ids_br.tolist() == [[5, 6, 7, 1, 3]]
     assert batch.target_ids_bt.tolist() == [[6, 7, 8, 2, 4]]
     assert batch.segments.positions_bt.tolist() == [[0, 1, 2, 0, 0]]
     assert batch.mask_bt.tolist() == [[False, True, True, True, True]]
@@ -44,7 +44,7 @@ def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for rank in ranks for batch in rank]
     assert sorted(place for batch in batches for place in batch.places) == list(range(37))
-    assert max(batch.input_ids_bt.numel() for batch in batches) <= micro_batch_tokens
+    assert max(batch.input_ids_br.numel() for batch in batches) <= micro_batch_tokens
     num_tokens = sum(sum(one.sequence.mask) for one in samples)
     assert {(batch.num_tokens_global, batch.num_sequences_global) for batch in batches} == {(num_tokens, 37)}
     assert sum(int(batch.mask_bt.sum()) for batch in batches) == num_tokens

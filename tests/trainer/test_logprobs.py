@@ -13,7 +13,8 @@ Inputs = tuple[torch.Tensor, torch.nn.Linear, torch.Tensor, torch.Tensor]
 def found_by(hidden: Any, head: torch.nn.Module, targets: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
     """Returns the columns of all positions at temperature 1 in chunks of 7, if nothing else is said."""
     known = {"temperature": 1.0, "chunk_tokens": 7, "trained_n": torch.arange(targets.numel()), "max_tokens": 0}
-    return token_logprobs(hidden, head, targets, **known | options)
+    known |= options
+    return token_logprobs(hidden, head, targets, **{"row_n": known["trained_n"]} | known)
 
 
 @pytest.fixture

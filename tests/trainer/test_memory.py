@@ -39,8 +39,9 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
 
 
 def samples(num_positions: int, largest: int = 65) -> list[TrainSample]:
-    """Returns sequences of 65 tokens, all of them sampled, of ids below `largest`."""
-    return [builders.sample_of(builders.sequence([t % largest for t in range(65)], 0))] * (num_positions // 64)
+    """Returns sequences of 65 tokens, all of them sampled, of ids below `largest`, that begin differently."""
+    ids = ([(t + first) % largest for t in range(65)] for first in range(num_positions // 64))
+    return [builders.sample_of(builders.sequence(one, 0)) for one in ids]
 
 
 def test_a_hand_worked_estimate() -> None:

@@ -81,7 +81,7 @@ def test_a_float32_head_computes_logits_in_float32_whatever_the_dtype(
     for exact in (False, True):
         config = ModelConfig(path=tied_model, float32_head=exact)
         policy = Policy(config, dtype=torch.bfloat16, temperature=0.7)
-        hidden = policy._hidden(batch.input_ids_bt, batch.segments)
+        hidden = policy._hidden(batch.input_ids_br, batch.segments)
         logits = hidden.double() @ policy.model.lm_head.weight.double().T / 0.7
         expected = logits.log_softmax(-1).gather(-1, batch.target_ids_bt[..., None]).squeeze(-1)
         with torch.autocast("cpu", torch.bfloat16, enabled=exact):  # ZeRO-0 computes so; the head stays out of it

@@ -258,6 +258,8 @@ class TrainerConfig(Section):
     """Maximum global gradient norm."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Maximum tokens per forward pass. `auto`: 8192 on a CPU; what fits on a GPU."""
+    share_prefixes: bool = True
+    """What sequences of a micro-batch begin with alike, such as a prompt, is computed once."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32."""
     gradient_checkpointing: bool = False

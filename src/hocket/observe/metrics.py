@@ -87,6 +87,7 @@ METRICS = (
     Metric("train/loss_scale", "float16: factor on the loss, halved at each overflow, which skips the step",
            low=2, advice="gradients overflow at any scale: train in bfloat16"),
     Metric("train/tokens_per_s", "trained tokens per second of time/train, all ranks"),
+    Metric("train/shared", "share of positions that were not computed, as others begin alike (trainer.share_prefixes)"),
     Metric("train/positions_per_s", "tokens with prompts, without padding, per second of time/train"),
     Metric("train/mfu", "model FLOPs / (time/train · peak FLOPs of all ranks: data sheet, else measured)"),
     Metric("train/logprob_gap", "mean |trainer − engine log-prob| of trained tokens; float32 < 1e-4, bfloat16 < .02",

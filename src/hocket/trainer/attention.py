@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,50 +21,94 @@ _ROUND = 32  # without a kernel, segments whose lengths round up alike go togeth
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """How a row is divided into sequences: what attention and positions depend on."""
+    """How a row is divided into segments: what attention and positions depend on.
 
-    lengths: tuple[int, ...]
+    A segment is a sequence, or what follows on `starts` positions that it shares with sequences before it.
+    """
+
+    lengths: tuple[int, ...]  # positions, none of 0
     device: torch.device
+    starts: tuple[int, ...] = ()  # shared positions before each; (): none
+    shared: Tensor | None = None  # places in the row of the positions that each segment sees, one segment after another
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Positions that each segment's last one sees."""
+        return tuple(map(sum, zip(self.lengths, self.starts or itertools.repeat(0), strict=False)))
 
     @property
     def longest(self) -> int:
-        return max(self.lengths)
+        return max(self.ends)
 
     @functools.cached_property
     def positions_bt(self) -> Tensor:
         """Places within sequences, [1, row]."""
-        return self._there(torch.cat(list(map(torch.arange, self.lengths)))[None])
+        spans = zip(self.lengths, self.ends, strict=True)
+        return self._there(torch.cat([torch.arange(end - length, end) for length, end in spans])[None])
 
     @functools.cached_property
     def offsets(self) -> Tensor:
-        """Bounds of sequences, int32 [sequences + 1]."""
-        bounds = [0, *itertools.accumulate(self.lengths)]
-        return self._there(torch.tensor(bounds, dtype=torch.int32))
+        """Bounds of segments, int32 [segments + 1]."""
+        return self._there(_bounds(self.lengths))
+
+    @functools.cached_property
+    def seen(self) -> tuple[Tensor, Tensor] | None:
+        """Places of the keys that segments see, and their bounds, as `offsets`; None where nothing is shared."""
+        if self.shared is None:
+            return None
+        return self._there(self.shared), self._there(_bounds(self.ends))
 
     @functools.cached_property  # FlashAttention takes the offsets alone
-    def groups(self) -> tuple[list[Tensor], Tensor]:
-        """Positions of similar segments, [segments, length] each, and each position's place [row] in the results.
-
-        The last position of a shorter segment is repeated.
-        """
+    def groups(self) -> "tuple[list[Alike], Tensor]":
+        """Segments that are computed together, and each position's place [row] in the results."""
         lengths_s = torch.tensor(self.lengths)
-        ends_s = lengths_s.cumsum(0)
-        classes_s = -(-lengths_s // _ROUND)
+        ends_s = torch.tensor(self.ends)
+        last_s = lengths_s.cumsum(0) - 1
+        last_seen_s = ends_s.cumsum(0) - 1
+        classes_s = -(-lengths_s // _ROUND) * (self.longest + _ROUND) + -(-ends_s // _ROUND)
         restore = torch.empty(sum(self.lengths), dtype=torch.long)
         groups = []
         done = 0
-        for rounded in torch.unique(classes_s).tolist():
-            members = (classes_s == rounded).nonzero()  # [segments of the group, 1]
-            steps = torch.arange(int(lengths_s[members].max()))
-            last = lengths_s[members] - 1
-            groups.append(ends_s[members] - 1 - last + torch.minimum(steps, last))
-            real = steps <= last
-            restore[groups[-1][real]] = done + real.flatten().nonzero()[:, 0]
+        for alike in torch.unique(classes_s).tolist():
+            members = (classes_s == alike).nonzero()  # [segments of the group, 1]
+            back = _back(lengths_s[members])
+            queries = last_s[members] - back
+            back_seen = _back(ends_s[members])
+            keys = queries if self.shared is None else self.shared[last_seen_s[members] - back_seen]
+            is_shared = bool((lengths_s != ends_s)[members].any())
+            positions = ends_s[members] - 1 - back
+            groups.append(Alike(self._there(queries), self._there(keys), self._there(positions) if is_shared else None))
+            real = torch.arange(queries.shape[1]) < lengths_s[members]
+            restore[queries[real]] = done + real.flatten().nonzero()[:, 0]
             done += real.numel()
-        return list(map(self._there, groups)), self._there(restore)
+        return groups, self._there(restore)
 
     def _there(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)  # or the host would wait for the micro-batch before
+
+
+class Alike(NamedTuple):
+    """Segments of similar lengths; the last position of a shorter one is repeated."""
+
+    queries: Tensor  # places in the row, [segments, queries]
+    keys: Tensor  # places of what they see, [segments, keys]
+    positions: Tensor | None  # of the queries; None: nothing is shared, and keys are queries
+
+    def band(self, window: int) -> Tensor:
+        """Return a mask of what queries see, which broadcasts to [segments, heads, queries, keys]."""
+        keys = torch.arange(self.keys.shape[1], device=self.keys.device)
+        positions = keys if self.positions is None else self.positions[:, None]
+        before = positions[..., None] - keys
+        return (before >= 0) & (before < window)
+
+
+def _bounds(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def _back(lengths: Tensor) -> Tensor:
+    """Return by how much each step lies before the last one, [segments, steps], of lengths [segments, 1]."""
+    return (lengths - 1 - torch.arange(int(lengths.max()))).clamp(min=0)
 
 
 def attend(
@@ -100,7 +145,11 @@ def attend(
     query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     window = segments.longest if sliding_window is None else min(sliding_window, segments.longest)
     if s_aux is None and has_kernel(query_rhd, key_rhd, value_rhd):
-        bounds = (segments.offsets, segments.offsets, segments.longest, segments.longest)
+        seen = segments.offsets
+        if segments.seen is not None:  # the kernel wants each segment's keys side by side
+            places, seen = segments.seen
+            key_rhd, value_rhd = key_rhd.index_select(0, places), value_rhd.index_select(0, places)
+        bounds = (segments.offsets, seen, max(segments.lengths), segments.longest)
         left = -1 if window == segments.longest else window - 1
         options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0), "enable_gqa": True}
         return cast(Tensor, varlen_attn(query_rhd, key_rhd, value_rhd, *bounds, **options))[None], None
@@ -155,14 +204,10 @@ def _by_groups(
     results = []
     groups, restore = segments.groups
     for group in groups:
-        length = group.shape[1]
-        query_shld, key_shld, value_shld = (
-            tensor.index_select(0, group.flatten()).view(*group.shape, *tensor.shape[1:]).transpose(1, 2)
-            for tensor in (query_rhd, key_rhd, value_rhd)
-        )
-        band = None
-        if length > window or sinks_h is not None:
-            band = torch.ones(length, length, dtype=torch.bool, device=group.device).tril().triu(1 - window)
+        query_shld = _of_group(query_rhd, group.queries)
+        key_shld, value_shld = (_of_group(tensor, group.keys) for tensor in (key_rhd, value_rhd))
+        is_causal = group.positions is None and group.keys.shape[1] <= window and sinks_h is None
+        band = None if is_causal else group.band(window)
         if sinks_h is not None:  # one more key, of value 0, that each position sees; kernels want sizes of 8
             query_shld = pad(query_shld, (0, 8))
             key_shld = pad(key_shld, (0, 8, 1, 0))
@@ -174,10 +219,16 @@ def _by_groups(
         if not shares:  # the only kernel there without n² memory wants as many keys as queries
             repeats = query_shld.shape[1] // key_shld.shape[1]
             key_shld, value_shld = (part.repeat_interleave(repeats, dim=1) for part in (key_shld, value_shld))
-        options: dict[str, Any] = {"attn_mask": band, "is_causal": band is None, "scale": scaling, "enable_gqa": shares}
+        options: dict[str, Any] = {"attn_mask": band, "is_causal": is_causal, "scale": scaling, "enable_gqa": shares}
         result_shld = nn.functional.scaled_dot_product_attention(query_shld, key_shld, value_shld, **options)
         results.append(result_shld.transpose(1, 2).flatten(0, 1))
     return torch.cat(results).index_select(0, restore)
+
+
+def _of_group(tensor_rhd: Tensor, places: Tensor) -> Tensor:
+    """Return the rows at places [segments, length] as [segments, heads, length, d]."""
+    chosen = tensor_rhd.index_select(0, places.flatten())
+    return chosen.view(*places.shape, *tensor_rhd.shape[1:]).transpose(1, 2)
 
 
 uncompiled = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]  # rows differ in their segments

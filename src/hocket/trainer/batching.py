@@ -1,13 +1,16 @@
 """Pack samples into micro-batches; the only place where sequences move to the next-token axis.
 
-A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. The
-segments of a micro-batch share a row without padding. Packing changes results by rounding only.
+A sequence of n tokens has n − 1 positions: position t reads token t and predicts token t + 1. The sequences of a
+micro-batch share a row without padding and, with `share`, what they begin with in common is in it once: in their order
+as text, each adds what it does not share with the one before. Both change results by rounding only.
 """
 
 import dataclasses
 import functools
 import heapq
 import itertools
+import math
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,17 +23,21 @@ from hocket.errors import TrainerError
 from hocket.trainer.attention import Segments
 from hocket.types import TokenSequence, TrainSample
 
+WORTH_SHARING = 8  # positions
+PIECES = (1, 2, 4, 8)  # least number of a rank's runs of samples
 _NO_TOKENS = TokenSequence(token_ids=(0, 0), mask=(False, False), logprobs=(0.0, 0.0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch(LossBatch):
-    """One forward pass of one rank. b: one row; t next-token axis: everything at t is about the predicted token."""
+    """One forward pass of one rank. b: one; t next-token axis: everything at t is about the predicted token."""
 
-    segments: Segments  # the sequences, in their order in the row
-    input_ids_bt: Tensor
+    segments: Segments  # of the row
+    input_ids_br: Tensor  # [1, row]
     target_ids_bt: Tensor
-    trained_n: Tensor  # places in the row where the mask is True
+    trained_n: Tensor  # places on the axis t where the mask is True
+    row_n: Tensor  # their places in the row
+    lengths: tuple[int, ...]  # of the sequences, along t
     places: tuple[int, ...]  # of the sequences among the packed samples
     max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
 
@@ -71,54 +78,153 @@ def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) ->
 
 
 def divide(
-    samples: Sequence[TrainSample], *, micro_batch_tokens: int, num_ranks: int, cost: Callable[[int], float] = float
+    samples: Sequence[TrainSample],
+    *,
+    micro_batch_tokens: int,
+    num_ranks: int,
+    cost: Callable[[int], float] = float,
+    share: bool = False,
+    key_share: float = 0.0,
 ) -> list[list[Make]]:
     """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
     Ranks get about the same cost; within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks
-    run similar ones at a time. One with fewer runs a masked position. `cost`: of a segment by its positions.
+    run similar ones at a time. One with fewer runs a masked position. `cost`: of a sequence by its positions.
+    `key_share`: memory of a key and a value as a part of a position's, for the keys that are copied to each sequence.
     """
     lengths = list(map(num_positions, samples))
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": len(trained) - trained.count(0)}
     nothing = (0.0, 0.0)
     blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(samples[0].columns, nothing))
-    plans = [_fill(share, lengths, micro_batch_tokens, cost) for share in balance(list(map(cost, lengths)), num_ranks)]
+    order, starts = _in_order(samples) if share else (range(len(samples)), [0] * len(samples))
+
+    def added(place: int, start: int) -> float:
+        return cost(lengths[place]) - cost(start)
+
+    def room(place: int, start: int) -> float:
+        return lengths[place] - start + key_share * lengths[place] * (start > 0)
+
+    of_all = sum(added(place, starts[place]) for place in order)
+    ways = []  # to give the ranks runs: longer ones share more, shorter ones can be divided more evenly
+    for pieces in PIECES if num_ranks > 1 else PIECES[:1]:
+        runs = _runs(order, starts, added, of_all / (pieces * num_ranks))
+        costs = [_total(run, starts, added) for run in runs]
+        chosen = balance(costs, num_ranks)
+        longest = max(sum(costs[index] for index in own) for own in chosen)
+        ways.append((longest, [[runs[index] for index in own] for own in chosen]))
+    plans = []
+    for own_runs in min(ways, key=operator.itemgetter(0))[1]:
+        parts = [part for run in own_runs for part in _runs(run, starts, room, micro_batch_tokens)]
+        sizes = [_total(part, starts, room) for part in parts]
+        rows = [[place for index in row for place in parts[index]] for row in _fill(sizes, micro_batch_tokens)]
+        plans.append(sorted(rows, key=lambda row: -sum(cost(lengths[place]) for place in row)))
+    numbers = {place: number for number, place in enumerate(order)}
     result: list[list[Make]] = [[] for _ in plans]
     for rows in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = max(sum(trained[place] for place in row) for row in rows)
-        for share, row in zip(result, rows, strict=True):
-            own = [samples[place] for place in row] or [blank]
-            share.append(functools.partial(_build, own, tuple(row), {**counts, "max_tokens": max_tokens}))
+        for part, row in zip(result, rows, strict=True):
+            places = tuple(sorted(row, key=numbers.__getitem__) if share else row)
+            own = [samples[place] for place in places] or [blank]
+            part.append(functools.partial(_build, own, places, share, {**counts, "max_tokens": max_tokens}))
     return result
 
 
+def _in_order(samples: Sequence[TrainSample]) -> tuple[list[int], list[int]]:
+    """Return places in the order of the tokens and, by place, how many each shares with the one before."""
+    read = [np.array(sample.sequence.token_ids[:-1], ">u4") for sample in samples]  # bytes in the order of numbers
+    order = sorted(range(len(samples)), key=lambda place: read[place].tobytes())
+    starts = [0] * len(samples)
+    for before, place in itertools.pairwise(order):
+        starts[place] = _in_common(read[before], read[place])
+    return order, starts
+
+
+def _in_common(before: np.ndarray, ids: np.ndarray) -> int:
+    """Return how many numbers both begin with; 0 where they are too few to be worth a copy of their keys."""
+    least = min(len(before), len(ids))
+    differing = np.flatnonzero(before[:least] != ids[:least])
+    common = int(differing[0]) if len(differing) else least
+    return common if common >= WORTH_SHARING else 0
+
+
+def _runs(
+    order: Sequence[int], starts: Sequence[int], size: Callable[[int, int], float], most: float
+) -> list[list[int]]:
+    """Divide places into runs that begin alike, of at most `most`; one alone may be more. `size`: after a start."""
+    runs: list[list[int]] = []
+    total = math.inf
+    for place in order:
+        total += size(place, starts[place])
+        if starts[place] == 0 or total > most:
+            runs.append([])
+            total = size(place, 0)
+        runs[-1].append(place)
+    return runs
+
+
+def _total(run: Sequence[int], starts: Sequence[int], size: Callable[[int, int], float]) -> float:
+    return size(run[0], 0) + sum(size(place, starts[place]) for place in run[1:])
+
+
 def _build(
-    samples: Sequence[TrainSample], places: tuple[int, ...], counts: Mapping[str, int], device: torch.device
+    samples: Sequence[TrainSample],
+    places: tuple[int, ...],
+    share: bool,
+    counts: Mapping[str, int],
+    device: torch.device,
 ) -> TrainBatch:
     parts = list(map(_arrays, samples))
 
-    def row(name: str, part: slice = slice(1, None)) -> Tensor:
-        return torch.from_numpy(np.concatenate([arrays[name][part] for arrays in parts]))[None]
+    def along(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([arrays[name][1:] for arrays in parts]))[None]
 
     def there(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    lengths = tuple(map(num_positions, samples))
-    mask_bt = row("mask")
+    read = [arrays["token_ids"][:-1] for arrays in parts]
+    starts = [0, *(_in_common(*both) if share else 0 for both in itertools.pairwise(read))]
+    rows = _rows(list(map(len, read)), starts)
+    segments = _segments(rows, starts, device)
+    added = [ids[start:] for ids, start in zip(read, starts, strict=True)]
+    mask_bt = along("mask")
+    lengths = tuple(map(len, read))
+    row_t = torch.from_numpy(np.concatenate(rows))
+    trained_n = mask_bt[0].nonzero()[:, 0]
     return TrainBatch(
-        segments=Segments(lengths, device),
-        input_ids_bt=there(row("token_ids", slice(None, -1))),
-        target_ids_bt=there(row("token_ids")),
+        segments=segments,
+        input_ids_br=there(torch.from_numpy(np.concatenate(added))[None]),
+        target_ids_bt=there(along("token_ids")),
         mask_bt=there(mask_bt),
-        rollout_logprobs_bt=there(row("rollout_logprobs")),
-        advantages_bt=there(row("advantages")),
-        columns={name: there(row(name)) for name in samples[0].columns},
-        trained_n=there(mask_bt[0].nonzero()[:, 0]),
+        rollout_logprobs_bt=there(along("rollout_logprobs")),
+        advantages_bt=there(along("advantages")),
+        columns={name: there(along(name)) for name in samples[0].columns},
+        trained_n=there(trained_n),
+        row_n=there(row_t[trained_n]),
         sample_bt=there(torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))[None]),
+        lengths=lengths,
         places=places,
         **counts,
     )
+
+
+def _rows(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
+    """Return each sequence's places in the row: those that it shares with the one before, then its own."""
+    rows = [np.arange(0)]
+    size = 0
+    for length, start in zip(lengths, starts, strict=True):
+        rows.append(np.concatenate([rows[-1][:start], np.arange(size, size + length - start)]))
+        size += length - start
+    return rows[1:]
+
+
+def _segments(rows: Sequence[np.ndarray], starts: Sequence[int], device: torch.device) -> Segments:
+    added = [(row, start) for row, start in zip(rows, starts, strict=True) if len(row) > start]
+    lengths = tuple(len(row) - start for row, start in added)
+    if not any(starts):
+        return Segments(lengths, device)
+    seen = torch.from_numpy(np.concatenate([row for row, _ in added]))
+    return Segments(lengths, device, tuple(start for _, start in added), seen)
 
 
 def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
@@ -134,8 +240,7 @@ def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
 
 def unpack(batch: TrainBatch, columns: Mapping[str, Tensor]) -> dict[int, dict[str, tuple[float, ...]]]:
     """Return by each sample's place one number per token and column; 0.0 for the first token."""
-    lengths = list(batch.segments.lengths)
-    parts = {name: torch.split(values_bt[0].cpu(), lengths) for name, values_bt in columns.items()}
+    parts = {name: torch.split(values_bt[0].cpu(), list(batch.lengths)) for name, values_bt in columns.items()}
     return {
         place: {name: (0.0, *values[number].tolist()) for name, values in parts.items()}
         for number, place in enumerate(batch.places)
@@ -153,16 +258,15 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _fill(
-    places: Sequence[int], lengths: Sequence[int], micro_batch_tokens: int, cost: Callable[[int], float]
-) -> list[list[int]]:
-    micro_batches: list[list[int]] = []
-    room: list[int] = []  # free positions of each
-    for place in sorted(places, key=lengths.__getitem__, reverse=True):
-        index = next((i for i, free in enumerate(room) if free >= lengths[place]), len(room))
-        if index == len(room):
-            micro_batches.append([])
-            room.append(micro_batch_tokens)
-        micro_batches[index].append(place)
-        room[index] -= lengths[place]
-    return sorted(micro_batches, key=lambda row: -sum(cost(lengths[place]) for place in row))
+def _fill(sizes: Sequence[float], room: float) -> list[list[int]]:
+    """Return the indices of parts, of at most `room` each, in bins, by first-fit decreasing."""
+    bins: list[list[int]] = []
+    left: list[float] = []
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        chosen = next((i for i, free in enumerate(left) if free >= sizes[index]), len(left))
+        if chosen == len(left):
+            bins.append([])
+            left.append(room)
+        bins[chosen].append(index)
+        left[chosen] -= sizes[index]
+    return bins

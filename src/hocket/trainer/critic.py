@@ -34,9 +34,10 @@ class ValueModel(Policy):
 
     def forward(self, batch: TrainBatch) -> Tensor:  # type: ignore[override]  # in place of log-probs and entropies
         """Return values_bt, float32, 0 where the batch's mask is false."""
-        hidden_bth = self._hidden(batch.input_ids_bt, batch.segments)
-        values_bt1: Tensor = self.model.get_output_embeddings()(hidden_bth)
-        return values_bt1.squeeze(-1).float().where(batch.mask_bt, 0.0)
+        hidden_brh = self._hidden(batch.input_ids_br, batch.segments)
+        values_n1: Tensor = self.model.get_output_embeddings()(hidden_brh[0].index_select(0, batch.row_n))
+        zeros_t = torch.zeros(batch.mask_bt.numel(), device=values_n1.device)
+        return zeros_t.index_copy(0, batch.trained_n, values_n1.squeeze(-1).float())[None]
 
 
 def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:

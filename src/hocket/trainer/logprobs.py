@@ -8,13 +8,14 @@ CHUNK_TOKENS = 512  # of a policy's forward pass
 
 
 def token_logprobs(
-    hidden_bth: Tensor,
+    hidden_brh: Tensor,
     lm_head: nn.Module,
     target_ids_bt: Tensor,
     *,
     temperature: float,
     chunk_tokens: int,
     trained_n: Tensor,
+    row_n: Tensor,
     max_tokens: int,
     entropy_gradient: bool = False,
     variance: bool = False,
@@ -27,10 +28,11 @@ def token_logprobs(
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.
         trained_n: places in the flattened [b, t], as a mask would have the host wait; elsewhere the results are 0.
+        row_n: their places in the flattened [b, r] of the hidden states.
         max_tokens: the head is called as often as for this many positions.
         entropy_gradient: costs another pass over a chunk's logits.
     """
-    hidden_nh = hidden_bth.flatten(0, 1).index_select(0, trained_n)
+    hidden_nh = hidden_brh.flatten(0, 1).index_select(0, row_n)
     targets_n = target_ids_bt.flatten().index_select(0, trained_n)
     num_calls = max(1, -(-max(len(targets_n), max_tokens) // chunk_tokens))
 
@@ -55,6 +57,6 @@ def token_logprobs(
     for start in range(0, num_calls * chunk_tokens, chunk_tokens):
         part = (hidden_nh[start : start + chunk_tokens], targets_n[start : start + chunk_tokens])
         chunks.append(checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False))
-    zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_bth.device)
+    zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_brh.device)
     columns_n = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return tuple(zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt) for values_n in columns_n)

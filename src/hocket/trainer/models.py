@@ -23,6 +23,7 @@ from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import Policy, compute_dtype, skeleton
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES, POLICY
 from hocket.trainer.step import Learner, Update, update
 
@@ -90,6 +91,7 @@ class Models:
         self.estimate = memory.check(objective.models(model), settings, self.setup.dtype, self.ranks)
         self.policy = self.load(model, Policy)
         self.flops = flops.model_flops(skeleton(model))
+        self.key_share = Shape.of(self.policy.model).key_share
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
         delay = sum(extra.delay for extra in objective.extras)
         own_steps = settings.model_copy(update={"steps": settings.steps - delay})
@@ -182,13 +184,15 @@ class Models:
     def plan(self, steps: int) -> None:
         self.engine.plan(steps)
 
-    def update(self, share: Share, lengths: Sequence[int]) -> tuple[list[Update], dict[str, float]]:
-        """Update every learner; return its metrics, too. `lengths`: positions of each sequence, of all ranks."""
+    def update(self, share: Share) -> tuple[list[Update], dict[str, float]]:
+        """Update every learner; return its metrics, too."""
         batches = self._built(share)
         loss_scale = self.engine.loss_scale
         done = [update(learner, batches, self.ranks) for learner in self.learners]
         policy = done[0]
         num_tokens = batches[0].num_tokens_global
+        positions, computed, operations = self.ranks.sum(self._work_of(batches))
+        of_head = flops.step_flops(self.flops, [], num_tokens)
         metrics = {
             **policy.totals,
             "grad_norm": policy.grad_norm,
@@ -197,8 +201,9 @@ class Models:
             "tokens": float(num_tokens),
             "sequences": float(batches[0].num_sequences_global),
             "micro_batches": float(len(batches)),
-            "positions": float(sum(lengths)),
-            "seconds_at_peak": flops.step_flops(self.flops, lengths, num_tokens) / self.peak_flops,
+            "positions": positions,
+            "shared": 1 - computed / positions,
+            "seconds_at_peak": (operations + of_head) / self.peak_flops,
         }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
@@ -206,6 +211,15 @@ class Models:
         for one in done:
             named |= one.learner.metrics(one)
         return done, named
+
+    def _work_of(self, batches: Sequence[TrainBatch]) -> list[float]:
+        """Return the positions of this rank's sequences, those computed, and the layers' operations for these."""
+        rows = [batch.segments for batch in batches if batch.places]
+        ends = [end for row in rows for end in row.ends]
+        starts = [start for row in rows for start in row.starts]
+        positions = sum(sum(batch.lengths) for batch in batches if batch.places)
+        operations = flops.step_flops(self.flops, ends, 0) - flops.step_flops(self.flops, starts, 0)
+        return [float(positions), float(sum(ends) - sum(starts)), operations]
 
     def end_step(self) -> None:
         for learner in self.learners:

@@ -98,21 +98,22 @@ class Policy(nn.Module):
 
     def forward(self, batch: TrainBatch, variance: bool = False) -> tuple[Tensor, ...]:
         """Return what `token_logprobs` does of the batch's targets; 0 where its mask is false."""
-        hidden_bth = self._hidden(batch.input_ids_bt, batch.segments)
+        hidden_brh = self._hidden(batch.input_ids_br, batch.segments)
         return token_logprobs(
-            hidden_bth,
+            hidden_brh,
             self.model.get_output_embeddings(),
             batch.target_ids_bt,
             temperature=self.temperature,
             chunk_tokens=CHUNK_TOKENS,
             trained_n=batch.trained_n,
+            row_n=batch.row_n,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
             variance=variance,
         )
 
-    def _hidden(self, input_ids_bt: Tensor, segments: Segments) -> Tensor:
-        inputs = {"input_ids": input_ids_bt, "position_ids": segments.positions_bt, "segments": segments}
+    def _hidden(self, input_ids_br: Tensor, segments: Segments) -> Tensor:
+        inputs = {"input_ids": input_ids_br, "position_ids": segments.positions_bt, "segments": segments}
         return cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
 
     @torch.no_grad()

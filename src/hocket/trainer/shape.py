@@ -18,6 +18,11 @@ class Shape(NamedTuple):
     experts: int  # that a token takes in each layer; 0: no mixture
     windows: tuple[int, ...]  # per layer: tokens that one sees, itself included
 
+    @property
+    def key_share(self) -> float:
+        """Memory of a key and a value, in a layer, as a part of that of a position's activations."""
+        return 2 * self.key / (3 * self.query + 2 * self.key + 4 * self.inner)
+
     @classmethod
     def of(cls, model: Any) -> "Shape":
         text = model.config.get_text_config()

@@ -1,6 +1,7 @@
 """The trainer as rank 0 sees it: each call is work that all ranks do together."""
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -160,8 +161,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         objective = self._objective
         for places in batching.minibatches(groups, epochs=objective.epochs, count=objective.minibatches, seed=seed):
             part = [samples[place] for place in places]
-            lengths = tuple(map(batching.num_positions, part))
-            done, measured = self._on_each(Models.update, self._shares(part, lengths))
+            done, measured = self._on_each(Models.update, self._shares(part))
             metrics.append(measured)
             outcomes |= {one.group: done[0].outcome for one in part if outcomes[one.group] != "updated"}
             if any(update.is_faulty for update in done):
@@ -224,7 +224,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             samples,
             micro_batch_tokens=self.micro_batch_tokens,
             num_ranks=self.ranks.size,
-            cost=lambda length: flops.step_flops(self.models.flops, [length], length),
+            cost=functools.cache(lambda length: flops.step_flops(self.models.flops, [length], length)),
+            share=self._config.trainer.share_prefixes,
+            key_share=self.models.key_share,
         )
         return [(share, *more) for share in shares]
 
