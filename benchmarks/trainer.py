@@ -300,7 +300,14 @@ def logprob_step(num_tokens: int, vocabulary: int, in_chunks: bool) -> None:
     if in_chunks:
         every = torch.arange(num_tokens, device=DEVICE)
         logprobs, _ = token_logprobs(
-            hidden, head, targets, temperature=1.0, chunk_tokens=CHUNK_TOKENS, trained_n=every, max_tokens=num_tokens
+            hidden,
+            head,
+            targets,
+            temperature=1.0,
+            chunk_tokens=CHUNK_TOKENS,
+            trained_n=every,
+            row_n=every,
+            max_tokens=num_tokens,
         )
     else:
         full = head(hidden).float().log_softmax(dim=-1)

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from hocket.algorithm.losses import LossBatch
 from hocket.errors import TrainerError
+from hocket.trainer import prefixes
 from hocket.trainer.attention import Segments
+from hocket.trainer.prefixes import Order, Run, Size
 from hocket.types import TokenSequence, TrainSample
 
-WORTH_SHARING = 8  # positions
 PIECES = (1, 2, 4, 8)  # least number of a rank's runs of samples
 _NO_TOKENS = TokenSequence(token_ids=(0, 0), mask=(False, False), logprobs=(0.0, 0.0))
 
@@ -90,81 +91,50 @@ def divide(
 
     Ranks get about the same cost; within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks
     run similar ones at a time. One with fewer runs a masked position. `cost`: of a sequence by its positions.
-    `key_share`: memory of a key and a value as a part of a position's, for the keys that are copied to each sequence.
+    `key_share`: memory of a key and a value as a part of a position's: each sequence has copies of what it shares.
     """
     lengths = list(map(num_positions, samples))
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": len(trained) - trained.count(0)}
     nothing = (0.0, 0.0)
     blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(samples[0].columns, nothing))
-    order, starts = _in_order(samples) if share else (range(len(samples)), [0] * len(samples))
+    read = [sample.sequence.token_ids[:-1] for sample in samples]
+    order = prefixes.order(read) if share else prefixes.unshared(len(samples))
 
-    def added(place: int, start: int) -> float:
+    def own_cost(place: int, start: int) -> float:
         return cost(lengths[place]) - cost(start)
 
     def room(place: int, start: int) -> float:
-        return lengths[place] - start + key_share * lengths[place] * (start > 0)
+        copies = lengths[place] if start else 0
+        return lengths[place] - start + key_share * copies
 
-    of_all = sum(added(place, starts[place]) for place in order)
-    ways = []  # to give the ranks runs: longer ones share more, shorter ones can be divided more evenly
-    for pieces in PIECES if num_ranks > 1 else PIECES[:1]:
-        runs = _runs(order, starts, added, of_all / (pieces * num_ranks))
-        costs = [_total(run, starts, added) for run in runs]
-        chosen = balance(costs, num_ranks)
-        longest = max(sum(costs[index] for index in own) for own in chosen)
-        ways.append((longest, [[runs[index] for index in own] for own in chosen]))
     plans = []
-    for own_runs in min(ways, key=operator.itemgetter(0))[1]:
-        parts = [part for run in own_runs for part in _runs(run, starts, room, micro_batch_tokens)]
-        sizes = [_total(part, starts, room) for part in parts]
-        rows = [[place for index in row for place in parts[index]] for row in _fill(sizes, micro_batch_tokens)]
+    for runs in _deal(order, own_cost, num_ranks):
+        rows = _fill(order, runs, room, micro_batch_tokens)
         plans.append(sorted(rows, key=lambda row: -sum(cost(lengths[place]) for place in row)))
-    numbers = {place: number for number, place in enumerate(order)}
     result: list[list[Make]] = [[] for _ in plans]
-    for rows in itertools.zip_longest(*plans, fillvalue=[]):
-        max_tokens = max(sum(trained[place] for place in row) for row in rows)
-        for part, row in zip(result, rows, strict=True):
-            places = tuple(sorted(row, key=numbers.__getitem__) if share else row)
+    for row_of_each in itertools.zip_longest(*plans, fillvalue=[]):
+        max_tokens = max(sum(trained[place] for place in row) for row in row_of_each)
+        for part, row in zip(result, row_of_each, strict=True):
+            places = tuple(order.in_order(row)) if share else tuple(row)
             own = [samples[place] for place in places] or [blank]
             part.append(functools.partial(_build, own, places, share, {**counts, "max_tokens": max_tokens}))
     return result
 
 
-def _in_order(samples: Sequence[TrainSample]) -> tuple[list[int], list[int]]:
-    """Return places in the order of the tokens and, by place, how many each shares with the one before."""
-    read = [np.array(sample.sequence.token_ids[:-1], ">u4") for sample in samples]  # bytes in the order of numbers
-    order = sorted(range(len(samples)), key=lambda place: read[place].tobytes())
-    starts = [0] * len(samples)
-    for before, place in itertools.pairwise(order):
-        starts[place] = _in_common(read[before], read[place])
-    return order, starts
-
-
-def _in_common(before: np.ndarray, ids: np.ndarray) -> int:
-    """Return how many numbers both begin with; 0 where they are too few to be worth a copy of their keys."""
-    least = min(len(before), len(ids))
-    differing = np.flatnonzero(before[:least] != ids[:least])
-    common = int(differing[0]) if len(differing) else least
-    return common if common >= WORTH_SHARING else 0
-
-
-def _runs(
-    order: Sequence[int], starts: Sequence[int], size: Callable[[int, int], float], most: float
-) -> list[list[int]]:
-    """Divide places into runs that begin alike, of at most `most`; one alone may be more. `size`: after a start."""
-    runs: list[list[int]] = []
-    total = math.inf
-    for place in order:
-        total += size(place, starts[place])
-        if starts[place] == 0 or total > most:
-            runs.append([])
-            total = size(place, 0)
-        runs[-1].append(place)
-    return runs
-
-
-def _total(run: Sequence[int], starts: Sequence[int], size: Callable[[int, int], float]) -> float:
-    return size(run[0], 0) + sum(size(place, starts[place]) for place in run[1:])
+def _deal(order: Order, cost: Size, num_ranks: int) -> list[list[Run]]:
+    """Return the runs of each rank: longer ones share more, shorter ones can be dealt more evenly."""
+    if num_ranks == 1:
+        return [order.runs(order.places, cost, math.inf)]
+    whole = order.size(order.places, cost)
+    dealt = []
+    for pieces in PIECES:
+        runs = order.runs(order.places, cost, whole / (pieces * num_ranks))
+        costs = [order.size(run, cost) for run in runs]
+        parts = balance(costs, num_ranks)
+        most = max(sum(costs[index] for index in part) for part in parts)
+        dealt.append((most, [[runs[index] for index in part] for part in parts]))
+    return min(dealt, key=operator.itemgetter(0))[1]
 
 
 def _build(
@@ -183,16 +153,15 @@ def _build(
         return tensor.to(device, non_blocking=True)
 
     read = [arrays["token_ids"][:-1] for arrays in parts]
-    starts = [0, *(_in_common(*both) if share else 0 for both in itertools.pairwise(read))]
-    rows = _rows(list(map(len, read)), starts)
-    segments = _segments(rows, starts, device)
+    starts = [0, *(prefixes.in_common(*both) if share else 0 for both in itertools.pairwise(read))]
+    rows = prefixes.places([len(ids) for ids in read], starts)
     added = [ids[start:] for ids, start in zip(read, starts, strict=True)]
     mask_bt = along("mask")
     lengths = tuple(map(len, read))
     row_t = torch.from_numpy(np.concatenate(rows))
     trained_n = mask_bt[0].nonzero()[:, 0]
     return TrainBatch(
-        segments=segments,
+        segments=prefixes.segments(rows, starts, device),
         input_ids_br=there(torch.from_numpy(np.concatenate(added))[None]),
         target_ids_bt=there(along("token_ids")),
         mask_bt=there(mask_bt),
@@ -206,25 +175,6 @@ def _build(
         places=places,
         **counts,
     )
-
-
-def _rows(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
-    """Return each sequence's places in the row: those that it shares with the one before, then its own."""
-    rows = [np.arange(0)]
-    size = 0
-    for length, start in zip(lengths, starts, strict=True):
-        rows.append(np.concatenate([rows[-1][:start], np.arange(size, size + length - start)]))
-        size += length - start
-    return rows[1:]
-
-
-def _segments(rows: Sequence[np.ndarray], starts: Sequence[int], device: torch.device) -> Segments:
-    added = [(row, start) for row, start in zip(rows, starts, strict=True) if len(row) > start]
-    lengths = tuple(len(row) - start for row, start in added)
-    if not any(starts):
-        return Segments(lengths, device)
-    seen = torch.from_numpy(np.concatenate([row for row, _ in added]))
-    return Segments(lengths, device, tuple(start for _, start in added), seen)
 
 
 def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
@@ -258,15 +208,17 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _fill(sizes: Sequence[float], room: float) -> list[list[int]]:
-    """Return the indices of parts, of at most `room` each, in bins, by first-fit decreasing."""
-    bins: list[list[int]] = []
-    left: list[float] = []
-    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+def _fill(order: Order, runs: Sequence[Run], size: Size, most: float) -> list[list[int]]:
+    """Return places in rows of at most `most`, by first-fit decreasing of what begins alike."""
+    parts = [part for run in runs for part in order.runs(run, size, most)]
+    sizes = [order.size(part, size) for part in parts]
+    rows: list[list[int]] = []
+    left: list[float] = []  # of each
+    for index in sorted(range(len(parts)), key=sizes.__getitem__, reverse=True):
         chosen = next((i for i, free in enumerate(left) if free >= sizes[index]), len(left))
         if chosen == len(left):
-            bins.append([])
-            left.append(room)
-        bins[chosen].append(index)
+            rows.append([])
+            left.append(most)
+        rows[chosen] += parts[index]
         left[chosen] -= sizes[index]
-    return bins
+    return rows

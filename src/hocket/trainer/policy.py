@@ -125,6 +125,9 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         alone = [self._hidden(part_bt, one) for part_bt in torch.split(ids_bt, 8, dim=1)]
         packed = self._hidden(ids_bt, Segments((8, 8), device))
+        seen = torch.cat([torch.arange(8), torch.arange(4), torch.arange(8, 12)])
+        shared = self._hidden(ids_bt[:, :12], Segments((8, 4), device, (0, 4), seen))
+        branch = self._hidden(torch.cat([ids_bt[:, :4], ids_bt[:, 8:12]], dim=1), one)
         self.model.set_attn_implementation("eager")  # the model's own
         inputs = {"input_ids": ids_bt[:, 8:], "position_ids": one.positions_bt}
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
@@ -134,6 +137,7 @@ class Policy(nn.Module):
             ("changes its logits after the output head", head(hidden), logits),
             ("has more in its attention than is computed here", alone[1], hidden),
             ("lets sequences that share a row see each other", packed, torch.cat(alone, dim=1)),
+            ("computes what follows on a shared beginning otherwise", shared[:, 8:], branch[:, 4:]),
         ):
             # Of the numbers' spread: rounding in 16 bits stays far below it.
             if not (actual - expected).float().abs().mean() <= 0.05 * expected.float().std():

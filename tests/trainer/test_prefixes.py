@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hocket.config import ModelConfig
-from hocket.trainer import attention, batching
+from hocket.trainer import attention, prefixes
 from hocket.trainer.attention import attend
 from hocket.trainer.critic import ValueModel
 from hocket.trainer.policy import Policy
@@ -120,7 +120,7 @@ def test_numbers_and_gradients_are_those_of_packing(architecture: str, kind: typ
 
 
 def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "WORTH_SHARING", 1)
+    monkeypatch.setattr(prefixes, "WORTH_SHARING", 1)
     samples = trees(30, 7)
     [[batch]] = pack(samples, share=True)
     beginnings = {s.sequence.token_ids[:n] for s in samples for n in range(1, len(s.sequence.token_ids))}
@@ -188,7 +188,7 @@ def test_the_kernel_for_gpus_is_asked_for_each_segment_s_own_keys(monkeypatch: p
 
 @pytest.mark.parametrize("wrong", ["a child sees its sibling", "the last shared token is missing"])
 def test_a_wrong_layout_is_noticed(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = batching._rows
+    original = prefixes.places
 
     def broken(lengths: list[int], starts: list[int]) -> list[np.ndarray]:
         rows = original(lengths, starts)
@@ -201,6 +201,6 @@ def test_a_wrong_layout_is_noticed(wrong: str, tmp_path: Path, monkeypatch: pyte
     module = Policy(model, dtype=torch.float32, temperature=1.0)
     samples = group((1, 2, 3), (4, 5, 6), (7, 8, 9))
     expected, _, _ = passed(module, samples)
-    monkeypatch.setattr(batching, "_rows", broken)
+    monkeypatch.setattr(prefixes, "places", broken)
     found, _, _ = passed(module, samples, share=True)
     assert max(float((found[place][0] - expected[place][0]).abs().max()) for place in expected) > 1e-3
