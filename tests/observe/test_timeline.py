@@ -16,18 +16,17 @@ def spans(path: Path) -> list[tuple[Any, ...]]:
 
 
 def test_spans_are_those_of_the_step_in_their_order_and_a_batch_played_ahead_began_before(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
-    begun = time.perf_counter()
-    with timed({}, "time/step"), timed({}, "time/train"):
-        pass
-    with timed({}, "sync/proof_s"):
-        pass
-    timeline.step(1, {})
-    now = time.perf_counter()
-    assert note("time/generate", now, now + 0.5) == 0.5
-    note("time/batch", begun, now + 0.5)
-    timeline.step(2, {})
-    timeline.close()
+    with Timeline(tmp_path) as timeline:
+        begun = time.perf_counter()
+        with timed({}, "time/step"), timed({}, "time/train"):
+            pass
+        with timed({}, "sync/proof_s"):
+            pass
+        timeline.step(1, {})
+        now = time.perf_counter()
+        assert note("time/generate", now, now + 0.5) == 0.5
+        note("time/batch", begun, now + 0.5)
+        timeline.step(2, {})
     note("time/train", now)
     assert not LISTENERS
     assert spans(tmp_path) == [(1, "trainer", "train"), (2, "servers", "generate"), (2, "trainer", "wait")]
@@ -39,11 +38,10 @@ def test_spans_are_those_of_the_step_in_their_order_and_a_batch_played_ahead_beg
 
 def test_a_step_says_what_is_known_of_each_server_and_nothing_without_one(tmp_path: Path) -> None:
     there: list[dict[str, Any]] = []
-    timeline = Timeline(tmp_path, lambda: there)
-    timeline.step(0, {})
-    there.append({"url": "http://127.0.0.1:1", "up": False, "out": "it is loading"})
-    timeline.step(1, {})
-    timeline.close()
+    with Timeline(tmp_path, lambda: there) as timeline:
+        timeline.step(0, {})
+        there.append({"url": "http://127.0.0.1:1", "up": False, "out": "it is loading"})
+        timeline.step(1, {})
     (row,) = read_lines(tmp_path / "timeline.jsonl")
     assert row.pop("time") == pytest.approx(time.time(), abs=60)
     assert row == {"step": 1, "servers": there}

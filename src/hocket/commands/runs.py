@@ -24,6 +24,7 @@ from hocket.config import Config, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, ServerError, SyncError, door
+from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.rows import lines_of, rollout_of, sample_of
@@ -84,6 +85,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     config = parts.config
     say = parts.console.say
     calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
+    loggers.check(config.observe.loggers)
     prompts = parts.prompts()
     say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
     parts.stream(prompts)
@@ -160,7 +162,7 @@ def _run(
     held_out = parts.held_out()
     stream = parts.stream(prompts)
     run_there(calls.set_up())
-    folder = stack.enter_context(RunFolder(config))
+    folder = stack.enter_context(RunFolder(config, console.say))
     for change in folder.changed_plugins:
         console.say(change)
     replay = None if config.pipeline.replay is None else Replay(Path(config.pipeline.replay))
@@ -180,7 +182,7 @@ def _run(
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
-    folder.loggers.append(Timeline(folder.path, servers.states))
+    folder.after_step.append(stack.enter_context(Timeline(folder.path, servers.states)).step)
     publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
@@ -281,7 +283,7 @@ def roll_out(arguments: Sequence[str]) -> None:
                         folder.finish(step, batch.metrics)
                         console.step(step, batch.metrics)
 
-        with RunFolder(config) as folder:
+        with RunFolder(config, console.say) as folder:
             asyncio.run(run())
     print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
 

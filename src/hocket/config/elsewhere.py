@@ -42,7 +42,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "server.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
     "checkpoint.every_steps": "save_steps save_freq",
     "checkpoint.resume": "resume_from_checkpoint load_checkpoint resume_mode",
-    "observe.tensorboard": "report_to use_tensorboard",
+    "observe.loggers": "report_to use_tensorboard use_wandb trainer.logger",
     "run.dir": "output_dir default_local_dir",
     "no setting: every step is logged": "logging_steps",
 }
@@ -60,6 +60,7 @@ MOVED = {  # earlier name → the one now
     "launch.gpus_per_node": "launch --engine NAME --gpus-per-node N",
     "launch.server_gpus": "the variable CUDA_VISIBLE_DEVICES, servers first",
     "launch.trainer_gpus": "the variable CUDA_VISIBLE_DEVICES, servers first",
+    "observe.tensorboard": "observe.loggers=[tensorboard]",
     "rollout.stop_token_ids": "rollout.stop, as text",
     "server.max_concurrent": "server.engine={max_num_seqs: N}",
     "server.served_model_name": "server.engine={served_model_name: NAME}",

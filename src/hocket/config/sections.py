@@ -35,7 +35,7 @@ def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
 _or_name = pydantic.BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
-or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str | dict) else value)
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
 MAX_LORA_RANK = 512
@@ -342,6 +342,14 @@ class CheckpointConfig(Section):
         return math.inf if self.best is None else self.best.patience or math.inf
 
 
+class LoggerSpec(Section, extra="allow"):
+    """Keys of every logger; others are its options."""
+
+    name: str
+    rollouts: int = Field(32, ge=0)  # in a table
+    rollouts_every: int = Field(10, ge=1)  # steps between tables
+
+
 class ObserveConfig(Section):
-    tensorboard: bool = False
-    """TensorBoard files; needs `pip install tensorboard`."""
+    loggers: Annotated[tuple[Annotated[LoggerSpec, _or_name], ...], or_one] = ()
+    """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options (observe.md)."""

@@ -1,18 +1,17 @@
-"""Write and read a run's files: config, metrics, ledger, rollouts, summary, TensorBoard, report.
+"""Write and read a run's files: config, metrics, ledger, rollouts, summary, report; pass them on to loggers.
 
 A killed run leaves every line it wrote; whole files are replaced atomically.
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hocket import config as config_module
 from hocket.common.files import flush, write_atomically
@@ -20,48 +19,18 @@ from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe import page, plugin_files
+from hocket.observe.loggers import started
 from hocket.observe.rows import GROWING, LEDGER, METRICS, SAMPLES, append, lines_of, read_lines
 from hocket.types import Group
-
-
-class Logger(Protocol):
-    """Gets each step of a run."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    def __init__(self, run_dir: Path) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("observe.tensorboard=true needs a package: pip install tensorboard; or leave it out")
-        self._folder = run_dir / "tensorboard"
-        self._board: Any = None
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._board is None:
-            with contextlib.redirect_stderr(None):  # its import warns of a missing TensorFlow
-                from torch.utils.tensorboard import SummaryWriter
-            self._board = SummaryWriter(log_dir=str(self._folder), purge_step=step)
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
-
-    def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
-
-
-SINKS = {"tensorboard": TensorBoard}  # setting of section `observe` → what gets each step, too
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     """Keep the files of one run, in a folder that is its own (observe/owner.py)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, say: Callable[[str], None] = print) -> None:
         self.path = config.run_dir
-        self.loggers: list[Logger] = [make(self.path) for name, make in SINKS.items() if getattr(config.observe, name)]
+        self.after_step: list[Callable[[int, Mapping[str, float]], None]] = []  # are told its metrics
+        self.loggers = started(config, trainer_id, say)
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.to_yaml(config.as_dict()))
         for name in GROWING:
@@ -72,7 +41,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def __exit__(self, failed: object, *exc_info: object) -> None:
         """Write the report of a run that fails, too."""
         for logger in self.loggers:
-            logger.close()
+            logger.close(failed=bool(failed))
         if failed:
             with contextlib.suppress(OSError):  # the first error is the one to tell
                 page.write_report(self.path)
@@ -89,6 +58,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         append(self.path / METRICS, self.history[-1:])
         for logger in self.loggers:
             logger.step(step, metrics)
+        for told in self.after_step:
+            told(step, metrics)
 
     def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
         append(self.path / LEDGER, ({"step": step, **entry} for entry in entries))
@@ -98,6 +69,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         if not groups:
             return
         write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
+        for logger in self.loggers:
+            logger.rollouts(name, groups)
         if name.startswith("step"):
             append(self.path / SAMPLES, [{"step": name, **page.best_and_worst(groups)}])
 
@@ -120,6 +93,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         }
         write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
         page.write_report(self.path)
+        for logger in self.loggers:
+            logger.summary(values)
         return values
 
     def state(self) -> dict[str, Any]:

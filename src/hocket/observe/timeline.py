@@ -9,6 +9,7 @@ where batches are played ahead: that span of the servers overlaps the trainer's.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ TRAINER = {
 """Span → name in the file."""
 
 
-class Timeline:
-    """Gets each step of a run, as loggers do. `servers`: what is known of each one."""
+class Timeline(AbstractContextManager["Timeline"]):
+    """Writes the spans that it hears of. `servers`: what is known of each one."""
 
     def __init__(self, run_dir: Path, servers: Callable[[], Sequence[Mapping[str, Any]]] = tuple) -> None:
         self._path = run_dir / TIMELINE
@@ -55,5 +56,5 @@ class Timeline:
             rows.append({"step": step, "time": round(time.time(), 6), "servers": servers})
         append(self._path, rows)
 
-    def close(self) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         LISTENERS.remove(self._spans.append)

@@ -61,7 +61,11 @@ def _train(config: Config) -> None:
         setting = "sft.epochs"
         most = config.sft.epochs * len(samples)
     steps = math.ceil(most / size)
-    with Console(steps) as console, RunFolder(config) as folder, Trainer(config, objective=OBJECTIVE) as trainer:
+    with (
+        Console(steps) as console,
+        RunFolder(config, console.say) as folder,
+        Trainer(config, objective=OBJECTIVE) as trainer,
+    ):
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
         trainer.plan(steps)
         if saved is not None:

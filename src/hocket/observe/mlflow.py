@@ -1,0 +1,66 @@
+"""Log to MLflow: the server that it knows, or a database beside the run folder."""
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hocket.config import leaves
+from hocket.observe.loggers import COLUMNS, Table, logger
+
+TAG = "hocket_run"  # by which a resumed run finds itself
+AT_ONCE = 100  # parameters that MLflow takes
+
+
+@logger("mlflow")
+class Mlflow:
+    package = "mlflow"
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        run_id: str,
+        config: Mapping[str, Any],
+        experiment: str = "hocket",
+        tracking_uri: str | None = None,  # None: MLFLOW_TRACKING_URI, else the database
+    ) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        beside = run_dir.parent.resolve()
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{beside}/mlflow.db"
+        self.where = f"mlflow ui --backend-store-uri {uri}"
+        self._metric = Metric
+        self._client: Any = MlflowClient(uri)
+        known = self._client.get_experiment_by_name(experiment)
+        artifacts = f"file://{beside}/mlflow" if uri.startswith("sqlite") else None
+        in_experiment = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
+        runs = self._client.search_runs([in_experiment], f"tags.`{TAG}` = '{run_id}'")
+        if runs:
+            self._id = runs[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            made = self._client.create_run(in_experiment, tags={TAG: run_id}, run_name=run_dir.name)
+            self._id = made.info.run_id
+            params = [Param(key, str(value)) for key, value in leaves(config).items()]
+            for start in range(0, len(params), AT_ONCE):
+                self._client.log_batch(self._id, params=params[start : start + AT_ONCE])
+        self._client.log_dict(self._id, dict(config), "config.yaml")
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        found = [self._metric(re.sub(r"[^\w/ .:-]", "_", name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=found)
+
+    def table(self, step: int, name: str, rows: Table) -> None:
+        columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+        self._client.log_table(self._id, columns, f"{name}/step_{step:06d}.json")
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self._client.log_dict(self._id, dict(values), "summary.json")
+
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

@@ -1,0 +1,284 @@
+"""Loggers: what they are told, in whose thread, what failing ones cost, and that the tools read what they wrote."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket import config as config_module
+from hocket.errors import ConfigError
+from hocket.observe import loggers
+from hocket.observe.loggers import COLUMNS, LOGGERS, Table
+from hocket.observe.run_folder import RunFolder
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+
+PLAYED = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -0.5), text="ab\u2028\r\n")
+ROLLOUTS = tuple(
+    Rollout(id=f"g/{index}", prompt=Prompt(id="p", token_ids=(1,), text="sort ba", answer="ab"), sequences=(PLAYED,))
+    for index in range(2)
+)
+SCORES = (Score(total=1.0, parts={"m": 1.0}, note="m: so"), Score(total=0.0, error="m: hung"))
+GROUP = Group(id="g", rollouts=ROLLOUTS, scores=SCORES)
+HOSTILE = "<script>alert(1)</script> | `x`\n\x1b[31m"
+
+
+class Fake:
+    """Keeps what it is told; `held` keeps it from going on."""
+
+    package = "json"
+    where = "here"
+    made: "list[Fake]" = []  # noqa: RUF012
+    held = threading.Event()
+
+    def __init__(self, *, run_dir: Path, run_id: str, config: Mapping[str, Any], fails: str = "") -> None:
+        self.told: list[Any] = [("begin", run_dir.name, run_id, config["run"]["dir"])]
+        self.fails = fails
+        self.thread = threading.current_thread()
+        self.made.append(self)
+        if fails == "begin":
+            raise SystemExit(3)
+
+    def add(self, *what: Any) -> None:
+        self.held.wait(10)
+        self.told.append(what)
+        if what[0] == self.fails:
+            raise ValueError(f"no {self.fails}")
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.add("metrics", step, dict(metrics))
+
+    def table(self, step: int, name: str, rows: Table) -> None:
+        self.add("table", step, name, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self.add("summary", values["steps"])
+
+    def close(self, *, failed: bool) -> None:
+        self.add("close", failed)
+
+
+@pytest.fixture(autouse=True)
+def fake() -> Iterator[type[Fake]]:
+    LOGGERS.register("fake")(Fake)
+    Fake.made.clear()
+    Fake.held.set()
+    yield Fake
+    LOGGERS.forget("fake")
+
+
+def run(tmp_path: Path, chosen: str, *, steps: range = range(3), say: Callable[[str], None] = print) -> None:
+    settings = [f"run.dir={tmp_path}/runs/mine", f"observe.loggers={chosen}", "data.system_prompt=" + HOSTILE]
+    with RunFolder(config_module.load(None, settings), say) as folder:
+        for step in steps:
+            if step == steps[0]:
+                folder.rollouts(f"eval_{step:06d}", [GROUP])
+            folder.rollouts(f"step_{step:06d}", [GROUP])
+            folder.finish(step, {"reward/mean": step / 8, "eval/pass@1": 0.5, "train/loss": math.nan})
+        folder.summary(seed=0, final_version=1)
+
+
+def test_a_logger_gets_config_steps_tables_and_summary_in_a_thread_of_its_own(tmp_path: Path) -> None:
+    said: list[str] = []
+    run(tmp_path, "[{name: fake, rollouts: 1, rollouts_every: 2}]", steps=range(3, 6), say=said.append)
+    run(tmp_path, "fake", steps=range(6, 7))
+    first, again = Fake.made
+    assert first.thread not in (threading.main_thread(), again.thread)
+    assert [what[:3] for what in first.told[1:]] == [
+        ("table", 3, "eval/rollouts"),
+        ("metrics", 3, first.told[2][2]),
+        ("table", 4, "rollouts"),
+        ("metrics", 4, first.told[4][2]),
+        ("metrics", 5, {"reward/mean": 0.625, "eval/pass@1": 0.5, "train/loss": pytest.approx(math.nan, nan_ok=True)}),
+        ("summary", 5),
+        ("close", False),
+    ]
+    (row,) = first.told[3][3]
+    assert row["completion"] == "ab\u2028\r\n"
+    assert (row["reward"], row["parts"], row["note"]) == (1.0, "m 1", "m: so")
+    assert first.told[0] == again.told[0]  # the same run goes on
+    assert first.told[0][2].startswith("mine-")
+    assert said == ["logger fake: here"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [("begin", "can't be used, and the run goes on without it: 3"), ("metrics", "could not take a record: no metrics")],
+)
+def test_what_a_logger_fails_at_is_said_once_and_the_run_goes_on(fails: str, said: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    run(tmp_path, f"[{{name: fake, fails: {fails}}}]", say=lines.append)
+    assert [line for line in lines if line != "logger fake: here"] == [f"logger fake {said}"]
+    assert (tmp_path / "runs/mine/report.html").exists()
+    assert ("close", False) in Fake.made[0].told or fails == "begin"
+
+
+def test_a_slow_logger_holds_up_no_step_and_the_end_of_a_run_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "MAX_WAITING", 4)
+    monkeypatch.setattr(loggers, "CLOSE_S", 0.2)
+    Fake.held.clear()
+    said: list[str] = []
+    start = time.monotonic()
+    run(tmp_path, "fake", steps=range(50), say=said.append)
+    Fake.held.set()
+    assert time.monotonic() - start < 8  # it would take 10 s for each record
+    slow, late = said[-2:]
+    assert slow == "logger fake is too slow: 4 records wait for it, newer ones are left out"
+    assert late == "logger fake is not done: 4 records still wait for it after 0.2 s"
+
+
+def test_a_failed_run_is_told_as_failed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        RunFolder(config_module.load(None, [f"run.dir={tmp_path}/a", "observe.loggers=fake"])),
+    ):
+        raise KeyboardInterrupt
+    assert Fake.made[0].told[-1] == ("close", True)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ("tensorbord", r"no logger 'tensorbord' \(did you mean 'tensorboard'\?\); known: .*mlflow.*trackio, wandb"),
+        ("[{name: fake, failing: 1}]", r"fake\(.*\) has no option 'failing' \(did you mean 'fails'\?\)"),
+        ("[{name: fake, rollouts: -1}]", r"observe.loggers.0.rollouts: .*greater than or equal to 0"),
+        ("[fake, missing]", r"the logger missing needs a package: .*pip install not_there; or leave it out of observe"),
+    ],
+)
+def test_a_wrong_choice_is_refused_before_the_run(chosen: str, said: str, tmp_path: Path) -> None:
+    missing = type("Missing", (Fake,), {"package": "not_there"})
+    LOGGERS.register("missing")(missing)
+    try:
+        with pytest.raises(ConfigError, match=said):
+            run(tmp_path, chosen)
+    finally:
+        LOGGERS.forget("missing")
+    assert not Fake.made
+    for key in ("report_to", "observe.tensorboard", "trainer.logger", "use_wandb"):
+        with pytest.raises(ConfigError, match=r"observe\.loggers"):
+            config_module.load(None, [f"{key}=wandb"])
+
+
+def needs(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def test_tensorboard_reads_a_resumed_run_as_one(tmp_path: Path) -> None:
+    needs("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tmp_path, "tensorboard", steps=range(4))
+    run(tmp_path, "tensorboard", steps=range(2, 5))
+    found = EventAccumulator(str(tmp_path / "runs/mine/tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [(i, i / 8) for i in range(5)]
+    texts = {name: found.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in found.Tags()["tensors"]}
+    assert texts.keys() == {f"{name}/text_summary" for name in ("config", "rollouts", "eval/rollouts", "summary")}
+    assert "<script>" not in texts["config/text_summary"]
+    assert "&lt;script&gt;" in texts["config/text_summary"]
+    assert "<code>m: so</code>" in texts["rollouts/text_summary"]
+
+
+def test_wandb_reads_a_resumed_run_as_one_without_a_network(tmp_path: Path) -> None:
+    needs("wandb")
+    said: list[str] = []
+    chosen = "[{name: wandb, mode: offline, project: tests, tags: [a, b]}]"
+    run(tmp_path, chosen, steps=range(4), say=said.append)
+    run(tmp_path, chosen, steps=range(2, 5), say=said.append)
+    parts = sorted((tmp_path / "runs/mine/wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
+    assert len(parts) == 2
+    assert [line.removeprefix("logger wandb: ") for line in said] == [f"wandb sync {part}" for part in parts]
+    ids = set()
+    for part, steps in zip(parts, (range(4), range(2, 5)), strict=True):
+        told = inspect(part)
+        ids.add(told["run"]["id"] if isinstance(told.get("run"), dict) else told["run_id"])
+        assert told["config"]["data"]["system_prompt"] == HOSTILE
+        assert told["summary"]["reward/mean"] == steps[-1] / 8
+        assert told["summary"]["run"]["steps"] == steps[-1]
+    assert len(ids) == 1
+    tables = [json.loads(path.read_text()) for path in parts[0].rglob("*.table.json")]
+    assert {tuple(table["columns"]) for table in tables} == {COLUMNS}
+    assert {len(table["data"]) for table in tables} == {2}
+
+
+def inspect(part: Path) -> Any:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(part)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+def test_wandb_without_a_key_asks_nothing_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    said: list[str] = []
+    run(tmp_path, "wandb", say=said.append)
+    assert said[0].startswith(
+        "logger wandb can't be used, and the run goes on without it: it knows no key: type `wandb"
+    )
+
+
+def test_trackio_reads_a_resumed_run_as_one(tmp_path: Path) -> None:
+    needs("trackio")
+    code = """
+import sys, test_loggers
+from pathlib import Path
+folder = Path(sys.argv[1])
+test_loggers.run(folder, "trackio", steps=range(4))
+test_loggers.run(folder, "trackio", steps=range(2, 5))
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs("hocket")
+rows = SQLiteStorage.get_logs("hocket", run.name, run_id=run.id)
+print(json.dumps([run.name, run.config, rows], default=str))
+"""
+    paths = {
+        "PYTHONPATH": ":".join(filter(None, [str(Path(__file__).parent), *sys.path])),
+        "TRACKIO_DIR": str(tmp_path / "t"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**paths, "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    name, config, rows = json.loads(done.stdout.splitlines()[-1])
+    assert name.startswith("mine-")
+    assert config["data"]["system_prompt"] == HOSTILE
+    assert {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row} == {i: i / 8 for i in range(5)}
+    (table, *_) = [row["rollouts"] for row in rows if "rollouts" in row]
+    assert "m: so" in json.dumps(table)
+    assert [row["summary/steps"] for row in rows if "summary/steps" in row] == [3, 4]
+
+
+def test_mlflow_reads_a_resumed_run_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("mlflow")
+    from mlflow import MlflowClient
+    from mlflow.artifacts import load_dict
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run(tmp_path, "mlflow", steps=range(4))
+    run(tmp_path, "mlflow", steps=range(2, 5))
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    (one,) = client.search_runs([client.get_experiment_by_name("hocket").experiment_id])
+    assert (one.info.run_name, one.info.status) == ("mine", "FINISHED")
+    assert one.data.params["data.system_prompt"] == HOSTILE
+    history = client.get_metric_history(one.info.run_id, "reward/mean")
+    assert {point.step: point.value for point in history} == {step: step / 8 for step in range(5)}
+    assert one.data.metrics["eval/pass_1"] == 0.5
+    assert load_dict(f"{one.info.artifact_uri}/summary.json")["steps"] == 4
+    table = load_dict(f"{one.info.artifact_uri}/rollouts/step_000001.json")
+    assert table["columns"] == list(COLUMNS)
+    assert len(table["data"]) == 2
