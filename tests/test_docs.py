@@ -114,7 +114,7 @@ async def test_the_judge_of_the_documentation_scores_as_it_stands(
         text = "10" if shown["functions"]["judge"]["rubric"] in body["messages"][0]["content"] else "0"
         return 200, {}, {"choices": [{"message": {"content": '{"reason": "so", "score": ' + text + "}"}}]}
 
-    monkeypatch.setenv("OPENAI_API_KEY", "hush")
+    monkeypatch.setenv("OPENAI_API_KEY", "hush-hush")
     async with Service(say).open() as service:
         shown["functions"]["judge"] |= {
             "base_url": service.url,

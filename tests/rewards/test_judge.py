@@ -63,7 +63,7 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     for variable in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(variable, "of another endpoint")
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Secret: 1")
-    monkeypatch.setenv("MY_KEY", "hush")
+    monkeypatch.setenv("MY_KEY", "hush-hush")
     options = {"model": ["a", "b", "a"], "key_env": "MY_KEY", "request": {"temperature": 0}, "price": [1.0, 10.0]}
     verdict = 'Here it is: {{"reason": "so", "score": {}}}'.format
     async with Saying(*(completion(verdict(said)) for said in (8, True, 6, 2))).open() as service:
@@ -81,7 +81,7 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     assert re.search(r"<answer ([0-9a-f]{8})>\nso \[it\] {is}\n</answer \1>", content)  # no answer can know its mark
     for part in ("Sort: dbca", "<reference>\nnone\n", "Is it sorted?", "from 0 to 10"):
         assert part in content
-    assert service.headers["authorization"] == "Bearer hush"
+    assert service.headers["authorization"] == "Bearer hush-hush"
     assert not {"openai-organization", "openai-project", "x-secret"} & service.headers.keys()
 
 

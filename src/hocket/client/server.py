@@ -11,6 +11,7 @@ import httpx
 import pydantic
 
 from hocket import protocol
+from hocket.common.redaction import redacted
 from hocket.common.tasks import run_in_thread
 from hocket.errors import ServerError, SyncError, door
 from hocket.protocol import manifest
@@ -138,7 +139,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
                 code="unreachable",
             ) from error
         except (httpx.DecodingError, pydantic.ValidationError) as error:
-            cause = " ".join(str(error)[:300].split())
+            cause = " ".join(redacted(str(error))[:300].split())
             message = f"{self.url}{route} answered what no hocket server of this version does: {cause}"
             raise ServerError(message, code="protocol") from error
         except RuntimeError as error:
@@ -160,7 +161,7 @@ def _raise_for_error(response: httpx.Response) -> None:
         message = _text(error)
         code = error.code
     except pydantic.ValidationError:
-        message = repr(response.text[:200])
+        message = repr(redacted(response.text)[:200])
         code = "protocol"
     raise ServerError(f"{response.request.url} answered {status}: {message}", code=code, status=status)
 

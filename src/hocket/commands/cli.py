@@ -20,6 +20,7 @@ from hocket.cluster import launch
 from hocket.commands import doctor
 from hocket.common.files import unused
 from hocket.common.processes import nobody_reads
+from hocket.common.redaction import redacted
 from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, door, remedy
 from hocket.observe import metrics
@@ -53,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
         return status or 0
     except KeyboardInterrupt:
         if not launched and os.environ.get("RANK", "0") == "0":  # the launcher says it, or one rank of torchrun's
-            print(f"interrupted{_how_to_go_on(args)}", file=sys.stderr)
+            print(redacted(f"interrupted{_how_to_go_on(args)}"), file=sys.stderr)
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and nobody_reads():
             raise
         if TRACEBACK in os.environ:
-            traceback.print_exc()
-        print(f"error: {_sentence(error)}", file=sys.stderr)
+            print(redacted(traceback.format_exc()), file=sys.stderr)
+        print(redacted(f"error: {_sentence(error)}"), file=sys.stderr)
         return 1
 
 
@@ -82,7 +83,7 @@ def _sentence(error: Exception) -> str:
     if fix and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
         return f"{error}; {fix}"
     with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False) as file:
-        traceback.print_exc(file=file)
+        file.write(redacted(traceback.format_exc()))
     return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is in {file.name}"
 
 

@@ -19,7 +19,7 @@ LOOK_S = 0.1  # between looks at what a command and its descendants take
 SPARE_TASKS = 2048
 OVER_LIMIT = 100  # exit status where they took too much
 PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, of what is no secret
-_SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
+SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -60,7 +60,7 @@ def without_secrets() -> dict[str, str]:
     """Return the environment for code of others, without what looks like a secret."""
     passed = os.environ.get(PASS_VARIABLE, "").split(",")
     variables = os.environ.items()
-    return {k: v for k, v in variables if k in passed or not (_SECRET_NAME.search(k) or _SECRET_VALUE.search(v))}
+    return {k: v for k, v in variables if k in passed or not (SECRET_NAME.search(k) or _SECRET_VALUE.search(v))}
 
 
 def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:

@@ -2,17 +2,21 @@
 
 import re
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pydantic
 from pydantic import Field
 
+from hocket.common.processes import SECRET_NAME
 from hocket.config.sections import Section, UserPath, or_one
 from hocket.types import InFlight
 
 
 def _with_host(url: str) -> str:
-    if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
+    parts = urlsplit(url)
+    if parts.username is not None or any(map(SECRET_NAME.search, dict(parse_qsl(parts.query)))):
+        raise ValueError("must hold no user, password or key, as files keep it: use key_env, or server.token")
+    if not url.startswith(("http://", "https://")) or not parts.hostname:
         raise ValueError(f"must begin with http:// or https:// and a host, got {url!r}")
     return url
 

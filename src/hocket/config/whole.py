@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 import pydantic
 
 from hocket.common.machine import is_here
+from hocket.common.redaction import secret
 from hocket.config import deployment, sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.deepspeed import adopt
 from hocket.config.elsewhere import MOVED
 from hocket.config.sections import Section
-from hocket.errors import ConfigError
 
 
 class Config(Section):
@@ -198,9 +198,7 @@ class Config(Section):
     def token(self) -> str | None:
         """Bearer token of config or environment. Raise ConfigError if it is too weak."""
         token = self.server.token or os.environ.get("HOCKET_TOKEN") or None
-        if token is not None and not re.fullmatch("[ -~]{8,}", token):
-            raise ConfigError("server.token, or $HOCKET_TOKEN, needs at least 8 plain ASCII characters")
-        return token
+        return token and secret(token, "server.token, or $HOCKET_TOKEN,")
 
 
 def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:

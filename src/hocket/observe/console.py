@@ -12,6 +12,7 @@ from rich.console import Console as RichConsole
 from rich.markup import escape
 
 from hocket.common.files import kind_of
+from hocket.common.redaction import redacted
 from hocket.observe.metrics import alarms
 from hocket.observe.rows import read_lines
 
@@ -60,14 +61,14 @@ class Console(AbstractContextManager["Console"]):
         self._status.stop()
 
     def say(self, text: str) -> None:
-        self._rich.print(escape(text))
+        self._rich.print(escape(redacted(text)))
 
     def doing(self, text: str, seconds: float = 0.0) -> None:
         """Show the current activity and its duration; without a terminal repeat it every REPEAT_S seconds."""
         line = f"{text} ({seconds:.0f} s)" if seconds >= 1 else text
         if self._live:
             self._status.start()
-            self._status.update(escape(line))
+            self._status.update(escape(redacted(line)))
         elif text != self._activity[0] or time.monotonic() - self._activity[1] > REPEAT_S:
             self._activity = text, time.monotonic()
             self.say(line)

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from hocket.common.files import naming
+from hocket.common.redaction import redacted
 from hocket.config import DataConfig
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
@@ -65,7 +66,7 @@ def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
     if others:
         row["others"] = others
     if rollout.error is not None:
-        row["failed"] = rollout.error  # the episode; "error" may be a reward's
+        row["failed"] = redacted(rollout.error)  # the episode; "error" may be a reward's
     return row
 
 

@@ -14,13 +14,16 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field
 
+from hocket.common.redaction import redacted, secret
 from hocket.config.deployment import WebUrl
 from hocket.config.sections import Names
 from hocket.rewards.base import RetryError, named, reward
+from hocket.rewards.scores import NoScoreError
 from hocket.types import Rollout, Score
 
 LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
 AGAIN = frozenset({408, 425, 429, 502, 503, 504})  # statuses of a service that is busy or away
+MAX_ANSWER_BYTES = 16 << 20  # 4,096 scores with their notes
 MAX_SHOWN = 200  # characters of an answer in an error
 
 
@@ -38,12 +41,12 @@ class Service:
     key_env: str | None = None
 
     def __post_init__(self) -> None:
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.key_env is not None:
             key = os.environ.get(self.key_env)
             if not key:
                 raise ValueError(f"the environment variable {self.key_env} is not set: export the service's key in it")
-            self._headers["Authorization"] = f"Bearer {key}"
+            self._headers["Authorization"] = f"Bearer {secret(key, self.key_env)}"
 
     async def __aenter__(self) -> Self:
         limits = httpx.Limits(max_connections=None)
@@ -55,22 +58,35 @@ class Service:
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> str:
         """Return what it answers. Raise RetryError without an answer, or for a status in `again`."""
+        content = json.dumps(body, default=str).encode()
         try:
-            async with asyncio.timeout(self.timeout_s):
-                response = await self._http.post(url, content=json.dumps(body, default=str).encode())
+            async with asyncio.timeout(self.timeout_s), self._http.stream("POST", url, content=content) as response:
+                text = redacted(await _body(response))
         except TimeoutError as error:
             raise RetryError(f"{url} gave no answer within {self.timeout_s:g} s") from error
         except httpx.TransportError as error:
             kind = RefusedError if isinstance(error, httpx.ConnectError) else RetryError
             raise kind(f"{url} can't be reached: {type(error).__name__}: {error}") from error
-        said = f"{url} answered {response.status_code}: {response.text[:MAX_SHOWN]}"
+        said = f"{url} answered {response.status_code}: {text[:MAX_SHOWN]}"
         if response.status_code in self.again:
             raise RefusedError(said, retry_after(response.headers))
         if response.has_redirect_location:
             raise ValueError(f"{said} No redirect is followed: name {response.headers['location']} in its place")
         if response.status_code != 200:
             raise ValueError(said)
-        return response.text
+        return text
+
+
+async def _body(response: httpx.Response) -> str:
+    """Return an answer's text. Raise NoScoreError where it is packed or too long."""
+    if "Content-Encoding" in response.headers:  # a few bytes may become gigabytes
+        raise NoScoreError(f"{response.url} packed its answer: it must heed the header Accept-Encoding: identity")
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            raise NoScoreError(f"{response.url} answered more than {MAX_ANSWER_BYTES >> 20} MiB, the limit")
+    return body.decode(errors="replace")
 
 
 @reward("http", own_deadline=True)

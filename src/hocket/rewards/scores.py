@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hocket.common.redaction import redacted
 from hocket.types import Score
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _whole(results: Mapping[str, Score], total: float) -> Score:
 def _plain(value: object) -> str:
     """Return its text as files and the console take it: not too much, no half surrogate pair."""
     try:
-        return str(value)[:MAX_TEXT].encode("utf-8", "replace").decode()
+        return redacted(str(value))[:MAX_TEXT].encode("utf-8", "replace").decode()
     except Exception:  # noqa: BLE001 - code of others, too
         return f"a {type(value).__name__} without a text"
 

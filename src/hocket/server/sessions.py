@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hocket.common.redaction import SESSION_KEY
 from hocket.common.tasks import run_in_thread, seed_of
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest, SessionResponse
 from hocket.server import vllm_api
@@ -53,7 +54,7 @@ class OpenSession:
     """The calls of one episode."""
 
     def __init__(self, request: SessionRequest) -> None:
-        self.id = secrets.token_hex(16)
+        self.id = SESSION_KEY + secrets.token_hex(16)
         self.key = secrets.token_hex(16)  # opens this session to its agent, and nothing else
         self.calls: list[SampledCall] = []  # in the order in which they began
         self.cut_off = False  # a call was refused as one too many, or its prompt as too long

@@ -1,0 +1,21 @@
+"""Take the secrets of a run out of each text that is kept or shown. Standard library only."""
+
+import re
+
+from hocket.errors import ConfigError
+
+SESSION_KEY = "hocket-session-"  # begins the key of an agent's session
+_SECRETS = {f"{SESSION_KEY}[0-9a-f]+"}  # patterns
+
+
+def secret(value: str, name: str) -> str:
+    """Return a key without white space around it, which `redacted` knows from now on. Raise ConfigError for no key."""
+    key = value.strip()
+    if not re.fullmatch("[ -~]{8,}", key):
+        raise ConfigError(f"{name} needs at least 8 plain ASCII characters")
+    _SECRETS.add(re.escape(key))
+    return key
+
+
+def redacted(text: str) -> str:
+    return text and re.sub("|".join(_SECRETS), "[secret]", text)
