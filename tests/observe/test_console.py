@@ -52,6 +52,14 @@ def test_the_first_line_may_be_of_step_0_and_without_a_terminal_an_activity_is_p
     assert (before.endswith("left"), first.endswith("left")) == (False, True)
 
 
+def test_a_line_that_counts_seconds_is_one_activity(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console(steps=10) as console:
+        for second in range(5):
+            console.doing(f"waiting for http://a:1 (it works for another trainer, heard of {second} s ago)", second)
+        console.doing("waiting for http://a:1 (it is loading)", 5.0)
+    assert [line[-12:] for line in capsys.readouterr().out.splitlines()] == [" of 0 s ago)", "ading) (5 s)"]
+
+
 def test_the_end_shows_before_after_samples_and_where_everything_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +86,9 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
     for said in ("reward math: hung", f"{tmp_path}/weights/v000009", f"{tmp_path}/report.html"):
         assert said in out
     assert "updated" not in out
+    row["dialogue"] = [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "!"}]
+    (tmp_path / "rollouts" / "eval_000008.jsonl").write_text(json.dumps(row))
+    assert r"'sort ba' → 'assistant: ?\ntool: !'" in told()
     assert "held-out reward, greedy  0.200 → 0.950 ± 0.010\n" in told(after=AFTER | {"zero_or_one": 0.9})
     assert "3 of 8 steps updated the weights\n" in told(updated=3)
     assert "0 of 8 steps updated the weights: all rew" in told(updated=0)

@@ -95,6 +95,16 @@ def test_an_episode_of_several_sequences_is_one_with_all_their_tokens_and_turns(
     assert (metrics["staleness/max"], metrics["staleness/share_0"]) == (2, 0.5)
 
 
+def test_failing_calls_of_tools_are_a_metric_with_an_alarm() -> None:
+    def of(*results: str) -> Rollout:
+        return rollout(1, "stop", 1, dialogue=tuple({"role": "tool", "content": result} for result in results))
+
+    found = rollout_metrics([group_of(of("error: there is no tool 'x'", "7"), of("8"), rollout(1, "stop", 1))])
+    assert found["rollout/tool_errors"] == pytest.approx(1 / 3)
+    assert "unknown tools, wrong arguments" in alarms(found)["rollout/tool_errors"]
+    assert "rollout/tool_errors" not in rollout_metrics([group_of(rollout(1, "stop", 1))])
+
+
 def test_a_step_without_any_score_has_no_reward_metrics() -> None:
     group = Group(id="g", rollouts=(rollout(2, "length", 1),), scores=(Score(total=0.0, error="x"),))
     metrics = rollout_metrics([group])

@@ -1,6 +1,7 @@
 """The report page: whole or partial runs, hostile text, nothing from outside; Chromium, if installed, draws it."""
 
 import base64
+import dataclasses
 import hashlib
 import html.parser
 import json
@@ -194,6 +195,15 @@ def test_a_sample_is_best_and_worst_of_the_prompt_whose_rewards_differ_most(
     sample = best_and_worst([group(*some) for some in totals])
     assert [(one["title"], one["completion"]) for one in sample["rollouts"]] == shown
     assert sample["rollouts"][0]["error"] == (None if any(totals[0]) or totals[1:] else "abc")
+
+
+def test_a_sample_of_an_episode_shows_all_its_turns() -> None:
+    one = group(1.0)
+    spoken = ({"role": "assistant", "content": "f(1)"}, {"role": "tool", "content": "error: there is no tool 'f'"})
+    rollout = one.rollouts[0]
+    several = dataclasses.replace(rollout, sequences=(dataclasses.replace(rollout.sequences[0], dialogue=spoken),))
+    (sample,) = best_and_worst([dataclasses.replace(one, rollouts=(several,))])["rollouts"]
+    assert sample["completion"] == "assistant: f(1)\ntool: error: there is no tool 'f'"
 
 
 def test_long_texts_are_cut() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import reprlib
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from rich.markup import escape
 from hocket.common.files import kind_of
 from hocket.common.redaction import redacted
 from hocket.observe.metrics import alarms
-from hocket.observe.rows import read_lines
+from hocket.observe.rows import read_lines, said
 
 COLUMNS = (  # heading, metric, width, format
     ("reward", "reward/mean", 7, "{:.3f}"),
@@ -66,11 +67,12 @@ class Console(AbstractContextManager["Console"]):
     def doing(self, text: str, seconds: float = 0.0) -> None:
         """Show the current activity and its duration; without a terminal repeat it every REPEAT_S seconds."""
         line = f"{text} ({seconds:.0f} s)" if seconds >= 1 else text
+        words = re.sub(r"\d+", "", text)  # a line that counts seconds is one activity
         if self._live:
             self._status.start()
             self._status.update(escape(redacted(line)))
-        elif text != self._activity[0] or time.monotonic() - self._activity[1] > REPEAT_S:
-            self._activity = text, time.monotonic()
+        elif words != self._activity[0] or time.monotonic() - self._activity[1] > REPEAT_S:
+            self._activity = words, time.monotonic()
             self.say(line)
 
     def progress(self, step: int, phase: str) -> None:
@@ -109,7 +111,7 @@ class Console(AbstractContextManager["Console"]):
             greedy = [row for row in read_lines(evaluations[-1]) if row["id"].endswith("/0")]
             for row in greedy[:NUM_SAMPLES]:
                 reward = row["error"] or f"{row['reward']:g}"
-                self.say(f"  {row['prompt']!r} → {row['completion']!r}  answer {row['answer']!r}  reward {reward}")
+                self.say(f"  {row['prompt']!r} → {said(row)!r}  answer {row['answer']!r}  reward {reward}")
         newest = max((run_dir / "weights").iterdir())
         self.say(f"report {run_dir / 'report.html'}\n{kind_of(newest):6} {newest}")
         if best := end.get("best"):

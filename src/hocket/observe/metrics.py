@@ -48,6 +48,8 @@ METRICS = (
     Metric("rollout/tokens", "sampled tokens of the step"),
     Metric("rollout/tokens_per_s", "sampled tokens per second of time/batch"),
     Metric("rollout/turns_mean", "mean number of model turns per episode, if any has several"),
+    Metric("rollout/tool_errors", "share of tools' results that begin with `error: `",
+           high=0.25, advice="read samples.jsonl: unknown tools, wrong arguments, tools that fail"),
     Metric("rollout/sequences_mean", "mean number of sequences per episode; each rewritten history adds one"),
     Metric("staleness/mean", "mean of newest published version − oldest that sampled a token of the rollout"),
     Metric("staleness/max", "the largest such difference (staleness)"),
@@ -173,6 +175,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             values["rollout/duplicates"].append(texts[rollout.text] > 1)
             values["rollout/turns_mean"].append(sum(sequence.turns for sequence in rollout.sequences))
             values["rollout/sequences_mean"].append(len(rollout.sequences))
+            for message in rollout.sequences[-1].dialogue:
+                if message.get("role") == "tool":
+                    values["rollout/tool_errors"].append(str(message.get("content")).startswith("error: "))
         scored = group.scored
         for _, score in scored:
             values["reward/mean"].append(score.total)

@@ -17,7 +17,7 @@ from hocket.common.files import write_atomically
 from hocket.observe import plugin_files
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.metrics import PHASES
-from hocket.observe.rows import METRICS, SAMPLES, read_lines, read_text, row_of
+from hocket.observe.rows import METRICS, SAMPLES, read_lines, read_text, row_of, said
 from hocket.types import Group
 
 NUM_SAMPLES = 50  # steps whose best and worst rollout are shown
@@ -66,7 +66,7 @@ def _spread(group: Group) -> float:
 
 def _sample(title: str, row: Mapping[str, Any]) -> dict[str, Any]:
     told = {name: row[name] for name in SHOWN}
-    return {"title": title, "completion": _cut(row["completion"], MAX_CHARACTERS), **told}
+    return {"title": title, "completion": _cut(said(row), MAX_CHARACTERS), **told}
 
 
 def _cut(text: str, limit: int) -> str:

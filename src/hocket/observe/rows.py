@@ -82,6 +82,12 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def said(row: Mapping[str, Any]) -> str:
+    """Return the turns of a row's episode, or its only one."""
+    turns = (f"{one.get('role')}: {one.get('content')}" for one in row.get("dialogue", ()))
+    return "\n".join(turns) or str(row["completion"])
+
+
 def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
