@@ -306,7 +306,8 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
         alone.die()
         clock.now += 1.0
         await playing
-    assert waited[1] == (f"waiting for {alone.url} (nothing answers there yet)", 100.0)
+    assert waited[1][0].startswith(f"waiting for {alone.url} (nothing answers there yet); if none is starting")
+    assert waited[1][1] == 100.0
 
 
 async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer], clock: fakes.Clock) -> None:
@@ -557,8 +558,10 @@ async def test_a_list_that_stays_empty_is_waited_for_and_then_named(
         with pytest.raises(ServerError, match=r"gave up after 15 s .* no such name.* or server\.discover") as raised:
             await pool.wait_up()
     assert raised.value.code == "timeout"
-    assert waited[0] == "waiting for a server (none is found yet)"
-    assert waited[-1] == f"waiting for a server ({listing.error})"
+    assert waited[0] == (
+        "waiting for a server (none is found yet); if none is starting, start one: python3 run.py serve CONFIG"
+    )
+    assert waited[-1].startswith(f"waiting for a server ({listing.error}); ")
 
 
 async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling_and_deadline(

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 import hocket
 from hocket.commands.cli import main
+from hocket.errors import ServerError
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
@@ -235,6 +236,47 @@ def test_an_interrupted_run_says_once_how_to_go_on(
     monkeypatch.setattr("hocket.cluster.launch.die_with_launcher", lambda: True)  # which says it
     assert main(["train"]) == 130
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "ended", "written", "told"),
+    [
+        ("train", ServerError("it is gone", code="unreachable"), "COMPLETE", True),
+        ("train", ServerError("it is gone", code="unreachable"), "state.json", False),  # no whole checkpoint
+        ("sft", MemoryError(), "COMPLETE", True),
+        ("launch", 137, "COMPLETE", True),  # a rank that was killed for its memory
+        ("quickstart", 1, "COMPLETE", True),
+        ("launch", 3, "COMPLETE", False),  # the run is whole
+    ],
+)
+def test_what_ends_a_run_after_a_checkpoint_says_how_to_go_on(
+    command: str,
+    ended: int | Exception,
+    written: str,
+    told: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(*_: object, **__: object) -> int:
+        folder = tmp_path / "run" / "checkpoints" / "step_000050"
+        folder.mkdir(parents=True)
+        (folder / written).touch()
+        if isinstance(ended, Exception):
+            raise ended
+        return ended
+
+    for name in ("commands.runs.train", "stages.sft.run", "cluster.launch.launch"):
+        monkeypatch.setattr(f"hocket.{name}", run)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    status = main([command, f"run.dir={tmp_path}/run"])
+    *_, last = capsys.readouterr().err.splitlines() or [""]
+    where = f"{tmp_path}/run/checkpoints/step_000050: python3 run.py {command} "
+    assert last.startswith(f"checkpointed; to go on from {where}") == told
+    assert last.endswith(f"run.dir={tmp_path}/run checkpoint.resume=true") == told
+    assert status == (1 if isinstance(ended, Exception) else ended)
+    assert main([command, f"run.dir={tmp_path}/run", "trainer.step=1"]) == 1
+    assert "to go on" not in capsys.readouterr().err  # a mistake before anything ran
 
 
 PRINTS = {  # a command → what writes far more than a pipe holds, or writes after its reader has gone

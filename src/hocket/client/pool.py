@@ -216,7 +216,7 @@ class ServerPool:
                         f"server.urls or server.discover, or raise server.start_timeout_s",
                         code="timeout",
                     )
-                self.on_wait(what, waited)
+                self.on_wait(f"{what}; if none is starting, start one: {door()} serve CONFIG", waited)
                 await asyncio.sleep(POLL_S)
                 await self.look_at_all()
         return self.up

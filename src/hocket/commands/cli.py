@@ -28,6 +28,7 @@ from hocket.trainer import checkpoints
 
 DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
 GPUS_PER_NODE = 8
+WHOLE = (0, 3)  # exit statuses of a whole run
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # read as torch is imported; micro-batches differ in length
 Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -39,6 +40,7 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit status; an error is one sentence."""
     launched = launch.die_with_launcher()
+    speaks = not launched and os.environ.get("RANK", "0") == "0"  # or the launcher, or one rank of torchrun's
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # Options may stand between settings.
@@ -50,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         if "settings" in args:
             args.config, args.arguments = read_settings([*args.settings, *rest], DEFAULTS.get(args.command))
-        status: int | None = args.run(args)
-        return status or 0
+            args.newest = _newest(args.config)
+        status = args.run(args) or 0
     except KeyboardInterrupt:
-        if not launched and os.environ.get("RANK", "0") == "0":  # the launcher says it, or one rank of torchrun's
+        if speaks:
             print(redacted(f"interrupted{_how_to_go_on(args)}"), file=sys.stderr)
         return 130
     except Exception as error:
@@ -62,14 +64,20 @@ def main(argv: Sequence[str]) -> int:
         if TRACEBACK in os.environ:
             print(redacted(traceback.format_exc()), file=sys.stderr)
         print(redacted(f"error: {_sentence(error)}"), file=sys.stderr)
-        return 1
+        status = 1
+    if speaks and status not in WHOLE and "newest" in args and _newest(args.config) != args.newest:
+        print(redacted(f"checkpointed{_how_to_go_on(args)}"), file=sys.stderr)
+    return status
+
+
+def _newest(config: Config) -> Path | None:
+    return max(checkpoints.complete(config.run_dir / checkpoints.FOLDER), default=None)
 
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
     if args.command not in ("quickstart", "launch", "train", "sft") or "config" not in args:  # it was being read
         return ""
-    kept = checkpoints.complete(args.config.run_dir / checkpoints.FOLDER)
-    where = kept[-1] if kept else "the start, as there is no checkpoint yet"
+    where = _newest(args.config) or "the start, as there is no checkpoint yet"
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
     again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else door()
     return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
