@@ -88,7 +88,7 @@ async def test_http_gets_totals_parts_notes_and_errors_of_another_process_as_fro
     for score in await scorer.score_group([make_rollout("raise"), make_rollout("ab")]):
         assert str(score.error).startswith("http: rank: ValueError: no such word")
     (spent,) = await scorer.score_group([make_rollout("spent")])
-    assert 'answered 500: {"detail":"the budget is spent"}' in str(spent.error)
+    assert 'answered 500: {"error":{"code":"http_error","message":"the budget is spent"' in str(spent.error)
 
 
 def ask(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:
@@ -114,7 +114,7 @@ def ask(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:
 )
 def test_a_body_that_holds_no_samples_is_refused_with_what_it_must_be(url: str, body: Any, told: str) -> None:
     status, answer = ask(url, body)
-    assert (status, told in answer["detail"]) == (422, True), answer
+    assert (status, told in answer["error"]["message"]) == (422, True), answer  # in the form of every route
     assert ask(url, body, token=None)[0] == ask(url, body, token="wrong")[0] == 401
 
 

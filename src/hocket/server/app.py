@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from hocket import protocol
 from hocket.server import collective, deltas, openai, routes, sessions, sleeper, uploads
 from hocket.server.engine import Engine
-from hocket.server.errors import ApiError, cause_of
+from hocket.server.errors import ApiError, cause_of, http_error
 from hocket.server.generate import Job
 from hocket.server.middleware import Guard, unless_client_leaves
 
@@ -32,7 +32,7 @@ def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> G
     openai.install(guard, engine.require_ready)
     sessions.install(app, engine, guard)
     app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, http_error)
     for stumbled in (AssertionError, AttributeError, LookupError):
         app.add_exception_handler(stumbled, _stumbled)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
@@ -96,14 +96,6 @@ async def _stream(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> Async
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    response = ApiError(error.status_code, code, str(error.detail), "the routes are listed at /docs").response()
-    response.headers.update(error.headers or {})
-    return response
 
 
 async def _stumbled(request: Request, error: Exception) -> Response:

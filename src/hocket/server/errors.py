@@ -3,7 +3,9 @@
 from typing import TypeVar
 
 import pydantic
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from hocket.errors import HocketError
 from hocket.protocol import ErrorBody, ErrorResponse, SamplingParams
@@ -67,6 +69,15 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
         if error.title == "GenerateRequest" and where[0] in SamplingParams.model_fields:
             hint = f'put it under sampling: {{"prompts": [...], "sampling": {{"{where[0]}": ...}}}}'
     return invalid(f"{'.'.join(map(str, where)) or 'body'}: {message}", hint)
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """Answer an HTTPException."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    response = ApiError(error.status_code, code, str(error.detail), "the routes are listed at /docs").response()
+    response.headers.update(error.headers or {})
+    return response
 
 
 def cause_of(error: BaseException | None) -> str:

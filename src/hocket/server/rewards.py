@@ -7,14 +7,16 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.errors import RewardError
 from hocket.observe.rows import rollout_of
 from hocket.rewards.scorer import RewardCalls, RewardScorer
+from hocket.server.errors import http_error
 from hocket.server.main import bind, http_server, listen
 from hocket.server.middleware import Guard, unless_client_leaves
 from hocket.types import Rollout
@@ -38,6 +40,7 @@ def serve(config: Config) -> None:
 
 async def _serve(calls: RewardCalls, sock: socket.socket, url: str, host: str, token: str | None) -> None:
     app = FastAPI(title="hocket: rewards")
+    app.add_exception_handler(HTTPException, http_error)
     scorer = RewardScorer(calls, calls.specs)
 
     @app.post("/score")
