@@ -39,6 +39,7 @@ FILES = {
     "mine.py": "import time\n\nfrom hocket.rewards import reward\n"
     "@reward('my_raises')\ndef raises(meta):\n    return meta['sol']\n"
     "@reward('my_text')\ndef text():\n    return 'good'\n"
+    "@reward('my_none')\ndef none(completion):\n    len(completion)\n"
     "@reward('my_hangs')\ndef hangs():\n    time.sleep(60)\n"
     "def forgotten(completion):\n    return 1.0\n"
     "@reward('my_solution')\ndef solution(completion, solution):\n    return 1.0\n"
@@ -60,9 +61,16 @@ eval typo.yaml --json eval.sample=1 | command line: unknown key 'eval.sample'
 config trainer.every_steps=5 | unknown key 'trainer.every_steps'; did you mean 'eval.every_steps' or 'checkpoint.
 config trainer.logging_steps=1 | here that is no setting: every step is logged
 config sft.num_train_epochs=1 | here that is sft.epochs, or in GRPO trainer.steps, a number of steps
-config 'rewards.functions={length:1}' | rewards.functions.length:1: must be a mapping of key: value; write a space after
-config colon.yaml | colon.yaml: rewards.functions: must be a mapping of key: value; write a space after the colon
-config sft=3 | sft: must be a mapping of key: value
+config trainer.steps=ten | trainer.steps: must be a whole number, got 'ten' (Steps, each with one batch of rollouts
+config model.random_init=ja | model.random_init: must be true or false, got 'ja' (Random weights, for sft; servers need
+config 'plugins={a: 1}' | plugins: must be a list: [one, two], got {'a': 1} (Python files with your
+config rewards=[length] | rewards: must be a mapping of key: value, got ['length'] (rewards.functions, rewards.time
+config rewards.functions=[length] | must be a mapping of key: value, got ['length'] ({NAME: weight} or {NAME: {weight:
+config algorithm.loss=x | unknown key 'algorithm.loss'; here that is algorithm.preset or algorithm.aggregate
+config algorithm.los=x | unknown key 'algorithm.los'; `python run.py config --reference` lists all
+config 'rewards.functions={length:1}' | length:1: must be a mapping of key: value, got None; write a space after
+config colon.yaml | colon.yaml: rewards.functions: must be a mapping of key: value, got 'length:1'; write a space
+config sft=3 | sft: must be a mapping of key: value, got 3 (sft.batch_size, sft.epochs)
 check rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
 config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
 check 'algorithm.correction={name: mask, bounds: [3, 1]}' | algorithm.correction.bounds: must be [lowest, highest]
@@ -74,7 +82,10 @@ check data.source=broken.jsonl | broken.jsonl:2: Expecting value: line 1 column 
 check data.source=null.jsonl | 1 of 2 rows of null.jsonl can't be used; repair or remove them (line):
 check 'rewards.functions={exact_mach: 1}' | no reward 'exact_mach' (did you mean 'exact_match'?); known:
 check 'rewards.functions={exact_mach: 1}' | ; add your own as a Python file under plugins
-check plugins=[mine.py] 'rewards.functions={forgotten: 1}' | ; mine.py has a function forgotten without @reward("for
+check eval.reward=exact_mach | rewards.functions or eval.reward: there is no reward 'exact_mach' (did you mean 'exact_
+check algorithm.baseline=meen | algorithm.baseline: there is no advantage 'meen' (did you mean 'mean'?); known:
+check env.name=tool | env.name: there is no environment 'tool' (did you mean 'tools'?); known:
+check plugins=mine.py 'rewards.functions={forgotten: 1}' | ; mine.py has a function forgotten without @reward("for
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | needs the option 'solution': set rewards.functions.my_
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | solution; the row's answer is the argument answer, its
 check 'rewards.functions={length: {tarket: 1}}' |  has no option 'tarket' (did you mean 'target'?)
@@ -83,6 +94,8 @@ check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but her
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, more than rewards.max_error_rate=0.5; the
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)
 rollout plugins=[mine.py] 'rewards.functions={my_text: 1}' | the first: step 1/0/0: my_text: returned str
+rollout plugins=[mine.py] 'rewards.functions={my_none: 1}' | my_none: returned None instead of a number; rewards can be
+rollout plugins=[mine.py] 'rewards.functions={my_none: 1}' | reward-test CONFIG --samples RUN/rollouts/FILE
 rollout plugins=[mine.py] 'rewards.functions={my_hangs: 1}' | no result within 1 s; its worker process was ended
 sft model.path=no/such/model | no such folder (paths are relative to HERE), and the hub has no such model
 check model.path=no/model | no such folder (paths are relative to HERE), and the hub has no such model
@@ -92,14 +105,17 @@ rollout model.path=empty | model.path=empty is no model: it has no config.json
 eval model.path=new | model.path=new is no model
 export whole out | whole/weights/v000009 is a model already: serve it, or load it with transformers
 export empty out | empty is neither a checkpoint nor an adapter; name RUN/checkpoints/step_N, or
+serve model.random_init=true | by python3 ../clone/run.py sft CONFIG, and serve it: model.path=RUN/model model.random_
 serve whole | whole is a run, not a config file; as a model: model.path=whole
-sft model.max_length=5 data.limit=9 | the longest has
+sft model.max_length=5 data.limit=9 | shorten them, or raise model.max_length, at most to the model's context
 sft data.source=sharegpt.jsonl | must be {'role': text, 'content': text}, got {'from': 'human', 'value': 'a'}
 sft model.path=many | the tokenizer has ids up to 5
 check model.path=plain | put one as chat_template.jinja into its folder, or set data.chat_template=false
 check rollout.max_tokens=512 | rollout.max_tokens=512 leaves no prompt room in the con
 check eval.max_tokens=600 | eval.max_tokens=600 leaves no prompt room in the context of
 check rollout.max_tokens=505 | 7 tokens; the longest has 15: rollout.max_tokens=497 has room for all
+check trainer.micro_batch_tokens=8 | no prompt room in trainer.micro_batch_tokens=8: lower it, or raise that
+check model.max_length=20 rollout.max_tokens=16 | rollout.max_tokens=5 has room for all in the context of 20 tokens (m
 check data.max_prompt_tokens=3 | 15: data.max_prompt_tokens=3 leaves them out
 rollout run.dir=trained | holds a run of 3 steps already; choose another run.dir
 rollout run.dir=owned | which is running: choose another run.dir, or end that process first

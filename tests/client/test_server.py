@@ -75,6 +75,7 @@ ERROR = {"code": "too_long", "message": "prompt 0 is too long", "hint": "shorten
     [
         (422, lines({"error": ERROR}), r"422: prompt 0 is too long \(shorten it\)", "too_long"),
         (200, lines(END | {"error": ERROR}), r"broke off: prompt 0 is too long \(shorten it\)", "too_long"),
+        (401, lines({"error": ERROR}), "answered 401: it has a token: set the same server.token here", "too_long"),
         (200, b"", "was cut before its end", "cut"),
         (200, lines(LINE), "was cut before its end", "cut"),
     ],
@@ -85,7 +86,7 @@ async def test_a_refusal_or_an_incomplete_stream_is_an_error(
     async with client(lambda _: httpx.Response(status, content=content)) as server:
         with pytest.raises(ServerError, match=message) as raised:
             await generate(server)
-    assert (raised.value.code, raised.value.status) == (code, 422 if status == 422 else None)
+    assert (raised.value.code, raised.value.status) == (code, status if status > 400 else None)
 
 
 class Stalling(httpx.AsyncByteStream):

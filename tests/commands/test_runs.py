@@ -63,8 +63,15 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert "'think_format': 1.0" in said
     assert "nothing stands in the way of a run" in said
     assert "4 prompts to train on, 256 held out" in said
+    assert "rollout.prompts_per_step=16 with 4 prompts: each step repeats some; lower it" in said
     assert not (tmp_path / "run").exists()
-    failed = dry_run("server.urls=[http://up]", "data.answer_column=null", "rewards.functions={exact_match: 1}")
+    failed = dry_run(
+        "server.urls=[http://up]",
+        "algorithm.minibatches=5",
+        "data.answer_column=null",
+        "rewards.functions={exact_match: 1}",
+    )
+    assert "step=16 is no multiple of algorithm.minibatches=5: updates differ in size" in failed
     assert "the empty answer of " in failed
     assert "has no score: exact_match: " in failed
     assert "reward-test --samples FILE CONFIG" in failed

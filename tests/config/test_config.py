@@ -179,7 +179,7 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set another scale"),
         ("trainer.micro_batch_tokens=1", "trainer.micro_batch_tokens: Input should be greater than or equal to 2"),
         ("model.lora.targets=[]", "model.lora.targets: Value should have at least 1 item"),
-        ("data.chat_template=3", "data.chat_template: Input should be a valid boolean"),
+        ("data.chat_template=3", "data.chat_template: must be true or false, got 3 ("),
         ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
         ("learning_rate=1", "did you mean 'critic.learning_rate' or 'trainer.learning_rate'?"),
         ("zzzz=1", "unknown key 'zzzz'; `python run.py config --reference` lists all"),

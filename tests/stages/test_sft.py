@@ -103,6 +103,7 @@ def test_sft_learns_the_responses_and_leaves_a_model(
     assert after <= records[-1]["train/loss"]  # one step further
     said = capsys.readouterr().out
     assert "step 60/60" in said
+    assert "an update takes them all: lower sft.batch_size for more" in said
     tokenizer, (prompt, response) = tokenizers.load(model), ROWS[0]
     assert repr(f"{tokenizer.decode(prompt)}[[{tokenizer.decode(response)}]]") in said
 
@@ -129,7 +130,9 @@ def test_epochs_take_each_sample_as_often_and_end_the_schedule_with_the_last(
     model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sft.run(make_config(model, tmp_path, "sft.epochs=3", "sft.batch_size=2", "trainer.schedule=linear"))
-    assert "sft.epochs decides: 5 steps of 2 demonstrations" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "sft.epochs decides: 5 steps of 2 demonstrations" in said
+    assert "lower sft.batch_size" not in said
     records = records_of(tmp_path / "run")
     assert [record["train/sequences"] for record in records] == [2, 2, 2, 2, 1]
     assert [record["train/learning_rate"] for record in records] == pytest.approx([0.02, 0.016, 0.012, 0.008, 0.004])

@@ -64,7 +64,7 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
     if key not in _chosen:
         own = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
         name = own.pop("name")
-        choice = KINDS[kind].get(name)
+        choice = KINDS[kind].get(name, f"algorithm.{kind}: ")
         called = f"{KINDS[kind].kind} {name}"
         options = options_of(called, choice.function, own, section=f"algorithm.{kind}", keys=choice.given)
         _chosen[key] = dataclasses.replace(choice, options=options)

@@ -163,6 +163,8 @@ def _raise_for_error(response: httpx.Response) -> None:
     except pydantic.ValidationError:
         message = repr(redacted(response.text)[:200])
         code = "protocol"
+    if status == 401:
+        message = "it has a token: set the same server.token here, or $HOCKET_TOKEN"
     raise ServerError(f"{response.request.url} answered {status}: {message}", code=code, status=status)
 
 

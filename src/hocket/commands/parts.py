@@ -124,6 +124,13 @@ class Parts:
         answer = self.config.rollout.max_tokens
         prompts, longest = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
         self.needed = longest + self.example.thinking_tokens + answer
+        num_asked = self.config.rollout.prompts_per_step
+        step = f"rollout.prompts_per_step={num_asked}"
+        if len(prompts) < num_asked:
+            self.console.say(f"{step} with {len(prompts)} prompts: each step repeats some; lower it")
+        num_updates = self.config.algorithm.minibatches
+        if num_asked % num_updates:
+            self.console.say(f"{step} is no multiple of algorithm.minibatches={num_updates}: updates differ in size")
         for prompt in prompts[:NUM_SHOWN]:
             seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
@@ -135,7 +142,8 @@ class Parts:
         room = self.longest - thought - answer
         if room < 1:
             before = f", behind env.thinking_tokens={thought}," if thought else ""
-            raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {self.longest_by}: lower it")
+            what = f"{setting}={answer}{before} leaves no prompt room in {self.longest_by}"
+            raise ConfigError(f"{what}: lower it, or raise that")
         limit = min(room, data.max_prompt_tokens or room)
         prompts, lengths = load_prompts(data, self.tokenizer, max_prompt_tokens=limit, tools=self._tools)
         if len(prompts) < len(lengths):
@@ -144,7 +152,7 @@ class Parts:
             if limit < room:
                 advice = f"{data.section}.max_prompt_tokens={limit} leaves them out"
             elif fits > 0:
-                advice = f"{setting}={fits} has room for all"
+                advice = f"{setting}={fits} has room for all in {self.longest_by}"
             else:
                 advice = f"{self.longest_by} is too short for it"
             too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"

@@ -18,6 +18,16 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 PLUGIN_PREFIX = "hocket_plugin_"  # of the module names that load_plugins makes
+_WANTED = {  # by pydantic's word for a kind
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list: [one, two]",
+    "dict": "a mapping of key: value",
+    "model": "a mapping of key: value",
+}
+_OTHER_KIND = re.compile(f"({'|'.join(_WANTED)})_(type|parsing|from_float)")
 
 
 class Registry(Generic[T]):
@@ -59,20 +69,20 @@ class Registry(Generic[T]):
     def forget(self, name: str) -> None:
         del self.items[name]
 
-    def get(self, name: str) -> T:
+    def get(self, name: str, setting: str = "") -> T:
         """Return the object. Raise ConfigError that lists the known names."""
         if not self._has(name):
             forgotten = (key for key in _PLUGINS if callable(getattr(sys.modules[key], name, None)))
             hints = [f'{_PLUGINS[key].path} has a function {name} without @{self.kind}("{name}")' for key in forgotten]
             raise ConfigError(
-                f"there is no {self.kind} {name!r}{nearest(name, self.names)}; known: "
+                f"{setting}there is no {self.kind} {name!r}{nearest(name, self.names)}; known: "
                 f"{', '.join(sorted(self.names))}; {[*hints, 'add your own as a Python file under plugins'][0]}"
             )
         return self.items[name]
 
     def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Collection[str]) -> Callable[[], Any]:
         """Return a maker of `name` with a section's options beside its `keys`, tried once; ConfigError if it fails."""
-        target: Any = self.get(name)
+        target: Any = self.get(name, f"{section}.name: ")
         called = f"{self.kind} {name}"
         make = functools.partial(target, **options_of(called, target, options, section=section, keys=keys))
         try_out(make, called, section)
@@ -142,9 +152,9 @@ def explain(item: Mapping[str, Any]) -> str:
     """Say what pydantic finds wrong, one of its `errors()`."""
     message = str(item["msg"]).removeprefix("Value error, ")
     value = item["input"]
-    if item["type"] in ("dict_type", "model_type"):  # pydantic's text names the class
-        message = "must be a mapping of key: value"
-        if ":" in f"{item['loc'][-1:]}{value}":
+    if kind := _OTHER_KIND.fullmatch(item["type"]):
+        message = f"must be {_WANTED[kind[1]]}, got {value!r:.80}"
+        if kind[1] in ("dict", "model") and ":" in f"{item['loc'][-1:]}{value}":
             message += "; write a space after the colon"
     if item["type"] == "literal_error":
         message += nearest(str(value), re.findall("'(.*?)'", message))

@@ -23,7 +23,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "algorithm.clip_high": "epsilon_high clip_ratio_high",
     "algorithm.kl_coef, with algorithm.kl": "beta init_kl_coef kl.init_coef kl_loss_coef",
     "algorithm.preset": "adv_estimator advantage_estimator advantage.estimator",
-    "algorithm.preset or algorithm.aggregate": "loss_type loss_agg_mode",
+    "algorithm.preset or algorithm.aggregate": "loss_type loss_agg_mode loss",
     "algorithm.scale": "scale_rewards norm_adv_by_std_in_grpo no_std_norm no_advantage_std_norm",
     "algorithm.ratio": "importance_sampling_level",
     "algorithm.oversampling": "dynamic_filtering dynamic_filtering_enable",

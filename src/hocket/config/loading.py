@@ -21,7 +21,7 @@ from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
 UNION = re.compile(r"constrained-int|bool|[a-z-]+\[.*\]", re.DOTALL)  # pydantic's words for a kind, behind a key
-SURE = 0.8  # similarity of a key to the one that was meant
+SURE = 0.9  # similarity of a key to the one that was meant
 PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 is text, off is false, and 010 is 8
     "null": "~|null|Null|NULL|",
     "bool": "true|True|TRUE|false|False|FALSE",
@@ -120,6 +120,9 @@ _TEXTS = {key for key, field in _fields() if {*_kinds(field)} <= {str, UserPath,
 """Keys whose value is literal text: "runs/a #3", "2024_10", "0123"."""
 
 
+_MEANINGS = {key: field.description for key, field in _fields() if field.description}
+
+
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     value = {} if isinstance(value, Section) else pydantic_core.to_jsonable_python(value, exclude_none=True)
@@ -153,7 +156,10 @@ def _explain(item: Any) -> Iterator[tuple[str, str]]:
         for name in leaves({key: item["input"]}):
             yield name, f"unknown key {name!r}; {_hint(name)}"
     else:
-        yield key, ": ".join(filter(None, [key, explain(item)]))
+        inside = ", ".join(one for one in _MEANINGS if one.startswith(f"{key}."))  # of a section
+        meaning = _MEANINGS.get(key, inside)
+        told = f"{explain(item)} ({meaning})" if meaning and item["type"] != "value_error" else explain(item)
+        yield key, ": ".join(filter(None, [key, told]))
 
 
 def _hint(key: str) -> str:

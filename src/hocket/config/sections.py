@@ -108,7 +108,7 @@ class ModelConfig(Section):
     max_length: int | None = Field(None, ge=2)
     """Maximum tokens, with the prompt. Default: the model's."""
     random_init: bool = False
-    """Random weights; path needs only a config and a tokenizer."""
+    """Random weights, for sft; servers need saved ones. path needs only a config and a tokenizer."""
     float32_head: bool = False
     """Logits in float32 on both sides, whatever the dtype."""
     lora: LoraConfig | None = None

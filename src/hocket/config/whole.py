@@ -37,7 +37,7 @@ class Config(Section):
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     observe: sections.ObserveConfig = sections.ObserveConfig()
     launch: deployment.LaunchConfig = deployment.LaunchConfig()
-    plugins: tuple[str, ...] = ()
+    plugins: sections.Names = ()
     """Python files with your rewards, environments, tools, curricula."""
 
     @pydantic.model_validator(mode="before")

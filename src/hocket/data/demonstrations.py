@@ -35,7 +35,7 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
     lengths = [len(sequence.mask) for sequence in sequences]
     kept = [sequence for sequence in sequences if len(sequence.mask) <= max_length]
     too_long = f"more than {max_length} tokens, the model's context or model.max_length; the longest has {max(lengths)}"
-    advice = "shorten them, or take a model with a longer context"
+    advice = "shorten them, or raise model.max_length, at most to the model's context"
     if not kept:
         raise DataError(f"all rows of {data.source} have {too_long}: {advice}")
     num = len(lengths) - len(kept)

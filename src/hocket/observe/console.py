@@ -67,7 +67,7 @@ class Console(AbstractContextManager["Console"]):
     def doing(self, text: str, seconds: float = 0.0) -> None:
         """Show the current activity and its duration; without a terminal repeat it every REPEAT_S seconds."""
         line = f"{text} ({seconds:.0f} s)" if seconds >= 1 else text
-        words = re.sub(r"\d+", "", text)  # a line that counts seconds is one activity
+        words = re.sub(r"\d+", "", text)  # one that counts seconds is the same
         if self._live:
             self._status.start()
             self._status.update(escape(redacted(line)))

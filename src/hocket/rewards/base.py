@@ -130,7 +130,7 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
 
     An async one that takes the key `retries` makes its calls again itself.
     """
-    found = REWARDS.get(name)
+    found = REWARDS.get(name, "rewards.functions or eval.reward: ")
     called = f"reward {name}"
     section = f"rewards.functions.{name}"
     for package in found.imports:

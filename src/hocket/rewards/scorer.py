@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
 from hocket.common.registry import PLUGIN_PREFIX, load_plugins
-from hocket.errors import ConfigError, RewardError
+from hocket.errors import ConfigError, RewardError, door
 from hocket.rewards.base import REWARDS, Reward, bind
 from hocket.rewards.runners import Call, Inline, InLoop, Runner, clock, clocked
 from hocket.rewards.scores import NoScoreError, as_score, as_scores, compose, failure, no_score
@@ -329,5 +329,5 @@ def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:
     if len(errors) > max_error_rate * len(scored):
         raise RewardError(
             f"{len(errors)} of {len(scored)} scores failed, more than rewards.max_error_rate={max_error_rate:g}; "
-            f"the first: {errors[0]}"
+            f"the first: {errors[0]}; rewards can be tried: {door()} reward-test CONFIG --samples RUN/rollouts/FILE"
         )

@@ -18,7 +18,7 @@ import psutil
 from hocket.common.machine import bound_nccl, cpu_threads, holder, is_loopback
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import ConfigError, ServerError
+from hocket.errors import ConfigError, ServerError, door
 from hocket.protocol import CURABLE, meaning
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
@@ -52,7 +52,7 @@ def serve(config: Config) -> None:
     if config.model.random_init:
         raise ConfigError(
             "model.random_init has no meaning for the server: its random weights would not be the trainer's. "
-            "Save a model first, e.g. with `python run.py sft`, and set model.path to it"
+            f"Save a model first, by {door()} sft CONFIG, and serve it: model.path=RUN/model model.random_init=false"
         )
     with contextlib.closing(bind(server.host, server.port, config.token)) as sock, _ending_children():
         os.register_at_fork(after_in_child=sock.close)  # the engine's process must not hold the port

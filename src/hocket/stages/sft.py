@@ -75,6 +75,8 @@ def _train(config: Config) -> None:
         console.say(f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters; {trainer.memory}")
         console.say(f"the first one, with what is taught in [[ ]]: {_shown(samples[0], config.model.path)}")
         console.say(f"{setting} decides: {steps} steps of {size} demonstrations")
+        if size >= len(samples):
+            console.say("an update takes them all: lower sft.batch_size for more")
         if "learning_rate" not in config.trainer.model_fields_set:
             rate = config.trainer.learning_rate
             console.say(f"trainer.learning_rate={rate:g} is for GRPO; demonstrations mostly take 1e-5 or more")
