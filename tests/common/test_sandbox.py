@@ -3,19 +3,25 @@
 import logging
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pyseccomp
 import pytest
 
 from hocket.common import sandbox
+from hocket.common.processes import kill_with_parent
+from hocket.config import RewardSpec
 from hocket.envs import tools
-from hocket.rewards.base import REWARDS
-from hocket.rewards.code import code
+from hocket.errors import ConfigError
+from hocket.rewards.base import REWARDS, bind
+from hocket.rewards.code import code as code_reward
 
-isolated = pytest.mark.skipif(not sandbox._enter(), reason="this machine lets this user make no namespaces")
+isolated = pytest.mark.skipif(sandbox.way()[0] != "unshare", reason="this machine lets this user make no namespaces")
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +34,28 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def way_alone() -> list[str]:
+    """What is left where the kernel refuses namespaces, as in a default container."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "_ENTER", "echo not today >&2; exit 1")
+        sandbox.way.cache_clear()
+        way = sandbox.way()
+    sandbox.way.cache_clear()
+    return way
+
+
+@pytest.fixture
+def alone(way_alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert way_alone[0] != "unshare"
+    monkeypatch.setattr(sandbox, "way", lambda limits_only=False: way_alone)
+
+
+def number(call: str) -> int:
+    return pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, call)
+
+
+CALL = "import ctypes, os\ncall = ctypes.CDLL(None).syscall\n"
 HOSTILE = {
     # network
     "connects": "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
@@ -63,7 +91,34 @@ HOSTILE = {
     "for _ in range(10_000): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
     "prints": "while True: print('x' * 10_000)",
     "segfaults": "import ctypes; ctypes.string_at(0)",
+    # what namespaces and limits do not see
+    "has a user namespace": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "clones into one": f"{CALL}assert call({number('clone')}, 0x10000000 | 17, None, None, None, None) >= 0",
+    "holds memory without a page": "import os; os.memfd_create('x')",
+    "shares memory": f"{CALL}assert call({number('shmget')}, 0, 4096, 0o1600) >= 0",
+    "leaves a key": f"{CALL}assert call({number('add_key')}, b'user', b'hocket', b'data', 4, -4) >= 0",
+    "talks to the host": "import socket; socket.socket(40, socket.SOCK_STREAM)",
+    "sends datagrams": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
+    "has a pipe signal the parent": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, PARENT)",
+    "limits the parent": "import resource; resource.prlimit(PARENT, resource.RLIMIT_CPU)",
+    # in the memory, and in the files of others
+    "reads the expected output": "open('/proc/PARENT/mem', 'rb')",
+    "takes a file's rights": "import os; os.chmod('SECRET', 0o777)",
+    "takes them by number": f"{CALL}assert call(452, -100, b'SECRET', 0o777, 0) == 0",
+    "empties a file": "import os; os.truncate('SECRET', 0)",
+    "leaves a file": "import os; open('FOLDER/left', 'w')",
 }
+OTHERWISE_ALONE = {"goes up", "sees processes"}  # it sees names of files, but nothing of what they hold
+LIMITS = (
+    "takes memory",
+    "fills the disk",
+    "one large file",
+    "opens files",
+    "forks",
+    "starts threads",
+    "prints",
+    "segfaults",
+)
 LATE = {
     "sleeps": "import time; time.sleep(600)",
     "computes": "while True: pass",
@@ -76,6 +131,18 @@ LATE = {
 @isolated
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_fails(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    fails(name, tmp_path_factory)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", sorted(HOSTILE.keys() - OTHERWISE_ALONE - set(LIMITS)))
+def test_a_hostile_program_fails_where_the_kernel_refuses_namespaces(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fails(name, tmp_path_factory)
+
+
+def fails(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("mine")
     secret = folder / "secret"
     secret.write_text("token")
@@ -105,21 +172,43 @@ def test_a_program_is_as_long_as_an_argument_and_has_its_own_text() -> None:
     assert sandbox.run("print('\udcff\0ü')", "ä").stdout == "?ü\n"
 
 
-def test_without_namespaces_the_limits_are_left_and_a_warning_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+@pytest.mark.usefixtures("alone")
+def test_a_program_without_namespaces_does_what_most_programs_do() -> None:
+    code = "import asyncio, subprocess, threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()\n"
+    code += "asyncio.run(asyncio.sleep(0))\nprint(subprocess.run(['true'], stdout=subprocess.DEVNULL).returncode)"
+    assert sandbox.run(code) == (0, "1\n0\n", "")
+
+
+def test_what_can_t_be_contained_is_refused_at_start_unless_limits_are_enough(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)  # which another test may have raised
+    sandbox.way.cache_clear()
     monkeypatch.setattr(sandbox, "_ENTER", "echo not today >&2; exit 1")
-    sandbox._enter.cache_clear()
-    try:
-        for code, status in (("import os; assert not set(os.environ) - {'LC_CTYPE'}", 0), ("bytearray(10 << 30)", 1)):
-            assert sandbox.run(code).status == status
-        assert [one.getMessage() for one in caplog.records] == [
-            "programs of the model run with limits alone, without namespaces: not today"
-        ]
-    finally:
-        monkeypatch.undo()
-        sandbox._enter.cache_clear()
+    monkeypatch.setattr("hocket.common.confine.__file__", str(Path(__file__).parent / "test_files.py"))
+    spec = {"timeout_s": 5.0}
+    with pytest.raises(ConfigError, match=r"here: not today; Module.*; use Linux.*code\.sandbox=limits_only"):
+        bind("code", RewardSpec.model_validate(spec))
+    with pytest.raises(ConfigError, match="can't be contained"):
+        tools.Tools(["python"], "hermes")
+    assert bind("code", RewardSpec.model_validate({**spec, "sandbox": "limits_only"})).options["sandbox"]
+    assert len(caplog.records) == 1
+    for code, status in (("import os; assert not set(os.environ) - {'LC_CTYPE'}", 0), ("bytearray(10 << 30)", 1)):
+        assert sandbox.run(code, limits_only=True).status == status
+    score = code_reward("```\nprint(3)\n```", {"tests": PAIRS[:1]}, timeout_s=60.0, sandbox="limits_only")
+    assert score.total == 1.0
+    monkeypatch.undo()
+    sandbox.way.cache_clear()
+
+
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/memory", os.W_OK), reason="needs control groups of root")
+def test_memory_counts_that_no_process_has_mapped() -> None:
+    hoards = "import os\nfile = os.memfd_create('x')\nfor _ in range(500): os.write(file, bytes(1 << 20))"
+    command = [sys.executable, "-I", "-c", hoards]
+    for group, status in ((False, 0), (True, 137)):
+        process = subprocess.Popen(kill_with_parent(command, 32, 100, group))
+        assert process.wait(60) == status
+        assert list(Path("/sys/fs/cgroup/memory").rglob(f"hocket-{process.pid}")) == []
 
 
 PAIRS = [{"input": "1 2", "output": "3"}, {"input": "5 6\n", "output": "11\n"}]
@@ -149,7 +238,7 @@ def test_code_runs_the_last_block_against_the_tests_of_the_row(
     completion: str, tests: list[object], partial: bool, total: float, parts: dict[str, float], note: str
 ) -> None:
     timeout_s = 3.0 if "late" in parts else 60.0
-    score = code(completion, {"tests": tests}, timeout_s=timeout_s, partial=partial)
+    score = code_reward(completion, {"tests": tests}, timeout_s=timeout_s, partial=partial)
     assert score.total == total
     assert {name: share for name, share in score.parts.items() if share} == parts
     assert score.note.startswith(note)

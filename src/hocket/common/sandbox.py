@@ -1,46 +1,44 @@
-"""Run a Python program that a model wrote: limited, without network, files or environment of this machine (Linux).
+"""Run a Python program that a model wrote, contained: without network, files or environment of this machine (Linux).
 
 In namespaces of the kernel it sees Python, the system's libraries and a folder in memory. Where they can't be made (in
-most containers), limits alone are left, and a warning says so.
+most containers), Landlock shows it the same files, and it writes none. A filter of system calls refuses the rest.
 """
 
+import errno
 import functools
 import logging
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, NamedTuple
 
+from hocket.common import confine
 from hocket.common.processes import kill_with_parent
+from hocket.errors import ConfigError
 
 MAX_PROCESSES, MAX_MIB, MAX_DISK_MIB = 32, 1024, 64  # of a program with all that it starts
 MAX_OUTPUT = 1 << 20  # characters that are kept
 MAX_CODE = 100_000  # bytes: what Linux takes as one argument
-KILL_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 30
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-_SEEN = (
-    "/usr",
-    "/bin",
-    "/lib",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/dev/null",
-    "/dev/urandom",
-    os.path.realpath(sys.base_prefix),
-)
+_PYTHON = (os.path.realpath(sys.executable), "-I")
+_FOLDERS = ["/usr", "/bin", "/lib", "/lib64", os.path.realpath(sys.base_prefix)]
+_FILES = ["/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
+_SEEN = list(filter(os.path.exists, [*_FOLDERS, *_FILES]))
 _ENTER = f"""
 set -e
 mount -t tmpfs -o size={MAX_DISK_MIB}m,mode=755 none .
 cd "$PWD"
-mkdir old proc tmp
+mkdir -p old proc tmp etc dev
 chmod 1777 tmp
 for path in {" ".join(f"'{path}'" for path in _SEEN)}; do
-  mkdir -p ".${{path%/*}}"
   if [ -L "$path" ]; then cp -P "$path" ".$path"
-  elif [ -d "$path" ]; then mkdir -p ".$path"; mount --bind "$path" ".$path"; mount -o remount,bind,ro ".$path"
-  elif [ -e "$path" ]; then touch ".$path"; mount --bind "$path" ".$path"
+  elif [ -d "$path" ]; then mkdir -p ".$path"; mount -o bind,ro "$path" ".$path"
+  else : > ".$path"; mount --bind "$path" ".$path"
   fi
 done
 mount -t proc none proc
@@ -49,6 +47,22 @@ umount -l old
 cd /tmp
 exec "$@"
 """
+_REFUSED = (
+    "setns unshare add_key keyctl request_key memfd_create shmget shmat msgget msgsnd msgrcv semget semop mq_open "
+    "socket io_uring_setup bpf perf_event_open userfaultfd ptrace process_vm_readv process_vm_writev pidfd_getfd"
+)
+_REFUSED_ALONE = (  # without namespaces: signals to other processes, changes of files that Landlock lets pass
+    " kill tkill tgkill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpriority sched_setaffinity"
+    " sched_setscheduler sched_setattr truncate chmod fchmod fchmodat utime utimes futimesat utimensat"
+)
+_LATER = (447, 452)  # memfd_secret and fchmodat2, of which libseccomp may not know the names
+_NEW_USER = 0x10000000  # flag of clone
+_SIGNALS_OTHERS = (("fcntl", 8), ("fcntl", 15), ("ioctl", 0x8901), ("ioctl", 0x8902))  # F_SETOWN and its kin
+_FIX = (
+    "use Linux 5.13 or later with Landlock, or let the container make namespaces (docker run --cap-add=SYS_ADMIN "
+    "--security-opt=seccomp=unconfined --security-opt=apparmor=unconfined), or serve the reward elsewhere "
+    "(docs/rewards.md), or, if you trust the programs, set rewards.functions.code.sandbox=limits_only"
+)
 
 
 class Ending(NamedTuple):
@@ -59,8 +73,8 @@ class Ending(NamedTuple):
     stderr: str
 
 
-def run(code: str, stdin: str = "", timeout_s: float = 10.0) -> Ending:
-    """Run a program; when this returns, nothing of it is left."""
+def run(code: str, stdin: str = "", timeout_s: float = 10.0, *, limits_only: bool = False) -> Ending:
+    """Run a program; when this returns, nothing of it is left. Raise ConfigError where it can't be contained."""
     source = code.replace("\0", "").encode("utf-8", "replace")
     if len(source) > MAX_CODE:
         return Ending(1, "", f"the program has more than {MAX_CODE:,} bytes")
@@ -69,11 +83,10 @@ def run(code: str, stdin: str = "", timeout_s: float = 10.0) -> Ending:
         given.seek(0)
         with TemporaryFile() as err:
             limits = [f"--cpu={math.ceil(timeout_s) + 1}", f"--as={MAX_MIB << 20}", f"--fsize={MAX_DISK_MIB << 18}"]
-            limits += [f"--nproc={4 * MAX_PROCESSES}", "--nofile=256", "--core=0"]
-            python = [os.path.realpath(sys.executable), "-I", "-c", source.decode()]
-            command = [*_enter(), "prlimit", *limits, "env", "-i", *python]
+            limits += ["--nofile=256", "--core=0"]
+            command = [*way(limits_only), *limits, *_PYTHON, "-c", source.decode()]
             process = subprocess.Popen(
-                kill_with_parent(command, MAX_PROCESSES, MAX_MIB),
+                kill_with_parent(command, MAX_PROCESSES, MAX_MIB, group=True),
                 stdin=given,
                 stdout=out,
                 stderr=err,
@@ -97,30 +110,62 @@ def _start_of(file: IO[bytes]) -> str:
 
 
 @functools.cache
-def _enter() -> list[str]:
-    """Return the command that runs another in namespaces, without rights; [] if there is no way."""
-    unshare = ["unshare", "-Urmpnui", "--kill-child"]
-    setpriv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
+def way(limits_only: bool = False) -> list[str]:
+    """Return the beginning of a command that contains a program, up to prlimit. Raise ConfigError if there is none.
+
+    `limits_only`: then drop what can be dropped.
+    """
+    unshare = ["unshare", "-Urmpnui", "--kill-child", "sh", "-c", _ENTER, "sandbox"]
+    drop = ["setpriv", "--inh-caps=-all", "--no-new-privs"]
+    limit = ["prlimit", f"--nproc={4 * MAX_PROCESSES}"]
+    users = [drop]
     if os.geteuid() == 0:
         unshare[1] = "-mpnui"
-        setpriv += ["--reuid=65534", "--regid=65534", "--clear-groups"]
-    command = [*unshare, "sh", "-c", _ENTER, "sandbox", *setpriv]
+        other = [*drop, "--reuid=65534", "--regid=65534", "--clear-groups"]
+        users = [other, [*drop, "--bounding-set=-all"]]  # where root alone can read Python, root without its rights
+    try:
+        namespaces = [*unshare, *users[0], "--bounding-set=-all", *_confine(_REFUSED), *limit]
+        alone = _confine(_REFUSED + _REFUSED_ALONE, _SEEN)
+        return _first(namespaces, *([*user, *alone, "prlimit"] for user in users))
+    except ConfigError as error:
+        if not limits_only:
+            raise
+        logging.getLogger("hocket").warning("programs of the model run with limits alone: %s", error)
+    return _first(*([*user, "env", "-i", "prlimit"] for user in [*users, []]))
+
+
+def _first(*ways: list[str]) -> list[str]:
+    """Return the first that works. Raise ConfigError."""
+    problems = ""
     with TemporaryDirectory(prefix="hocket-") as folder:
-        python = [os.path.realpath(sys.executable), "-I", "-c", ""]
-        try:
-            tried = subprocess.run(
-                [*command, *python],
-                env={"PATH": _PATH},
-                cwd=folder,
-                capture_output=True,
-                check=False,
-                timeout=KILL_TIMEOUT_S,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:  # there is no unshare, or it hangs
-            why = str(error)
-        else:
+        for one in ways:
+            command = ["timeout", str(KILL_TIMEOUT_S), *one, *_PYTHON, "-c", ""]
+            tried = subprocess.run(command, env={"PATH": _PATH}, cwd=folder, capture_output=True, check=False)
             if tried.returncode == 0:
-                return command
-            why = tried.stderr.decode("utf-8", "replace").strip()
-    logging.getLogger("hocket").warning("programs of the model run with limits alone, without namespaces: %s", why)
-    return []
+                return one
+            problems += tried.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2] + "; "
+    raise ConfigError(f"programs of the model can't be contained here: {problems}{_FIX}")
+
+
+def _confine(refused: str, seen: Sequence[str] = ()) -> list[str]:
+    """Return the command that refuses these system calls, and all files but the `seen`, to another."""
+    try:
+        import pyseccomp as seccomp
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(f"no libseccomp ({error}): apt-get install libseccomp2; or {_FIX}") from error
+    rules = seccomp.SyscallFilter(seccomp.ALLOW)
+    no = seccomp.ERRNO(errno.EPERM)
+    for call in [*refused.split(), *_LATER]:
+        rules.add_rule(no, call)
+    for call, kind in _SIGNALS_OTHERS:
+        rules.add_rule(no, call, seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, kind))
+    rules.add_rule(no, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NEW_USER, _NEW_USER))
+    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags can't be seen; libraries then take clone
+    rules.add_rule(no, "prlimit64", seccomp.Arg(0, seccomp.NE, 0))  # limits of another process
+    rules.add_rule(no, "socketpair", seccomp.Arg(1, seccomp.MASKED_EQ, 2, 2))  # datagrams: they go to any address
+    with TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        code = file.read().hex()
+    number = str(seccomp.resolve_syscall(seccomp.Arch.NATIVE, "seccomp"))
+    return [*_PYTHON, "-S", "-c", Path(confine.__file__).read_text("utf-8"), number, code, ":".join(seen)]

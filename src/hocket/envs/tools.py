@@ -41,6 +41,8 @@ class Tools(Environment):
         call_timeout_s: Annotated[float, Field(gt=0)] = 30.0,
     ) -> None:
         self._functions = {name: TOOLS.get(name) for name in tools}
+        if "python" in tools:
+            sandbox.way()  # now, not as an error of each call
         self.step_timeout_s = call_timeout_s
         self.toolbox = Toolbox(parser=parser, tools=tuple(map(_schema, self._functions.values())))
         self._num_calls = 0

@@ -69,6 +69,7 @@ class Reward:
     runs: Runs
     imports: tuple[str, ...]  # packages that it needs beyond hocket's own
     own_deadline: bool = False  # of an async one: rewards.timeout_s is not for it
+    check: Callable[..., None] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_for: Collection[str] = ()
     of_group: bool = False  # it scores a group in one call
@@ -101,19 +102,25 @@ REWARDS: Registry[Reward] = Registry(
 
 
 def reward(
-    name: str, *, inline: bool = False, imports: tuple[str, ...] = (), own_deadline: bool = False
+    name: str,
+    *,
+    inline: bool = False,
+    imports: tuple[str, ...] = (),
+    own_deadline: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
     """Register a function, or a class with `__call__`, as the reward `name` (decorator).
 
     `inline`: call it in this process, without a deadline; `imports`: packages that a worker loads first;
-    `own_deadline`: an async one sees to its deadline itself. RewardError of an async one ends the run.
+    `own_deadline`: an async one sees to its deadline itself; `check`: refuses options that this machine can't run.
+    RewardError of an async one ends the run.
     """
 
     def add(function: F) -> F:
         runs: Runs = "inline" if inline else "worker"
         if inspect.iscoroutinefunction(_called(function)):
             runs = "async"
-        made = Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline)
+        made = Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline, check=check)
         REWARDS.register(name)(made)
         return function
 
@@ -173,6 +180,8 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         max_concurrent=spec.max_concurrent,
         retries=retries,
     )
+    if found.check is not None:
+        found.check(**options)
     if found.is_class and found.runs != "worker":  # set up where it is used; those of workers may be large
         try_out(bound.made, called, section)
     return bound

@@ -3,9 +3,9 @@
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from hocket.common import sandbox
+from hocket.common.sandbox import run, way
 from hocket.rewards.base import reward
 from hocket.rewards.builtin import after_thought, last_block, list_of
 from hocket.types import Score
@@ -13,7 +13,12 @@ from hocket.types import Score
 MAX_SHOWN = 800  # characters of what a program wrote, of each stream
 
 
-@reward("code")
+def check(sandbox: str = "", **_: Any) -> None:
+    """Raise ConfigError where programs can't be contained, and need not be."""
+    way(bool(sandbox))
+
+
+@reward("code", check=check)
 def code(
     completion: str,
     meta: Mapping[str, Any],
@@ -21,6 +26,7 @@ def code(
     tests: str = "tests",
     timeout_s: float = 10.0,
     partial: bool = False,
+    sandbox: Literal["", "limits_only"] = "",
 ) -> Score:
     given = list_of("tests", meta, tests)
     program = last_block(after_thought(completion, opening))
@@ -30,7 +36,7 @@ def code(
     note = ""
     ends = time.monotonic() + timeout_s
     for number, test in enumerate(given, 1):
-        verdict, wrote = _verdict(f"{program}\n", test, max(ends - time.monotonic(), 0.0))
+        verdict, wrote = _verdict(f"{program}\n", test, max(ends - time.monotonic(), 0.0), bool(sandbox))
         counts[verdict] += 1
         if verdict == "passed":
             continue
@@ -41,14 +47,14 @@ def code(
     return Score(total=shares["passed"] if partial else float(not note), parts=shares, note=note)
 
 
-def _verdict(program: str, test: Any, timeout_s: float) -> tuple[str, str]:
+def _verdict(program: str, test: Any, timeout_s: float, limits_only: bool) -> tuple[str, str]:
     """Run one test; return its verdict and the ends of what the program wrote."""
     if isinstance(test, Mapping):
-        ran = sandbox.run(program, test["input"], timeout_s)
+        ran = run(program, test["input"], timeout_s, limits_only=limits_only)
         passed = _lines(ran.stdout) == _lines(str(test["output"]))
     else:
         end = secrets.token_hex(8)  # a program that ends well before its assert has not passed it
-        ran = sandbox.run(f"{program}\n{test}\nprint({end!r})", "", timeout_s)
+        ran = run(f"{program}\n{test}\nprint({end!r})", "", timeout_s, limits_only=limits_only)
         passed = _lines(ran.stdout)[-1:] == [end]
     verdict = {None: "late", 0: "passed" if passed else "wrong"}.get(ran.status, "failed")
     return verdict, f"stdout: {ran.stdout[-MAX_SHOWN:]}\nstderr: {ran.stderr[-MAX_SHOWN:]}"
