@@ -86,9 +86,17 @@ def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence], temperatu
     return found
 
 
-def make_groups(model: str) -> list[TrainSample]:
-    """Returns four groups of three samples, as an engine with slightly other log-probs would have sampled them."""
+def make_groups(model: str, *, prompt: int = 0) -> list[TrainSample]:
+    """Returns four groups of three samples, as an engine with slightly other log-probs would have sampled them.
+
+    `prompt`: tokens with which those of a group begin alike.
+    """
     rng, rollouts = random.Random(7), make_rollouts(12, longest=20, seed=7)
+    begin = [[place // 3 + 7 * i for i in range(prompt)] for place in range(12)]
+    rollouts = [
+        sequence([*ids, *one.token_ids], [False] * prompt + [*one.mask])
+        for ids, one in zip(begin, rollouts, strict=True)
+    ]
     samples = []
     for place, (rollout, logprobs) in enumerate(zip(rollouts, logprobs_of(model, rollouts), strict=True)):
         engines = tuple(value + rng.gauss(0, 0.3) * m for value, m in zip(logprobs, rollout.mask, strict=True))

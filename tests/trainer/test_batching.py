@@ -23,7 +23,7 @@ def test_a_hand_worked_batch() -> None:
     assert batch.segments.lengths == (3, 1, 1)
     assert batch.input_ids_br.tolist() == [[5, 6, 7, 1, 3]]
     assert batch.target_ids_bt.tolist() == [[6, 7, 8, 2, 4]]
-    assert batch.segments.positions_bt.tolist() == [[0, 1, 2, 0, 0]]
+    assert batch.segments.positions_br.tolist() == [[0, 1, 2, 0, 0]]
     assert batch.mask_bt.tolist() == [[False, True, True, True, True]]
     assert batch.rollout_logprobs_bt.tolist() == [[0.0, -7.0, -8.0, -2.0, -4.0]]
     assert batch.advantages_bt.tolist() == [[0.0, 2.0, 2.0, -1.0, 1.0]]

@@ -43,7 +43,7 @@ def test_a_hand_worked_group_reads_its_prompt_once() -> None:
     assert batch.input_ids_br.tolist() == [[*BEGIN, 1, 2, 4]]
     assert batch.segments.lengths == (14, 1)
     assert batch.segments.starts == (0, 12)
-    assert batch.segments.positions_bt.tolist() == [[*range(14), 12]]
+    assert batch.segments.positions_br.tolist() == [[*range(14), 12]]
     shared, bounds = batch.segments.seen or (None, None)
     assert shared.tolist() == [*range(14), *range(12), 14]
     assert bounds.tolist() == [0, 14, 27]

@@ -244,6 +244,33 @@ def updates(model: str, output: Path, ranks: Ranks) -> None:
         (output / str(stage) / "metrics.json").write_text(json.dumps(metrics))
 
 
+SPLITS = {
+    "not shared": "trainer.share_prefixes=false",
+    "ZeRO-2": "trainer.zero_stage=2",
+    "ZeRO-3": "trainer.zero_stage=3 trainer.gradient_checkpointing=true",
+    "sequence ratio": "algorithm.ratio=sequence algorithm.epochs=2 algorithm.aggregate=seq_mean_token_mean",
+    "sequence mask": "algorithm.correction=sequence_mask algorithm.aggregate=seq_mean_token_sum",
+    "constant": "algorithm.aggregate=constant algorithm.entropy_coef=0.1",
+    "ppo": "algorithm.preset=ppo algorithm.epochs=2 algorithm.kl=k2 algorithm.kl_coef=0.1 critic.learning_rate=1e-2",
+    "lora": "model.lora.rank=4",
+}
+
+
+def splits(model: str, output: Path, ranks: Ranks) -> None:
+    """Two steps on groups with a common prompt, of rows that 1, 2 or 4 ranks compute together."""
+    cells = {
+        f"{size} {name}": (f"trainer.sequence_parallel={size}", *settings.split())
+        for name, settings in SPLITS.items()
+        for size in (2, 4)[: ranks.size // 2] or (1,)
+    }
+    for name, trainer in led(model, ranks, cells):
+        groups = make_groups(model, prompt=9)
+        stats = [trainer.step(measured(trainer, groups, returns=1.0), number=step) for step in range(2)]
+        trainer.export(output / name)
+        found = {"stats": stats, "gap": gap_of(trainer, groups)}
+        (output / name / "found.json").write_text(json.dumps(found))
+
+
 def complain() -> None:
     raise ValueError("rank 0 has a problem of its own")
 
@@ -312,7 +339,7 @@ def fail(scenario: str, model: str) -> None:
                 happen()
 
 
-SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates)
+SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates, splits)
 COMMON = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 

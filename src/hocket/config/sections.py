@@ -260,6 +260,8 @@ class TrainerConfig(Section):
     """Maximum tokens per forward pass. `auto`: 8192 on a CPU; what fits on a GPU."""
     share_prefixes: bool = True
     """What sequences of a micro-batch begin with alike, such as a prompt, is computed once."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that compute a row together, each a part of its positions."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32."""
     gradient_checkpointing: bool = False

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from hocket.errors import TrainerError
+
+if TYPE_CHECKING:
+    from hocket.trainer.ulysses import Split
 
 NAME = "hocket_segments"
 _ROUND = 32  # without a kernel, segments whose lengths round up alike go together
@@ -30,6 +33,7 @@ class Segments:
     device: torch.device
     starts: tuple[int, ...] = ()  # shared positions before each; (): none
     shared: Tensor | None = None  # places in the row of the positions that each segment sees, one segment after another
+    split: "Split | None" = None  # the ranks that divide the row
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
@@ -41,7 +45,7 @@ class Segments:
         return max(self.ends)
 
     @functools.cached_property
-    def positions_bt(self) -> Tensor:
+    def positions_br(self) -> Tensor:
         """Places within sequences, [1, row]."""
         spans = zip(self.lengths, self.ends, strict=True)
         return self._there(torch.cat([torch.arange(end - length, end) for length, end in spans])[None])
@@ -142,18 +146,17 @@ def attend(
     segments = segments or Segments((query.shape[2],), query.device)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    split = segments.split
+    if split is not None:
+        query, key, value = map(split.by_heads, (query, key, value))
+        s_aux = None if s_aux is None else split.of_heads(s_aux)
     query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     window = segments.longest if sliding_window is None else min(sliding_window, segments.longest)
     if s_aux is None and has_kernel(query_rhd, key_rhd, value_rhd):
-        seen = segments.offsets
-        if segments.seen is not None:  # the kernel wants each segment's keys side by side
-            places, seen = segments.seen
-            key_rhd, value_rhd = key_rhd.index_select(0, places), value_rhd.index_select(0, places)
-        bounds = (segments.offsets, seen, max(segments.lengths), segments.longest)
-        left = -1 if window == segments.longest else window - 1
-        options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0), "enable_gqa": True}
-        return cast(Tensor, varlen_attn(query_rhd, key_rhd, value_rhd, *bounds, **options))[None], None
-    return _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window, s_aux)[None], None
+        result_rhd = _by_kernel(query_rhd, key_rhd, value_rhd, segments, scaling, window)
+    else:
+        result_rhd = _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window, s_aux)
+    return (result_rhd[None] if split is None else split.by_positions(result_rhd[None])), None
 
 
 def choose_kernel(device: torch.device) -> str:
@@ -189,6 +192,20 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and size % 8 == 0
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
+
+
+def _by_kernel(
+    query_rhd: Tensor, key_rhd: Tensor, value_rhd: Tensor, segments: Segments, scaling: float, window: int
+) -> Tensor:
+    seen = segments.offsets
+    if segments.seen is not None:  # the kernel wants each segment's keys side by side
+        places, seen = segments.seen
+        key_rhd = key_rhd.index_select(0, places)
+        value_rhd = value_rhd.index_select(0, places)
+    bounds = (segments.offsets, seen, max(segments.lengths), segments.longest)
+    left = -1 if window == segments.longest else window - 1
+    options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0), "enable_gqa": True}
+    return cast(Tensor, varlen_attn(query_rhd, key_rhd, value_rhd, *bounds, **options))
 
 
 def _by_groups(

@@ -23,6 +23,7 @@ from hocket.errors import TrainerError
 from hocket.trainer import prefixes
 from hocket.trainer.attention import Segments
 from hocket.trainer.prefixes import Order, Run, Size
+from hocket.trainer.ulysses import Split
 from hocket.types import TokenSequence, TrainSample
 
 PIECES = (1, 2, 4, 8)  # least number of a rank's runs of samples
@@ -34,16 +35,17 @@ class TrainBatch(LossBatch):
     """One forward pass of one rank. b: one; t next-token axis: everything at t is about the predicted token."""
 
     segments: Segments  # of the row
-    input_ids_br: Tensor  # [1, row]
+    input_ids_br: Tensor  # [1, row], or this rank's part of it
     target_ids_bt: Tensor
-    trained_n: Tensor  # places on the axis t where the mask is True
-    row_n: Tensor  # their places in the row
+    trained_n: Tensor  # places on the axis t where the mask is True, of this rank's part
+    row_n: Tensor  # their places in `input_ids_br`
     lengths: tuple[int, ...]  # of the sequences, along t
     places: tuple[int, ...]  # of the sequences among the packed samples
+    split: Split | None  # how ranks divide the row
     max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
 
 
-Make = Callable[[torch.device], TrainBatch]  # builds a micro-batch, on any rank
+Make = Callable[..., TrainBatch]  # builds a micro-batch, on any rank: (device, its Split of the row)
 
 
 def num_positions(sample: TrainSample) -> int:
@@ -143,6 +145,7 @@ def _build(
     share: bool,
     counts: Mapping[str, int],
     device: torch.device,
+    split: Split | None = None,
 ) -> TrainBatch:
     parts = list(map(_arrays, samples))
 
@@ -154,25 +157,32 @@ def _build(
 
     read = [arrays["token_ids"][:-1] for arrays in parts]
     starts = [0, *(prefixes.in_common(*both) if share else 0 for both in itertools.pairwise(read))]
+    if split is not None:
+        read.append(split.padding(sum(map(len, read)) - sum(starts)))
+        starts.append(0)
     rows = prefixes.places([len(ids) for ids in read], starts)
     added = [ids[start:] for ids, start in zip(read, starts, strict=True)]
+    lengths = tuple(map(num_positions, samples))
     mask_bt = along("mask")
-    lengths = tuple(map(len, read))
-    row_t = torch.from_numpy(np.concatenate(rows))
     trained_n = mask_bt[0].nonzero()[:, 0]
+    row_n = torch.from_numpy(np.concatenate(rows))[trained_n]
+    input_ids_br = torch.from_numpy(np.concatenate(added))[None]
+    if split is not None:
+        input_ids_br, trained_n, row_n = split.own(input_ids_br, trained_n, row_n)
     return TrainBatch(
-        segments=prefixes.segments(rows, starts, device),
-        input_ids_br=there(torch.from_numpy(np.concatenate(added))[None]),
+        segments=prefixes.segments(rows, starts, device, split),
+        input_ids_br=there(input_ids_br),
         target_ids_bt=there(along("token_ids")),
         mask_bt=there(mask_bt),
         rollout_logprobs_bt=there(along("rollout_logprobs")),
         advantages_bt=there(along("advantages")),
         columns={name: there(along(name)) for name in samples[0].columns},
         trained_n=there(trained_n),
-        row_n=there(row_t[trained_n]),
+        row_n=there(row_n),
         sample_bt=there(torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))[None]),
         lengths=lengths,
         places=places,
+        split=split,
         **counts,
     )
 

@@ -21,6 +21,7 @@ from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
+from hocket.trainer.ulysses import Split
 from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
@@ -99,7 +100,8 @@ def estimate(
     if stage == 3:
         gathered = min(count, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
-    tokens = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
+    row = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
+    tokens = row / config.sequence_parallel
     logits = _HEAD_BYTES * min(tokens, CHUNK_TOKENS) * shape.vocab
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
     if not sizes:
@@ -172,17 +174,19 @@ def available_bytes(device: torch.device) -> int:
     return machine.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
+def fit_micro_batch(
+    learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int, split: Split | None = None
+) -> int:
     """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes of others.
 
     k times as many tokens take at most k times the memory. `longest`: positions of the longest sequence.
     """
     size = CHUNK_TOKENS
     for learner in learners:  # the first run allocates what libraries keep
-        rehearse(learner, size, ranks, longest)
+        rehearse(learner, size, ranks, longest, split)
     room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves)
     for _ in range(MAX_TRIES):
-        peak = max(_peak_bytes(learner, size, ranks, longest) for learner in learners)
+        peak = max(_peak_bytes(learner, size, ranks, longest, split) for learner in learners)
         fits = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak)))
         if size <= fits < WORTH_A_TRY * size:
             return size
@@ -195,7 +199,7 @@ def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float,
     )
 
 
-def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
+def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int, split: Split | None = None) -> None:
     """Run made-up sequences with a gradient that is not finite: nothing changes."""
     samples = []
     for start in range(0, num_positions, longest):
@@ -203,16 +207,16 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -
         sequence = TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros)
         samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
     [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
-    learner.engine.backward(learner.loss(make(ranks.device)).loss * math.nan, last=True)
+    learner.engine.backward(learner.loss(make(ranks.device, split)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
         raise TrainerError("a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number")
 
 
-def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> int:
+def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int, split: Split | None) -> int:
     torch.cuda.synchronize(ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
     before = torch.cuda.memory_allocated(ranks.device)
-    rehearse(learner, num_positions, ranks, longest)
+    rehearse(learner, num_positions, ranks, longest, split)
     torch.cuda.synchronize(ranks.device)
     return torch.cuda.max_memory_allocated(ranks.device) - before
 

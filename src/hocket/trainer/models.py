@@ -17,7 +17,7 @@ from hocket.common.tasks import seed_of
 from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
-from hocket.trainer import attention, flops, guards, memory, offload
+from hocket.trainer import attention, flops, guards, memory, offload, ulysses
 from hocket.trainer.batching import Make, TrainBatch, unpack
 from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets
 from hocket.trainer.logprobs import CHUNK_TOKENS
@@ -90,6 +90,8 @@ class Models:
         self.attention = attention.choose_kernel(device)
         self.estimate = memory.check(objective.models(model), settings, self.setup.dtype, self.ranks)
         self.policy = self.load(model, Policy)
+        self.split = ulysses.split(settings.sequence_parallel, self.ranks, self.policy.model.config)
+        self.ranks.copies = settings.sequence_parallel
         self.flops = flops.model_flops(skeleton(model))
         self.key_share = Shape.of(self.policy.model).key_share
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
@@ -151,7 +153,7 @@ class Models:
         )
         self.fitted_for = seed_of(used, leaves, self.ranks.size, torch.cuda.get_device_name(self.ranks.device))
         longest = tokenizers.context_length(config.model) - 1
-        return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
+        return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest, split=self.split)
 
     def run(self, work: Callable[..., Any], args: Sequence[Any], **own: Any) -> Any:
         """Run a method of this class as this rank's part of common work."""
@@ -177,7 +179,7 @@ class Models:
             ) from error
 
     def _built(self, share: Share) -> list[TrainBatch]:
-        batches = [make(self.ranks.device) for make in share]
+        batches = [make(self.ranks.device, self.split) for make in share]
         self._longest = max(batch.segments.longest for batch in batches)
         return batches
 
@@ -191,7 +193,7 @@ class Models:
         done = [update(learner, batches, self.ranks) for learner in self.learners]
         policy = done[0]
         num_tokens = batches[0].num_tokens_global
-        positions, computed, operations = self.ranks.sum(self._work_of(batches))
+        positions, computed, operations = self.ranks.total(self._work_of(batches))
         of_head = flops.step_flops(self.flops, [], num_tokens)
         metrics = {
             **policy.totals,
@@ -219,7 +221,7 @@ class Models:
         starts = [start for row in rows for start in row.starts]
         positions = sum(sum(batch.lengths) for batch in batches if batch.places)
         operations = flops.step_flops(self.flops, ends, 0) - flops.step_flops(self.flops, starts, 0)
-        return [float(positions), float(sum(ends) - sum(starts)), operations]
+        return [positions, sum(ends) - sum(starts), operations]
 
     def end_step(self) -> None:
         for learner in self.learners:
@@ -247,7 +249,7 @@ class Models:
             gap_bt = (logprobs_bt - batch.rollout_logprobs_bt).abs()
             columns = (batch.mask_bt, gap_bt, -logprobs_bt - entropy_bt, variance_bt)
             sums += torch.stack([column_bt.sum(dtype=torch.float64) for column_bt in columns])
-        return self.ranks.sum(sums.tolist())
+        return self.ranks.total(sums.tolist())
 
     def export(self) -> list[tuple[str, Tensor]]:
         """Return on rank 0 the trained weights, which ZeRO-3 copies to the CPU."""

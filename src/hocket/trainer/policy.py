@@ -99,7 +99,7 @@ class Policy(nn.Module):
     def forward(self, batch: TrainBatch, variance: bool = False) -> tuple[Tensor, ...]:
         """Return what `token_logprobs` does of the batch's targets; 0 where its mask is false."""
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments)
-        return token_logprobs(
+        columns = token_logprobs(
             hidden_brh,
             self.model.get_output_embeddings(),
             batch.target_ids_bt,
@@ -111,9 +111,11 @@ class Policy(nn.Module):
             entropy_gradient=self.entropy_gradient,
             variance=variance,
         )
+        return columns if batch.split is None else tuple(map(batch.split.whole, columns))
 
     def _hidden(self, input_ids_br: Tensor, segments: Segments) -> Tensor:
-        inputs = {"input_ids": input_ids_br, "position_ids": segments.positions_bt, "segments": segments}
+        positions_br = segments.positions_br if segments.split is None else segments.split.part(segments.positions_br)
+        inputs = {"input_ids": input_ids_br, "position_ids": positions_br, "segments": segments}
         return cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
 
     @torch.no_grad()
@@ -129,7 +131,7 @@ class Policy(nn.Module):
         shared = self._hidden(ids_bt[:, :12], Segments((8, 4), device, (0, 4), seen))
         branch = self._hidden(torch.cat([ids_bt[:, :4], ids_bt[:, 8:12]], dim=1), one)
         self.model.set_attn_implementation("eager")  # the model's own
-        inputs = {"input_ids": ids_bt[:, 8:], "position_ids": one.positions_bt}
+        inputs = {"input_ids": ids_bt[:, 8:], "position_ids": one.positions_br}
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         logits = self.model(**inputs, use_cache=False).logits
         self.model.set_attn_implementation(attention.NAME)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hocket.trainer.attention import Segments
+from hocket.trainer.ulysses import Split
 
 WORTH_SHARING = 8  # positions: each sequence gets a copy of the keys that it shares
 Run = list[int]
@@ -79,11 +80,13 @@ def places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
     return rows[1:]
 
 
-def segments(rows: Sequence[np.ndarray], starts: Sequence[int], device: torch.device) -> Segments:
+def segments(
+    rows: Sequence[np.ndarray], starts: Sequence[int], device: torch.device, split: Split | None = None
+) -> Segments:
     """Return how `places` divide their row; a sequence that adds nothing to it has no segment."""
     adding = [(row, start) for row, start in zip(rows, starts, strict=True) if len(row) > start]
     lengths = tuple(len(row) - start for row, start in adding)
     if not any(starts):
-        return Segments(lengths, device)
+        return Segments(lengths, device, split=split)
     seen = torch.from_numpy(np.concatenate([row for row, _ in adding]))
-    return Segments(lengths, device, tuple(start for _, start in adding), seen)
+    return Segments(lengths, device, tuple(start for _, start in adding), seen, split)

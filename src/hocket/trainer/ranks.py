@@ -35,6 +35,7 @@ class Ranks:
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         self.is_main = self.rank == 0
         self.timeout_s = timeout_s
+        self.copies = 1  # ranks that compute a row together
         self.destroy: Callable[[], None] = dist.destroy_process_group  # DeepSpeed has groups of its own
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
@@ -97,6 +98,10 @@ class Ranks:
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._reports)
         return list(total.tolist())
+
+    def total(self, values: list[float]) -> list[float]:
+        """Return the sums over ranks of what `copies` of them have alike."""
+        return [value / self.copies for value in self.sum(values)]
 
     def smallest(self, value: int) -> int:
         least = torch.tensor(value)

@@ -71,7 +71,7 @@ def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) ->
         shares.append(torch.stack([value.double() for value in share.values()]))
         last = index == len(batches) - 1
         if last:
-            totals = dict(zip(share, ranks.sum(torch.stack(shares).sum(dim=0).tolist()), strict=True))
+            totals = dict(zip(share, ranks.total(torch.stack(shares).sum(dim=0).tolist()), strict=True))
             if not math.isfinite(totals["loss"]):
                 loss = loss * math.nan  # an infinite loss may have finite gradients; NaN ones skip the step
         if learns:

@@ -220,15 +220,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def _shares(self, samples: Sequence[TrainSample], *more: Any) -> list[tuple[Any, ...]]:
         """Return each rank's share of the samples, and what all get."""
         batching.check_fits(samples, self.micro_batch_tokens)
+        copies = self._config.trainer.sequence_parallel
         shares = batching.divide(
             samples,
             micro_batch_tokens=self.micro_batch_tokens,
-            num_ranks=self.ranks.size,
+            num_ranks=self.ranks.size // copies,
             cost=functools.cache(lambda length: flops.step_flops(self.models.flops, [length], length)),
             share=self._config.trainer.share_prefixes,
             key_share=self.models.key_share,
         )
-        return [(share, *more) for share in shares]
+        return [(share, *more) for share in shares for _ in range(copies)]
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
         """Write the weights as published; return the specs of the tensors in memory."""
