@@ -42,8 +42,9 @@ from hocket.types import Prompt, Rollout, Score, TrainSample
 
 GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 16, 500, 150_000
 HEALTH = Health(
-    status="ready", version=1, model="m", dtype="bfloat16", vocab_size=VOCABULARY, max_length=1 << 20, in_flight=0,
+    status="ready", version=1, model="m", dtype="bfloat16", architecture="", vocab_size=VOCABULARY, max_length=1 << 20,
     tokenizer_sha256="", session="s", root="/", device="cpu", workers=1, kv_tokens=1 << 24,
+    in_flight=0, max_adapter_rank=0,
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The likely mistakes of a first hour, as typed: each is answered by cause and fix, before an engine is loaded.
 
 Three are elsewhere, where their processes are: a command that there is not (test_run.py), a port in use
-(server/test_main.py), a server with another model or tokenizer than the trainer's (trainer/test_trainer.py).
+(server/test_main.py), a server with another model or tokenizer than the trainer's (commands/test_runs.py).
 """
 
 import shlex
@@ -35,6 +35,7 @@ FILES = {
     "null.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": null}\n',
     "tab.yaml": "run:\n\tdir: a\n",
     "colon.yaml": "rewards:\n  functions:\n    length:1\n",
+    "fine.yaml": "trainer: {steps: 3}\n",
     "typo.yaml": "trainer: {stps: 3}\n",
     "mine.py": "import time\n\nfrom hocket.rewards import reward\n"
     "@reward('my_raises')\ndef raises(meta):\n    return meta['sol']\n"
@@ -121,6 +122,14 @@ rollout run.dir=trained | holds a run of 3 steps already; choose another run.dir
 rollout run.dir=owned | which is running: choose another run.dir, or end that process first
 select whole/weights | whole/weights is no run: it has no config.yaml; give the run folder
 ledger empty | empty is no run with a ledger: train and quickstart write one, a replay draws nothing
+launch run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
+launch --dry-run sync.root=empty | runs/default must lie under sync.root=HERE/empty, in no hidden folder
+launch --dry-run launch.share_gpu=true launch.servers=2 | launch.share_gpu is for one server; give several GPUs of
+quickstart fine.yaml run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
+plan sft.epochs=2 | a plan is of `train`: leave the section sft out, whose command has no servers
+plan launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0: take more, or
+config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
+config 'rewards.functions={exact_match: {clip: [1, 1]}}' | must be [lowest, highest], the first below the second
 launch --submit | --output and --submit need an --engine
 launch --gpus-per-node 4 | --gpus-per-node, --output and --submit need an --engine
 generate -p a -n 0 | can't be asked for: Input should be greater than or equal to 1

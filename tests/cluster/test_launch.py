@@ -223,9 +223,9 @@ def test_gpus_are_divided_between_servers_and_ranks(
 @pytest.mark.parametrize(
     ("gpus", "settings", "reason"),
     [
-        ("0", ["launch.trainers=2"], "launch.trainers=2 needs 2 GPUs, and of this machine's 1 it has 1"),
-        ("0123", ["launch.servers=4"], "launch.trainers=1 needs 1 GPUs, and of this machine's 4 it has 0"),
-        ("01", ["server.tensor_parallel_size=4"], "launch.servers=1 needs 4 GPUs, and of this machine's 2 it has 2"),
+        ("0", ["launch.trainers=2"], "launch.trainers=2 needs 2 GPUs, and of 1 in all it has 1"),
+        ("0123", ["launch.servers=4"], "launch.trainers=1 needs 1 GPUs, and of 4 in all it has 0"),
+        ("01", ["server.tensor_parallel_size=4"], "launch.servers=1 needs 4 GPUs, and of 2 in all it has 2"),
         ("0", ["sync.backend=nccl"], "GPU 0 has a server and a trainer.*launch.share_gpu=true sync.backend=disk"),
     ],
 )
@@ -242,10 +242,19 @@ def test_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatc
         assert launch.visible_gpus() == []
 
 
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.environment, "nvidia_smi", lambda column: ["0", "1"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7,1")
+    with pytest.raises(ConfigError, match="names GPU 7, which nvidia-smi does not show: correct it, or set HOCKET_DEV"):
+        launch.launch(config.load(), [], dry_run=True)
+    launch.refuse_missing(["1", "0", "MIG-1f2e", "GPU-8932f937"])
+
+
 def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(launch.environment, "nvidia_smi", lambda column: ["0", "1", "2", "3"])
     ports = [8100, 8101]
     monkeypatch.setattr(launch, "free_port", lambda host, wanted: wanted)
     settings = ["server.port=8100", "server.host=localhost", f"run.dir={tmp_path}/a"]
@@ -274,6 +283,7 @@ def test_a_launch_of_sides_that_share_their_gpus_gives_its_processes_settings_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(launch.environment, "nvidia_smi", lambda column: ["0", "1"])
     settings = ["launch.share_gpu=true", "launch.trainers=2", f"run.dir={tmp_path}/a"]
     assert launch.launch(config.load(None, settings), settings, dry_run=True) == 0
     typed = shlex.split(capsys.readouterr().out.splitlines()[-1])

@@ -77,6 +77,8 @@ def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_h
     settings = [f"model.path={models['7B']}", *COMMON, "launch.servers=4", "server.gpu_memory_utilization=0.9"]
     settings.append("sync.backend=disk")
     found = plan.Needs(load(None, settings), 8, plan.GPUS["80GB"])
+    default = plan.Needs(load(None, [*settings, "server.engine.max_num_seqs=null"]), 8, plan.GPUS["80GB"])
+    assert default.seconds == found.seconds
     assert found.parameters == 7_615_616_512
     assert (found.where.servers, found.where.ranks) == (["0", "1", "2", "3"], "4,5,6,7")
     # keys and values, 28 layers of 4 heads of 128 in bfloat16: 57,344 bytes per token; 2.5 GiB are vLLM's own

@@ -5,12 +5,14 @@ import json
 import os
 import shutil
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import fakes
 import hocket
 from hocket.client.server import ServerClient
 from hocket.cluster.launch import visible_gpus
@@ -18,30 +20,47 @@ from hocket.commands import parts
 from hocket.commands import runs as commands
 from hocket.config import Config, load
 from hocket.data import sources
+from hocket.data import tokenizer as tokenizers
 from hocket.data.cache import KeptPrompts
-from hocket.errors import ConfigError, RewardError, ServerError
+from hocket.errors import ConfigError, HocketError, RewardError, ServerError
+from hocket.protocol import GenerateRequest
 from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
 
 ROOT = Path(__file__).parents[2]
+SORT = ROOT / "checkpoints" / "tiny-sort"
 
 
 @pytest.fixture
 def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Returns what a dry run prints; one server answers, http://up."""
+    """Returns what a dry run prints; one server answers, http://up, with what is given of its health."""
+    model = tmp_path / "model"
 
     async def health(self: ServerClient) -> Any:
         if self.url != "http://up":
             raise ServerError("refused", code="unreachable")
-        return SimpleNamespace()
+        return fakes.health(**served)
 
+    async def ask(self: ServerClient, request: GenerateRequest, *, timeout_s: float) -> None:
+        assert request.sampling.max_tokens == 1
+        if self._http.headers.get("Authorization") != "Bearer its-token":
+            raise ServerError("answered 401: this server wants a token", code="unauthorized", status=401)
+        if request.tools is not None:
+            raise ServerError(f"vLLM's tool parser {request.tools.parser!r} can't be used", code="invalid", status=422)
+
+    served: dict[str, Any] = {}
     sizes = {"num_parameters": 7, "micro_batch_tokens": 8192}
-    trainer = SimpleNamespace(memory="little", check_same_model=lambda health: None, **sizes)
     monkeypatch.setattr(ServerClient, "health", health)
-    monkeypatch.setattr(commands.Parts, "trainer", lambda self, stack: trainer)
+    monkeypatch.setattr(ServerClient, "ask", ask)
+    monkeypatch.setattr(
+        "hocket.trainer.trainer.Trainer", lambda _: nullcontext(SimpleNamespace(memory="little", **sizes))
+    )
+    monkeypatch.setenv("HOCKET_TOKEN", "its-token")
 
-    def run(*settings: str) -> str:
-        model = tmp_path / "model"
+    def run(*settings: str, **other: Any) -> str:
+        served.clear()
+        same = {"architecture": "Qwen2ForCausalLM b5a32aba", "root": str(tmp_path), "max_length": 512}
+        served.update(same | {"tokenizer_sha256": tokenizers.fingerprint(tokenizers.load(str(SORT)))} | other)
         shutil.copytree(ROOT / "checkpoints" / "tiny-sort", model, dirs_exist_ok=True)
         template = (model / "chat_template.jinja").read_text(encoding="utf-8")
         (model / "chat_template.jinja").write_text(template.rstrip("\n") + "<think>\n\n", encoding="utf-8")
@@ -75,8 +94,9 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert "the empty answer of " in failed
     assert "has no score: exact_match: " in failed
     assert "reward-test --samples FILE CONFIG" in failed
-    assert "server http://up has the same model and tokenizer" in said
+    assert "server http://up has the same model and tokenizer, and answers" in said
     assert "no server answers at http://down yet" in said
+    assert "a run, as far as is seen without a server" in dry_run("server.urls=[http://down]")
 
 
 def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the_start(tmp_path: Path) -> None:
@@ -155,10 +175,10 @@ def test_a_resume_that_is_refused_leaves_the_records_behind_the_checkpoint(
         pytest.fail("the records were cut off")
 
     saved = SimpleNamespace(step=1, folder=tmp_path, trainer={}, restore=cut_off)
-    does = {"restore": lambda *_: None, "check_same_model": None}
+    does = {"restore": lambda *_: None}
     trainer = SimpleNamespace(memory="little", micro_batch_tokens=3, **does)
-    monkeypatch.setattr(commands.checkpoints, "find", lambda *_: saved)
-    monkeypatch.setattr(commands.Parts, "trainer", lambda *_: trainer)
+    monkeypatch.setattr(commands.checkpoints, "find", lambda *_, **__: saved)
+    monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda _: nullcontext(trainer))
     settings = [f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4"]
     with pytest.raises(ConfigError, match="tokens, but 4 fit"):
         commands.train(load(None, settings))
@@ -208,6 +228,38 @@ def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_ru
     assert "nothing stands in the way" in dry_run("launch.share_gpu=true", "server.urls=http://down")
     with pytest.raises(ConfigError, match=r"the server holds the GPU of launch\.share_gpu: stop it"):
         dry_run("launch.share_gpu=true", "server.urls=http://up")
+
+
+@pytest.mark.parametrize(
+    ("other", "settings", "says"),
+    [
+        ({"architecture": "Qwen3ForCausalLM 0"}, "", "architecture Qwen3ForCausalLM 0, this run Qwen2ForCausalLM b5a3"),
+        ({"tokenizer_sha256": "0"}, "", "the tokenizer 0, this run .*: start both with the same model.path"),
+        ({"root": "/else"}, "", "versions /else, this run /.*: start both with the same sync.root, or set sync.upload"),
+        ({"max_length": 99}, "rollout.max_tokens=90", "sequence 99, this run .*: start both with the same model.max_l"),
+        ({"max_adapter_rank": 8}, "model.lora={}", "rank of adapters 8, this run 16: start both with the same model.l"),
+        ({}, "server.token=not-its-token", "answered 401"),
+        ({}, "env.name=tools env.tools=calculate env.parser=hermess", "vLLM's tool parser 'hermess' can't be used"),
+        ({}, "observe.loggers=tensorboard", "tensorboard"),
+        ({}, "pipeline.replay=nowhere", "no rollouts of step 100 in nowhere/rollouts/step_000100.jsonl"),
+        ({}, "sync.root=nowhere", "must lie under sync.root=.*nowhere, in no hidden folder"),
+        ({}, "run.dir=used", "used holds a run of 3 steps already; choose another run.dir"),
+        ({}, "run.dir=used/metrics.jsonl/a", "Not a directory"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(
+    other: dict[str, Any], settings: str, says: str, dry_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/metrics.jsonl").write_text('{"step": 3}\n')
+    given = settings.split()
+    with pytest.raises((HocketError, OSError), match=says):
+        dry_run("server.urls=[http://up]", *given, **other)
+    if other:  # where no version is read from a folder, or a server can take more, it is no other
+        more = {"max_length": 1024, "max_adapter_rank": 64, "root": other.get("root", str(tmp_path))}
+        assert "nothing stands" in dry_run("server.urls=[http://up]", "sync.upload=true", *given, **more)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

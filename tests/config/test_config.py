@@ -190,7 +190,6 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
         ("algorithm.preset=dapo env.thinking_tokens=9", "overlong_share=0.2 would punish the thoughts"),
         ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
-        ("run.dir=runs/.hidden", "in no hidden folder"),
         ("run.dir=", "run.dir: the path is empty: is a shell variable not set?"),
         ("server.urls=localhost:8000", "server.urls.0: must begin with http:// or https:// and a host, got 'localhost"),
         ("server.urls=http://:8000", "must begin with http:// or https:// and a host"),
@@ -222,11 +221,11 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("trainer.deepspeed=[1]", "trainer.deepspeed: must be a mapping of key: value"),
         ("algorithm.preset=ppo critic.warmup_steps=10 trainer.steps=10", "leaves no step of trainer.steps=10"),
         ("trainer.offload_optimizer=true trainer.zero_stage=0", "offload_optimizer needs zero_stage"),
-        ("run.dir=runs/a sync.root=elsewhere", "runs/a must lie under sync.root="),
         ("launch.share_gpu=true pipeline.max_staleness=1", "needs pipeline.max_staleness=0"),
         ("launch.share_gpu=true sync.backend=delta", "needs sync.backend=disk: whole versions are written"),
         ("launch.share_gpu=true sync.backend=nccl", "NCCL can't connect two processes on one GPU"),
         ("launch.share_gpu=true server.urls=[http://a:1,http://b:1]", "one server"),
+        ("launch.share_gpu=true launch.servers=2", "is for one server; give several GPUs of their own"),
         ("launch.share_gpu=true server.discover=a:1", "is for one server that server.urls names: leave server.disc"),
         ("launch.share_gpu=true launch.gpus_apart=true", "launch.share_gpu contradicts launch.gpus_apart=true"),
     ],
@@ -317,6 +316,9 @@ def test_the_servers_are_those_named_or_the_one_of_this_config(overrides: list[s
 
 def test_versions_are_published_under_the_parent_of_the_run_folder_symlinks_resolved(tmp_path: Path) -> None:
     assert config.load(overrides=["run.dir=runs/a"]).sync_root == Path("runs").resolve()
+    for settings in (["run.dir=runs/.hidden"], ["run.dir=runs/a", "sync.root=elsewhere"]):
+        with pytest.raises(ConfigError, match=r"must lie under sync.root=.*, in no hidden folder"):
+            config.load(None, settings).refuse_outside()
     (tmp_path / "real" / "a").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real" / "a")
     assert config.load(None, [f"run.dir={tmp_path}/link"]).sync_root == tmp_path / "real"

@@ -10,6 +10,7 @@ import pytest
 
 from hocket.data import tokenizer
 from hocket.protocol import GenerateResponse, Health, StreamEnd, StreamLine
+from hocket.protocol.manifest import model_shapes
 
 pytestmark = pytest.mark.engine
 
@@ -19,6 +20,7 @@ def test_health_tells_what_is_served(server: Any) -> None:
     # The model has more embeddings (96) than the tokenizer has tokens (93).
     assert (health.dtype, health.vocab_size, health.max_length) == ("float32", 96, 512)
     assert health.root == str(server.root.resolve())
+    assert health.architecture == model_shapes(health.model).architecture
     assert health.model == server.client.get("/v1/models").json()["data"][0]["id"]
     assert health.tokenizer_sha256 == tokenizer.fingerprint(tokenizer.load(health.model))
 

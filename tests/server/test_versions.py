@@ -22,12 +22,12 @@ from hocket.server.errors import ApiError
 
 
 @pytest.fixture(scope="module")
-def shapes(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, versions.ModelShapes]:
+def shapes(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, manifest.ModelShapes]:
     found = {}
     for tied in (True, False):
         folder = tmp_path_factory.mktemp("shapes")
         kit.make_model(tied=tied, seed=0).save_pretrained(folder)
-        found[tied] = versions.model_shapes(str(folder))
+        found[tied] = manifest.model_shapes(str(folder))
     return found
 
 
@@ -36,7 +36,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path.resolve()
 
 
-def verify(folder: Path, version: int, expected: versions.ModelShapes) -> str:
+def verify(folder: Path, version: int, expected: manifest.ModelShapes) -> str:
     """Checks the folder by its own manifest, and returns the checksum."""
     described = versions.read(folder.parent, folder.name)[1]
     versions.check(folder, described, version, expected)
@@ -69,8 +69,10 @@ def test_names_are_those_that_saving_writes(
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**kit.SIZES, **more))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (max_shard_size == "50KB")
-    found = versions.model_shapes(str(folder))
+    found = manifest.model_shapes(str(folder))
     assert {key: shape for key, shape in found.shapes.items() if key not in found.tied} == saved(folder)
+    assert found.architecture.startswith(f"{kind}ForCausalLM ")
+    assert found._replace(shapes={**found.shapes, "model.norm.weight": (1,)}).architecture != found.architecture
     tied = more.get("tie_word_embeddings")
     assert found.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     model.save_pretrained(root / "v1")
@@ -80,7 +82,7 @@ def test_names_are_those_that_saving_writes(
     (root / f"models--a--{name}" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert versions.model_shapes(f"a/{name}") == found
+    assert manifest.model_shapes(f"a/{name}") == found
 
 
 def test_a_checkpoint_without_its_head_and_with_old_buffers_is_what_the_trainer_makes_of_it(root: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_checkpoint_without_its_head_and_with_old_buffers_is_what_the_trainer_
     old = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.rotary_emb.inv_freq": torch.ones(8)}
     save_file(load_file(path) | old, path, metadata={"format": "pt"})
     transformers.AutoModelForCausalLM.from_pretrained(root / "model").save_pretrained(root / "v1")
-    found = versions.model_shapes(str(root / "model"))
+    found = manifest.model_shapes(str(root / "model"))
     assert {key: shape for key, shape in found.shapes.items() if key not in found.tied} == saved(root / "v1")
     complete(root / "v1", 1)
     verify(root / "v1", 1, found)
@@ -103,7 +105,7 @@ def test_a_model_s_own_code_is_neither_run_nor_asked_about(root: Path, monkeypat
     (root / "own.py").write_text(f"open('{root}/run', 'w')\nfrom transformers import PretrainedConfig as Own\n")
     monkeypatch.setattr("builtins.input", lambda question: "yes")
     with pytest.raises(ValueError, match="trust_remote_code"):
-        versions.model_shapes(str(root))
+        manifest.model_shapes(str(root))
     assert not (root / "run").exists()
 
 

@@ -14,11 +14,11 @@ import fakes
 from hocket import config as config_module
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import DeltaSource, ReloadRequest, ReloadResponse, TensorSpec, delta, manifest
+from hocket.protocol.manifest import ModelShapes
 from hocket.server import versions
 from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
 from hocket.server.errors import ApiError
-from hocket.server.versions import ModelShapes
 from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.publish import Answer

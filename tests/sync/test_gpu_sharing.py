@@ -69,8 +69,6 @@ class World:
             yield protocol.StreamLine(prompt=i, index=0, completion=completion)
 
     # the trainer
-    def check_same_model(self, health: protocol.Health) -> None: ...
-
     def onload(self) -> None:
         self.worked("onload")
 
@@ -98,7 +96,7 @@ class Parts:
         self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
-        run: Any = SimpleNamespace(config=self.config, console=console)
+        run: Any = SimpleNamespace(config=self.config, console=console, check_server=lambda health: None)
         self.publisher = hocket.commands.parts.Parts.publisher(run, ExitStack(), self.world, self.pool, prompts, [])
 
     async def step(self) -> dict[str, float]:

@@ -23,6 +23,7 @@ from hocket.common.machine import holder
 from hocket.common.processes import die_with_parent
 from hocket.config import Config, LaunchConfig
 from hocket.errors import ConfigError, ServerError, door
+from hocket.trainer import checkpoints
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
@@ -101,7 +102,11 @@ class Placement(NamedTuple):
 def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -> int:
     """Say what runs where; but for `dry_run`, run it until the ranks end, and return their exit status."""
     logs = config.run_dir / "logs"
-    plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, visible_gpus())
+    gpus = visible_gpus()
+    refuse_missing(gpus)
+    config.refuse_outside()
+    checkpoints.find(config, lambda line: None, dry_run=True)
+    plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, gpus)
     ports = free_ports(config.server.host, config.server.port, len(plan.servers))
     urls = ",".join(map(config.url_at, ports))
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
@@ -114,10 +119,10 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     if port not in ports:
         print(f"port {port} is in use by {holder(port) or 'another process'}; {ports[0]} is free")
     commands = []
-    for number, (port, gpus) in enumerate(zip(ports, plan.servers, strict=True)):
+    for number, (port, own) in enumerate(zip(ports, plan.servers, strict=True)):
         name = f"server_{number}" if len(ports) > 1 else "server"
-        print(f"{name}: {config.url_at(port)} on {_where(gpus)}")
-        commands.append((logs / f"{name}.log", [*serve, f"server.port={port}"], variables(gpus)))
+        print(f"{name}: {config.url_at(port)} on {_where(own)}")
+        commands.append((logs / f"{name}.log", [*serve, f"server.port={port}"], variables(own)))
     print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
     if dry_run:
         print("by hand:", *(_typed(command, env) for _, command, env in commands), sep="\n")
@@ -165,8 +170,8 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
     ):
         if needed > len(found):
             raise ConfigError(
-                f"{what}={number} needs {needed} GPUs, and of this machine's {len(gpus)} it has {len(found)}: lower "
-                "it, server.tensor_parallel_size, or the number of the other side"
+                f"{what}={number} needs {needed} GPUs, and of {len(gpus)} in all it has {len(found)}: take more, or "
+                "lower it, server.tensor_parallel_size, or the number of the other side"
             )
     servers = [",".join(ours[first : first + size]) for first in range(0, num_servers * size, size)]
     return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks, apart)
@@ -180,6 +185,14 @@ def visible_gpus() -> list[str]:
         gpus = re.findall(r"[^\s,]+", chosen)
         return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), gpus)]  # as CUDA reads it
     return environment.nvidia_smi("index") if "cuda" in environment.builds() else []
+
+
+def refuse_missing(gpus: Sequence[str]) -> None:
+    """Raise ConfigError for a number of a GPU that is not there."""
+    missing = set(filter(str.isdecimal, gpus)) - set(environment.nvidia_smi("index"))
+    if missing:
+        which = f"GPU {','.join(sorted(missing))}, which nvidia-smi does not show"
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu")
 
 
 def run_ranks(

@@ -149,8 +149,9 @@ class Needs:
         num_ranks = self.where.num_ranks
         size = config.server.tensor_parallel_size
         mine = count / len(self.where.servers)
-        limit = config.server.engine.get("max_num_seqs", MAX_SEQUENCES)
-        running = max(1.0, min(mine, limit, self.kv_tokens / (prompt + length)))
+        limit = config.server.engine.get("max_num_seqs")
+        most = limit if isinstance(limit, int) else MAX_SEQUENCES
+        running = max(1.0, min(mine, most, self.kv_tokens / (prompt + length)))
         read = self.weights + running * (prompt + length / 2) * self._kv_token / size
         product = 2 * self.parameters * running / size / (DECODE_FLOPS * peak)
         iteration = ITERATION_S + max(read / (DECODE_MEMORY * self._gpu.bandwidth), product)
@@ -200,6 +201,8 @@ def report(arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
     gpu = GPUS[size]
     config, _ = read_settings(arguments)
+    if "sft" in config.model_fields_set:
+        raise ConfigError("a plan is of `train`: leave the section sft out, whose command has no servers")
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
     needs = Needs(config, num_gpus, gpu)

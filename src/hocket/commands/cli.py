@@ -136,7 +136,8 @@ TRACEBACKS = _option("--traceback", action="store_true", help="with an error, sh
 
 @_command(SETTINGS)
 def _quickstart(args: argparse.Namespace) -> int:
-    if not args.config.checkpoint.resume:
+    named = any(one.startswith("run.dir=") for one in args.arguments)  # if it is taken, that is said
+    if not (named or args.config.checkpoint.resume):
         args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused(args.config.run_dir)}"])
     status = launch.launch(args.config, args.arguments)
     if status == 0:

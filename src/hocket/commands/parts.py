@@ -21,11 +21,12 @@ from hocket.data.curriculum import bind
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.stream import PromptStream
 from hocket.envs import base as environments
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, ServerError, door
 from hocket.observe.console import SHORT, Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health
+from hocket.protocol.manifest import model_shapes
 from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Limits
@@ -39,6 +40,7 @@ from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher
 from hocket.sync.sampling import SamplingCheck, contradiction
 from hocket.sync.transports import DiskTransport, WithFallback
+from hocket.trainer.checkpoints import Saved
 from hocket.types import Prompt
 
 if TYPE_CHECKING:
@@ -58,6 +60,22 @@ class Servers:
     async def urls(self) -> Sequence[str]:
         where = self.config.server.discover
         return self.config.server_urls if where is None else await find_servers(where)
+
+    async def up(self, say: Callable[[str], None]) -> list[str]:
+        """Return where a server answers; say where none does."""
+        found = []
+        try:
+            urls = await self.urls()
+        except ServerError as error:  # server.discover finds none yet
+            say(str(error))
+            return []
+        for url in urls:
+            async with ServerClient(url, token=self.config.token) as server:
+                if await server.answers():
+                    found.append(url)
+                else:
+                    say(f"no server answers at {url} yet; start one with: {door()} serve CONFIG")
+        return found
 
     async def answer(self) -> bool:
         """Return whether servers are named, or one answers where it would be started."""
@@ -105,11 +123,17 @@ class Parts:
         self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
         self.needed = 0  # tokens of the longest training prompt and a completion
 
-    def trainer(self, stack: ExitStack) -> "Trainer":
+    def trainer(self, stack: ExitStack, saved: Saved | None = None) -> "Trainer":
+        from hocket.trainer.state import SavedTensors
         from hocket.trainer.trainer import Trainer
 
         self.console.doing(f"loading {self.config.model.path} into the trainer")
-        return stack.enter_context(Trainer(self.config))
+        trainer = stack.enter_context(Trainer(self.config))
+        if saved:
+            trainer.restore(SavedTensors(saved.folder), saved.trainer)
+        self.limit(trainer)
+        self.console.say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
+        return trainer
 
     def limit(self, trainer: "Trainer") -> None:
         """Let no episode outgrow a micro-batch. Raise ConfigError where the first turn may."""
@@ -160,6 +184,25 @@ class Parts:
                 raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
             self.console.say(f"{what}: dropped {len(lengths) - len(prompts)} prompts of {data.source} {too_long}")
         return prompts, max(length for length in lengths if length <= limit)
+
+    def check_server(self, health: Health) -> None:
+        """Raise ServerError for a server that can't take this run's weights or prompts."""
+        config = self.config
+        model = config.model
+        root = str(config.sync_root.resolve())
+        reads_root = config.sync.backend != "nccl" and not config.sync.upload
+        length = self.needed if config.env.name == "single_turn" else self.longest
+        rank = model.lora.rank if model.lora else 0
+        for what, theirs, ours, setting in (
+            ("architecture", health.architecture, model_shapes(model.path).architecture, "model.path"),
+            ("tokenizer", health.tokenizer_sha256, tokenizers.fingerprint(self.tokenizer), "model.path"),
+            ("root of versions", health.root if reads_root else root, root, "sync.root, or set sync.upload=true"),
+            ("longest sequence", min(health.max_length, length), length, "model.max_length"),
+            ("highest rank of adapters", min(health.max_adapter_rank, rank), rank, "model.lora"),
+        ):
+            if theirs != ours:
+                differ = f"the server, of {health.model}, has the {what} {theirs}, this run {ours}"
+                raise ServerError(f"{differ}: start both with the same {setting}", code="other_model")
 
     @property
     def _tools(self) -> Sequence[Mapping[str, Any]]:
@@ -277,7 +320,7 @@ class Parts:
                 stop = config.rollout.stop
                 check.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)
             publisher.check_rollouts = check.check
-        servers.bring_up = partial(publisher.bring_up, trainer.check_same_model)
+        servers.bring_up = partial(publisher.bring_up, self.check_server)
         return publisher
 
     @asynccontextmanager

@@ -15,35 +15,39 @@ from typing import TYPE_CHECKING, Any
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
-from hocket.cluster.launch import free_port, visible_gpus
-from hocket.commands.parts import Parts, Servers
+from hocket.cluster.launch import free_port, refuse_missing, visible_gpus
+from hocket.commands.parts import NO_ROWS, Parts, Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
+from hocket.data.cache import Prompts
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
-from hocket.errors import ConfigError, DataError, ServerError, SyncError, door
+from hocket.data.stream import PromptStream
+from hocket.errors import ConfigError, DataError, SyncError, door
 from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.rows import lines_of, rollout_of, sample_of
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.observe.timeline import Timeline
-from hocket.protocol import Health
+from hocket.protocol import GenerateRequest
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
-from hocket.rollout.pipeline import Replay
+from hocket.rollout.pipeline import Replay, sampling_params
 from hocket.trainer import checkpoints
 from hocket.trainer.best import Best
 from hocket.trainer.checkpoints import Checkpoints, Saved
 from hocket.trainer.second_tier import copy_to
-from hocket.types import OnStep, Rollout, Score
+from hocket.types import OnStep, Prompt, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.loop import Run
 
+RunThere = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine in the event loop of the run."""
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
@@ -52,6 +56,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
 
     With `dry_run`, only say what the run would use; with `serve`, start a server if none answers.
     """
+    config.refuse_outside()
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
     machine.bound_nccl(config.sync.bucket_timeout_s)
@@ -64,14 +69,14 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         Trainer(config).follow()
         return 0
     with Console(config.trainer.steps) as console, ExitStack() as stack:
-        if dry_run:
-            _check(Parts(config, console), stack)
-            return 0
-        stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume))
-        saved = checkpoints.find(config, console.say)
+        stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume and not dry_run))
+        saved = checkpoints.find(config, console.say, dry_run=dry_run)
         is_done = saved is not None and saved.step >= config.trainer.steps
         if not (is_done and (config.run_dir / "summary.json").exists()):
             with tasks.event_loop() as run_there:
+                if dry_run:
+                    _check(config, saved, console, stack, run_there)
+                    return 0
                 summary = run_there(_train(_run(config, saved, console, stack, serve, on_step, run_there)))
             console.finish(config.run_dir)
             return 0 if summary["updated"] else NO_UPDATE
@@ -81,54 +86,64 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         return 0
 
 
-def _check(parts: Parts, stack: ExitStack) -> None:
-    config = parts.config
-    say = parts.console.say
+def _first_parts(
+    config: Config, console: Console, stack: ExitStack, run_there: RunThere
+) -> tuple[RewardCalls, Parts, Prompts, Sequence[Prompt], PromptStream, Replay | None]:
+    """Make the parts whose faults show without server and trainer."""
+    refuse_missing(visible_gpus())
     calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
     loggers.check(config.observe.loggers)
+    parts = Parts(config, console)
     prompts = parts.prompts()
-    say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
-    parts.stream(prompts)
+    held_out = parts.held_out()
+    stream = parts.stream(prompts)
+    run_there(calls.set_up())
+    replay = None if config.pipeline.replay is None else Replay(Path(config.pipeline.replay))
+    return calls, parts, prompts, held_out, stream, replay
+
+
+def _check(config: Config, saved: Saved | None, console: Console, stack: ExitStack, run_there: RunThere) -> None:
+    """Make the parts of a run and try them, but change nothing."""
+    say = console.say
+    calls, parts, prompts, held_out, stream, replay = _first_parts(config, console, stack, run_there)
+    say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
     first = prompts[0]
     answer = Transcript(first.token_ids, first.opening)
     answer.text = first.answer or ""
     if first.opening.strip() == "<think>":
         answer.text = f"a thought\n</think>\n\n{answer.text}"
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
-    score = asyncio.run(RewardScorer(calls, config.rewards.functions).score(rollout))
+    score = run_there(RewardScorer(calls, config.rewards.functions).score(rollout))
     what = f"the {'reference' if first.answer else 'empty'} answer"
-    gets = f"gets {dict(score.parts)}"
-    verdict = "nothing stands in the way of a run"
-    if score.error:
-        gets = f"has no score: {score.error}"
-        verdict = f"{what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
+    gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
     say(f"{what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
+    up: Sequence[str] = ()
+    if replay is not None:
+        run_there(replay.batch(config.trainer.steps))  # the last: it says which are there
+    else:
+        up = run_there(parts.servers.up(say))
+    if up and config.launch.share_gpu:
+        raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which needs it")
+    parts.trainer(stack, saved)
+    if saved:
+        stream.restore(saved.parts["prompts"])
+    run_there(_try_servers(parts, up, first))
+    if score.error:
+        say(f"{what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG")
+    else:
+        say("nothing stands in the way of a run" + ("" if up or replay else ", as far as is seen without a server"))
 
-    async def look() -> dict[str, Health | None]:
-        there: dict[str, Health | None] = {}
-        try:
-            urls = await parts.servers.urls()
-        except ServerError as error:  # server.discover finds none yet
-            say(str(error))
-            return there
-        for url in urls:
-            async with ServerClient(url, token=config.token) as server:
-                there[url] = await server.health() if await server.answers() else None
-        return there
 
-    found = asyncio.run(look())
-    if config.launch.share_gpu and any(found.values()):
-        raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which loads the model")
-    trainer = parts.trainer(stack)
-    parts.limit(trainer)
-    say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
-    for url, health in found.items():
-        if health is None:
-            say(f"no server answers at {url} yet; start one with: {door()} serve CONFIG")
-        else:
-            trainer.check_same_model(health)
-            say(f"server {url} has the same model and tokenizer")
-    say(verdict)
+async def _try_servers(parts: Parts, urls: Sequence[str], prompt: Prompt) -> None:
+    """Compare servers with this run, and have each sample a token."""
+    config = parts.config
+    sampling = sampling_params(config.rollout, seed=config.trainer.seed, step=1, max_tokens=1)
+    request = GenerateRequest(prompts=[[*prompt.token_ids]], sampling=sampling, tools=parts.example.toolbox)
+    for url in urls:
+        async with ServerClient(url, token=config.token) as server:
+            parts.check_server(await server.health())
+            await server.ask(request, timeout_s=config.rollout.timeout_s)
+            parts.console.say(f"server {url} has the same model and tokenizer, and answers")
 
 
 async def _train(run: "Run") -> dict[str, Any]:
@@ -153,32 +168,21 @@ def _run(
     stack: ExitStack,
     serve: bool,
     on_step: OnStep,
-    run_there: Callable[[Coroutine[Any, Any, Any]], Any],  # in the event loop of the run
+    run_there: RunThere,
 ) -> "Run":
-    """Bring the parts together; first those whose faults show without server and trainer."""
-    calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
-    parts = Parts(config, console)
-    prompts = parts.prompts()
-    held_out = parts.held_out()
-    stream = parts.stream(prompts)
-    run_there(calls.set_up())
+    """Bring the parts together."""
+    calls, parts, prompts, held_out, stream, replay = _first_parts(config, console, stack, run_there)
     folder = stack.enter_context(RunFolder(config, console.say))
     for change in folder.changed_plugins:
         console.say(change)
-    replay = None if config.pipeline.replay is None else Replay(Path(config.pipeline.replay))
     waiting: Callable[..., None] = console.doing
     if serve and not replay and not run_there(parts.servers.answer()):
         waiting = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
     run_there(parts.servers.clear_gpu(on_wait=waiting, say=console.say))
-    trainer = parts.trainer(stack)
+    trainer = parts.trainer(stack, saved)  # before records behind the checkpoint are cut off
     from hocket.algorithm.samples import KlController, shape
     from hocket.loop import Run
-    from hocket.trainer.state import SavedTensors
 
-    if saved:
-        trainer.restore(SavedTensors(saved.folder), saved.trainer)
-    parts.limit(trainer)  # before records behind the checkpoint are cut off
-    console.say(trainer.memory)
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
@@ -241,7 +245,7 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
         parts = Parts(config, console)
         held_out = parts.held_out()
         if not held_out:
-            raise ConfigError("nothing to evaluate: set eval.num_prompts, and eval.data.source to held-out rows")
+            raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")
 
         async def run() -> dict[str, float]:
             await calls.set_up()  # before a server is started

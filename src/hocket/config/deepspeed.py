@@ -96,8 +96,7 @@ def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _set(found: dict[str, Any], meant: Mapping[str, Any], asked: str) -> None:
     for setting, value in meant.items():
-        section, _, key = setting.partition(".")
-        before = (found.get(section) or {}).get(key, value)
+        before = leaves(found).get(setting, value)
         if before != value:
             raise ValueError(f"trainer.deepspeed: {asked}, but {setting}={before}: leave one of them out")
         put(found, setting, value)

@@ -29,7 +29,7 @@ def _not_own(template: bool | dict[str, Any]) -> bool | dict[str, Any]:
 
 def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] >= bounds[1]:
-        raise ValueError("must be [lowest, highest]")
+        raise ValueError("must be [lowest, highest], the first below the second")
     return bounds
 
 
@@ -186,7 +186,7 @@ class RolloutConfig(Section):
     """Maximum tokens of a completion, or of a turn."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Temperature; divides the trainer's logits, too."""
-    stop: tuple[str, ...] = ()
+    stop: Names = Field((), max_length=16)
     """Strings that end a completion."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds for the generation of one batch."""

@@ -16,6 +16,7 @@ from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.deepspeed import adopt
 from hocket.config.elsewhere import MOVED
 from hocket.config.sections import Section
+from hocket.errors import ConfigError
 
 
 class Config(Section):
@@ -55,9 +56,6 @@ class Config(Section):
         if self.checkpoint.best is not None and self.held_out_data is None:
             raise ValueError("checkpoint.best needs held-out rows: set eval.data")
         run_dir = self.run_dir.resolve()
-        root = self.sync_root.resolve()
-        if re.search(r"(^|/)\.", os.path.relpath(run_dir, root)):  # outside it is .., the same is .
-            raise ValueError(f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder")
         if self.sync.backend == "delta" and self.model.lora is not None:
             raise ValueError(
                 "sync.backend=delta has no effect with model.lora, whose adapters are small: set sync.backend=disk"
@@ -88,21 +86,26 @@ class Config(Section):
                 raise ValueError(f"eval.data: {error}") from error
         _ = self.token  # a weak one is refused now
 
+    def refuse_outside(self) -> None:
+        """Raise ConfigError where servers could not find the versions of this run."""
+        run_dir = self.run_dir.resolve()
+        root = self.sync_root.resolve()
+        if re.search(r"(^|/)\.", os.path.relpath(run_dir, root)):  # outside it is .., the same is .
+            raise ConfigError(f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder")
+
     def _refuse_on_one_gpu(self, ahead: bool) -> None:
         backend = self.sync.backend
-        needs = "launch.share_gpu needs"
-        if ahead:
-            raise ValueError(f"{needs} pipeline.max_staleness=0: both take turns")
-        if backend == "nccl":
-            raise ValueError(f"{needs} sync.backend=disk: NCCL can't connect two processes on one GPU")
-        if backend == "delta":
-            raise ValueError(f"{needs} sync.backend=disk: whole versions are written")
-        if self.server.discover is not None:
-            raise ValueError("launch.share_gpu is for one server that server.urls names: leave server.discover out")
-        if len(self.server_urls) > 1:
-            raise ValueError("launch.share_gpu is for one server; give several GPUs of their own")
-        if self.launch.gpus_apart:
-            raise ValueError("launch.share_gpu contradicts launch.gpus_apart=true")
+        several = len(self.server_urls) > 1 or (self.launch.servers or 1) > 1
+        for contradicts, says in (
+            (ahead, "needs pipeline.max_staleness=0: both take turns"),
+            (backend == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
+            (backend == "delta", "needs sync.backend=disk: whole versions are written"),
+            (self.server.discover, "is for one server that server.urls names: leave server.discover out"),
+            (several, "is for one server; give several GPUs of their own"),
+            (self.launch.gpus_apart, "contradicts launch.gpus_apart=true"),
+        ):
+            if contradicts:
+                raise ValueError(f"launch.share_gpu {says}")
 
     def chosen(self, *, on_gpu: bool) -> "Config":
         """Return the config with each `auto` replaced, but those that are measured on a GPU."""

@@ -5,11 +5,12 @@ s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All facto
 """
 
 import concurrent.futures
+import functools
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hocket.protocol import Manifest, TensorSpec
 
@@ -23,6 +24,35 @@ ADAPTER_FILE = "adapter_config.json"
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
 _BLOCK_WORDS = 1 << 12  # fit into a core's cache
 _BLOCKS_AT_ONCE = 1 << 9  # 16 MiB
+
+
+class ModelShapes(NamedTuple):
+    """The tensors of a checkpoint of the served model."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]  # to another one, and may be left out: {"lm_head.weight": "...embed..."}
+    model: str = ""  # its class
+
+    @property
+    def architecture(self) -> str:
+        """Return the class, with a checksum of names and shapes."""
+        shapes = repr(sorted(self.shapes.items())).encode()
+        return f"{self.model} {hashlib.sha256(shapes).hexdigest()[:8]}"
+
+
+@functools.cache
+def model_shapes(path: str) -> ModelShapes:
+    """Return what the trainer publishes of a model, which it loads and writes in this way, too; no data is read."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    transformers.utils.logging.disable_progress_bar()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    # Code of its own is not run: None, the default, asks on the terminal.
+    model = load(path, device_map="meta", trust_remote_code=False, local_files_only=True)
+    published = revert_weight_conversion(model, model.state_dict())
+    shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
+    return ModelShapes(shapes, dict(model.all_tied_weights_keys), type(model).__name__)
 
 
 def tensor_checksum(tensor: "torch.Tensor") -> str:

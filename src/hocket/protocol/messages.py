@@ -129,8 +129,10 @@ class Health(Strict):
     version: int
     model: str
     dtype: str
+    architecture: str  # ModelShapes.architecture
     vocab_size: int
     max_length: int
+    max_adapter_rank: int  # 0: it takes no adapters
     tokenizer_sha256: str
     session: str  # new after every start of the server
     in_flight: int  # completions

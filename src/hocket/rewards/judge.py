@@ -9,6 +9,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from hocket.config.sections import Range
 from hocket.rewards.base import reward
 from hocket.rewards.endpoint import Endpoint
 from hocket.types import Score
@@ -51,14 +52,12 @@ class JudgeReward(Endpoint):
     """Return the mean score of the models, 0 to 1."""
 
     rubric: str
-    scale: tuple[float, float] = (0.0, 10.0)
+    scale: Range = (0.0, 10.0)
     template: str = SCORE
 
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.scale
-        if not low < high:
-            raise ValueError(f"scale must be [lowest, highest], got {self.scale}")
         shared = {"rubric": self.rubric, "low": low, "high": high}
         self._fill = _filler(self.template, shared, "completion", prompt="", answer="", mark="")
 

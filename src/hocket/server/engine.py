@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from hocket import protocol
 from hocket.common.tasks import cancel
 from hocket.data import tokenizer as tokenizers
+from hocket.protocol.manifest import ModelShapes, model_shapes
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
@@ -120,6 +121,7 @@ class Engine:
         first = protocol.ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self.session)
         self.held: Held | None = Held(None, first)  # None where the model holds no version whole
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
+        self._architecture = "unknown"
         self._status: protocol.Status = "loading"
         self._failure: protocol.ErrorBody | None = None
 
@@ -130,7 +132,14 @@ class Engine:
         await self.sampler.complete(
             Job(prompt=0, index=0, token_ids=[0], sampling=protocol.SamplingParams(max_tokens=2))
         )
+        with contextlib.suppress(OSError, ValueError):  # of a model that transformers, and so a trainer, can't load
+            self._architecture = (await asyncio.to_thread(model_shapes, self.model)).architecture
         self._status = "ready"
+
+    @property
+    def max_adapter_rank(self) -> int:
+        lora = self.llm.vllm_config.lora_config
+        return 0 if lora is None else int(lora.max_lora_rank)
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
         """Raise ApiError where the engine can't generate, but for codes of `admits`."""
@@ -161,8 +170,10 @@ class Engine:
             version=self.version,
             model=self.model,
             dtype=str(model.dtype).removeprefix("torch."),
+            architecture=self._architecture,
             vocab_size=int(model.get_vocab_size()),  # often more than the tokenizer has tokens
             max_length=int(model.max_model_len),
+            max_adapter_rank=self.max_adapter_rank,
             tokenizer_sha256=self._tokenizer_sha256,
             session=self.session,
             in_flight=self.llm.in_flight,
@@ -295,13 +306,12 @@ class Engine:
         await self.reading(versions.check, folder, described, version, expected)
         return Found(("hocket_load_disk", str(folder)), described.checksum, is_whole=adapter is None)
 
-    async def expected(self, adapter: protocol.AdapterConfig | None) -> versions.ModelShapes:
+    async def expected(self, adapter: protocol.AdapterConfig | None) -> ModelShapes:
         """Return the tensors of the model, or of this adapter of it."""
-        model = await self.reading(versions.model_shapes, self.model)
+        model = await self.reading(model_shapes, self.model)
         if adapter is None:
             return model
-        lora = self.llm.vllm_config.lora_config
-        shapes = versions.adapter_shapes(adapter, model, 0 if lora is None else int(lora.max_lora_rank))
+        shapes = versions.adapter_shapes(adapter, model, self.max_adapter_rank)
         if self.base_replaced:
             message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
             raise ApiError(409, "base_replaced", message, "restart the server with the trainer's model.lora")

@@ -1,6 +1,5 @@
 """Find published versions under a root, and check them against the model."""
 
-import functools
 import itertools
 import math
 import os
@@ -9,11 +8,12 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pydantic
 
 from hocket.protocol import AdapterConfig, Manifest, TensorLayout, TensorSpec, manifest
+from hocket.protocol.manifest import ModelShapes
 from hocket.server.errors import ApiError, invalid, parse
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -23,28 +23,6 @@ _NAME = re.compile(r"[^./\\\0][^/\\\0]*(/[^./\\\0][^/\\\0]*)*")
 OVERHEAD_BYTES = 64 << 20
 """Most bytes of a version's manifest and headers."""
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
-
-
-class ModelShapes(NamedTuple):
-    """The tensors of a checkpoint of the served model."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str]  # to another one, and may be left out: {"lm_head.weight": "...embed..."}
-
-
-@functools.cache
-def model_shapes(path: str) -> ModelShapes:
-    """Return what the trainer publishes of a model, which it loads and writes in this way, too; no data is read."""
-    import transformers
-    from transformers.core_model_loading import revert_weight_conversion
-
-    transformers.utils.logging.disable_progress_bar()
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    # Code of its own is not run: None, the default, asks on the terminal.
-    model = load(path, device_map="meta", trust_remote_code=False, local_files_only=True)
-    published = revert_weight_conversion(model, model.state_dict())
-    shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
-    return ModelShapes(shapes, dict(model.all_tied_weights_keys))
 
 
 def max_bytes(expected: ModelShapes) -> int:

@@ -110,4 +110,5 @@ class Publisher:
             took += f", parameters compared, mean |Δ log-prob| up to {metrics['sync/logprob_gap']:.1e}"
         for member in members:
             if member.session is not None:  # else `out` says why
-                self.pool.say(f"server {member.url} holds version {self.versions.current}: {member.dtype}, {took}")
+                holds = f"holds version {self.versions.current}: {member.dtype}"
+                self.pool.say(f"server {member.url} {holds}, {took}; it held version {there[member].version}")

@@ -72,11 +72,11 @@ def complete(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"step_*/{COMPLETE_FILE}"))
 
 
-def find(config: Config, say: Callable[[str], None]) -> Saved | None:
+def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False) -> Saved | None:
     """Return the newest checkpoint with checkpoint.resume; without one, `make_room`."""
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
-        make_room(config.run_dir, say, resume=config.checkpoint.resume)
+        make_room(config.run_dir, say, resume=config.checkpoint.resume, dry_run=dry_run)
         return None
     saved = read(folders[-1])
     line = f"going on from {saved.folder}"
@@ -89,11 +89,16 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     return saved
 
 
-def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
-    """Remove a run that trained no step; move another one aside (`resume`), or raise ConfigError."""
+def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False, dry_run: bool = False) -> None:
+    """Remove a run without a step, move another aside (`resume`), or raise ConfigError; `dry_run`: only raise."""
     there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
     saved = (int(folder.name.removeprefix("step_")) for folder in complete(run_dir / FOLDER))
     steps = max([0, *saved, *(row["step"] for row in read_lines(run_dir / METRICS))])
+    if steps and not resume:
+        advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
+        raise ConfigError(f"{run_dir} holds a run of {steps} steps already; {advice}")
+    if dry_run:
+        return
     if steps == 0 and (run_dir / METRICS).exists():
         for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
             if path.is_dir():
@@ -106,9 +111,6 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
         for path in there:
             path.rename(aside / path.name)
         say(f"{run_dir} has no complete checkpoint: the run begins again; what was there is in {aside}")
-    elif steps:
-        advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
-        raise ConfigError(f"{run_dir} holds a run of {steps} steps already; {advice}")
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):

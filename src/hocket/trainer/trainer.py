@@ -14,9 +14,9 @@ from hocket.common.machine import cpu_threads
 from hocket.common.tasks import note, seed_of
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import ServerError, TrainerError
+from hocket.errors import TrainerError
 from hocket.observe.metrics import over_updates
-from hocket.protocol import Health, TensorLayout, TensorSpec, manifest, weight_group
+from hocket.protocol import TensorLayout, TensorSpec, manifest, weight_group
 from hocket.trainer import batching, flops, guards
 from hocket.trainer.engine import whole_shape
 from hocket.trainer.extras import configured
@@ -128,17 +128,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def policy_learns(self) -> bool:
         """Whether the next step may change the policy: not during critic.warmup_steps."""
         return self.models.learners[0].learns()
-
-    def check_same_model(self, health: Health) -> None:
-        """Raise ServerError for a server with another vocabulary or tokenizer."""
-        if health.vocab_size != self.policy.vocab_size:
-            differ = f"embeds {health.vocab_size} tokens and the trainer's model {self.policy.vocab_size}"
-        elif health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
-            differ = "has another tokenizer than the trainer's model"
-        else:
-            return
-        advice = "start both with the same model.path"
-        raise ServerError(f"the server serves {health.model}, which {differ}; {advice}", code="other_model")
 
     def plan(self, steps: int) -> None:
         """Have the learning rate's schedule end after `steps`, not trainer.steps."""
