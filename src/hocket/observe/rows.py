@@ -93,9 +93,14 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file; none if it is missing, and without the broken line of a killed run."""
+    """Return the objects of a JSONL file; none if it is missing."""
+    return parsed(read_text(path))
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    """Return the objects in lines of JSON, without the broken line of a killed run."""
     rows = []
-    for line in read_text(path).split("\n"):  # a text may hold other line separators
+    for line in text.split("\n"):  # a text may hold other line separators
         with suppress(ValueError):
             rows.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
     return [row for row in rows if isinstance(row, dict)]
