@@ -34,6 +34,7 @@ HOMES = {  # the only places that may import a package
     "peft": {"trainer"},
     "httpx": {"client.server", "rewards.http"},
     "rich": {"observe"},
+    "prometheus_client": {"server"},
     "psutil": {"common.machine", "server"},
 }
 HEAVY = {"torch", "transformers", "deepspeed", "vllm", "fastapi", "datasets", "safetensors", "httpx"}

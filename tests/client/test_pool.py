@@ -241,7 +241,14 @@ async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeSer
     servers[1].status = "loading"
     async with make_pool(servers, trainer="mine") as pool:
         await pool.wait_up()
-        seen = {"status": "ready", "version": 0, "in_flight": 0, "kv_tokens": fakes.health().kv_tokens}
+        seen = {
+            "status": "ready",
+            "version": 0,
+            "in_flight": 0,
+            "waiting": None,
+            "kv_use": None,
+            "kv_tokens": fakes.health().kv_tokens,
+        }
         assert pool.states() == [
             {"url": servers[0].url, "up": True, "out": None, **seen},
             {"url": servers[1].url, "up": False, "out": "it is loading", **seen, "status": "loading"},

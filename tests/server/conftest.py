@@ -18,6 +18,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 
+import fakes
 from hocket.protocol import AgentRecord
 from processes import Process, free_port, wait_for
 
@@ -168,6 +169,7 @@ def idle_engine() -> Any:
     engine = Engine.__new__(Engine)
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
     engine.llm, engine.root, engine.sources = make_llm(), Path("/nowhere"), {}
+    engine.health = fakes.health  # type: ignore[method-assign]
     return engine
 
 

@@ -62,13 +62,28 @@ def test_calls_that_were_preempted_all_end_and_are_recorded_as_they_were_sampled
                 told.append(client.completions.create(prompt=prompt, **ENDLESS).choices[0].text)
         return server.record_of(session_id, "DELETE").calls, ["".join(told)]
 
+    def load() -> tuple[int, float]:
+        """Returns the most calls that waited, and the largest share of the KV cache, until all have ended."""
+        most = 0, 0.0
+        while not ended.is_set():
+            health = server.health()
+            most = max(most[0], health["waiting"]), max(most[1], health["kv_use"])
+            ended.wait(0.02)
+        return most
+
+    ended = threading.Event()
+    watching = ThreadPoolExecutor(1).submit(load)
     before = server.metric("num_preemptions_total")
     for _ in range(5):  # calls that come one after the other, as threads may have it, find room
         with ThreadPoolExecutor(12) as threads:  # of the 16 blocks of 128 tokens each takes one, and then two more
             played = list(threads.map(plays, range(12)))
         if server.metric("num_preemptions_total") > before:
             break
+    ended.set()
     assert server.metric("num_preemptions_total") > before
+    waiting, kv_use = watching.result()
+    assert waiting > 0
+    assert 0.5 < kv_use <= 1
     for calls, texts in played:
         check(kit, {server.next_version - 1: server.model}, calls, texts)
         assert len(calls[0].completion.token_ids) == TOKENS

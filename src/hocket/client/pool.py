@@ -73,7 +73,11 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         told = {"url": self.url, "up": self.session is not None, "out": self.out, "version": self.version}
-        seen = {} if self.health is None else self.health.model_dump(include={"status", "in_flight", "kv_tokens"})
+        seen = (
+            {}
+            if self.health is None
+            else self.health.model_dump(include={"status", "in_flight", "waiting", "kv_use", "kv_tokens"})
+        )
         return told | seen
 
     def mark_ready(self, said: Health | ReloadResponse) -> None:

@@ -140,6 +140,8 @@ class Health(Strict):
     device: str  # "cpu" or "cuda"
     workers: int  # processes that hold weights
     kv_tokens: int  # that fit into the KV cache
+    waiting: int | None = None  # completions that the engine has not begun
+    kv_use: float | None = None  # share of the KV cache
     error: ErrorBody | None = None
 
 

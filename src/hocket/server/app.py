@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from hocket import protocol
-from hocket.server import collective, deltas, openai, routes, sessions, sleeper, uploads
+from hocket.server import collective, deltas, metrics, openai, routes, sessions, sleeper, uploads
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of, http_error
 from hocket.server.generate import Job
@@ -25,6 +25,7 @@ def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> G
     """Add hocket's routes to an app that has others, and put the guard in front of all."""
     guard = Guard(app, host=host, token=token)
     app.include_router(_router(engine))
+    metrics.install(engine)
     deltas.install(engine)
     collective.install(engine)
     uploads.install(app, engine)

@@ -220,6 +220,18 @@ def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: An
     return app
 
 
+def load() -> dict[str, Any]:
+    """Return what vLLM's gauges say, by the fields of Health; nothing before they are there."""
+    from prometheus_client import REGISTRY
+
+    names = {"vllm:num_requests_waiting": "waiting", "vllm:kv_cache_usage_perc": "kv_use"}
+    found = {}
+    for family in REGISTRY.restricted_registry(names).collect():
+        values = [sample.value for sample in family.samples]  # of each engine
+        found[names[family.name]] = int(sum(values)) if family.name.endswith("waiting") else max(values)
+    return found
+
+
 async def pause(llm: Any, in_flight: InFlight, *, clear_cache: bool = True) -> None:
     """Stop generation; new requests wait. Keys and values of these weights are dropped, unless they stay."""
     modes = {"keep": "keep", "drain": "wait", "abort": "abort"}
