@@ -192,7 +192,7 @@ def test_tensorboard_reads_a_resumed_run_as_one(tmp_path: Path) -> None:
 def test_wandb_reads_a_resumed_run_as_one_without_a_network(tmp_path: Path) -> None:
     needs("wandb")
     said: list[str] = []
-    chosen = "[{name: wandb, mode: offline, project: tests, tags: [a, b]}]"
+    chosen = "[{name: wandb, mode: offline, project: tests}]"
     run(tmp_path, chosen, steps=range(4), say=said.append)
     run(tmp_path, chosen, steps=range(2, 5), say=said.append)
     parts = sorted((tmp_path / "runs/mine/wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)

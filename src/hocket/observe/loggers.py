@@ -21,7 +21,7 @@ MAX_CHARACTERS = 2000  # of a text in a table
 COLUMNS = ("id", "prompt", "completion", "answer", "reward", "parts", "finish_reason", "num_tokens", "error", "note")
 """Of a table of rollouts."""
 TABLES = {"step": "rollouts", "eval": "eval/rollouts"}
-Table = Sequence[Sequence[Any]]
+Table = list[list[Any]]
 
 
 class Logger(Protocol):

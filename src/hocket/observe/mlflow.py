@@ -1,4 +1,4 @@
-"""Log to MLflow: the server that it knows, or a database beside the run folder."""
+"""Log to MLflow: to MLFLOW_TRACKING_URI, else to a database beside the run folder."""
 
 import os
 import re
@@ -18,36 +18,25 @@ AT_ONCE = 100  # parameters that MLflow takes
 class Mlflow:
     package = "mlflow"
 
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        run_id: str,
-        config: Mapping[str, Any],
-        experiment: str = "hocket",
-        tracking_uri: str | None = None,  # None: MLFLOW_TRACKING_URI, else the database
-    ) -> None:
+    def __init__(self, *, run_dir: Path, run_id: str, config: Mapping[str, Any], experiment: str = "hocket") -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         beside = run_dir.parent.resolve()
-        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{beside}/mlflow.db"
+        uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{beside}/mlflow.db")
         self.where = f"mlflow ui --backend-store-uri {uri}"
         self._metric = Metric
         self._client: Any = MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
-        artifacts = f"file://{beside}/mlflow" if uri.startswith("sqlite") else None
-        in_experiment = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
-        runs = self._client.search_runs([in_experiment], f"tags.`{TAG}` = '{run_id}'")
-        if runs:
-            self._id = runs[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-        else:
-            made = self._client.create_run(in_experiment, tags={TAG: run_id}, run_name=run_dir.name)
-            self._id = made.info.run_id
-            params = [Param(key, str(value)) for key, value in leaves(config).items()]
-            for start in range(0, len(params), AT_ONCE):
-                self._client.log_batch(self._id, params=params[start : start + AT_ONCE])
+        folder = f"file://{beside}/mlflow" if uri.startswith("sqlite:") else None
+        number = known.experiment_id if known else self._client.create_experiment(experiment, folder)
+        runs = self._client.search_runs([number], f"tags.{TAG} = '{run_id}'")
+        run = runs[0] if runs else self._client.create_run(number, tags={TAG: run_id}, run_name=run_dir.name)
+        self._id = run.info.run_id
+        params = [Param(key, str(value)) for key, value in leaves(config).items() if key not in run.data.params]
+        for start in range(0, len(params), AT_ONCE):
+            self._client.log_batch(self._id, params=params[start : start + AT_ONCE])
+        self._client.update_run(self._id, "RUNNING")
         self._client.log_dict(self._id, dict(config), "config.yaml")
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -56,7 +45,7 @@ class Mlflow:
         self._client.log_batch(self._id, metrics=found)
 
     def table(self, step: int, name: str, rows: Table) -> None:
-        columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+        columns = {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS)}
         self._client.log_table(self._id, columns, f"{name}/step_{step:06d}.json")
 
     def summary(self, values: Mapping[str, Any]) -> None:
