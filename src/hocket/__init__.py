@@ -24,6 +24,8 @@ COMMANDS = {
     "eval": "measure held-out accuracy of a running server, or of model.path where none answers",
     "serve-reward": "serve the rewards of CONFIG over HTTP, for the reward http of a run elsewhere",
     "reward-test": "score the completions in a file with the rewards of CONFIG, without a model",
+    "watch": "serve the page of the runs in folders RUN, also while another process writes them",
+    "report": "write the report of the run in folder RUN, or of several over one another",
     "ledger": "report the fate of every prompt of the run in folder RUN",
     "export": "turn a checkpoint, or a trained adapter (model.lora), into a Hugging Face model folder",
     "plan": "say what a run needs and takes on given GPUs, from the model's config.json alone",

@@ -26,7 +26,7 @@ from hocket.rollout.pipeline import Batches, Pipeline, Replay
 from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group, Metrics, OnStep
+from hocket.types import Group, Metrics, OnStep, TrainSample
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,7 @@ class Run:
     console: Console
     keep: Callable[[int, Metrics], Metrics] = lambda step, metrics: {}  # keeps the weights of the best evaluation
     best: Callable[[], Mapping[str, Any] | None] = lambda: None  # which that is
+    on_samples: Callable[[int, Sequence[TrainSample]], None] = lambda step, samples: None  # keeps advantages
     on_step: OnStep = None  # the user's; True, or numpy's, ends the run
 
     async def train(self) -> dict[str, Any]:
@@ -112,6 +113,7 @@ class Run:
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
         self.kl.update(shaping.get("rollout/kl"), sum(len(group.scored) for group in groups))
+        await run_in_thread(self.on_samples, step, samples)
         # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times  algorithm/losses.py, trainer/step.py
         trained = await run_in_thread(self.trainer.step, samples, number=step, keep=self.folder.skipped(step))
         return metrics | shaping | trained

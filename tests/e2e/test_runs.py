@@ -66,8 +66,8 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
         "metrics.jsonl",
         "report.html",
         "rollouts",
-        "samples.jsonl",
         "summary.json",
+        "trained",
         "trainer_id",
         "weights",
     ]

@@ -1,21 +1,22 @@
 """The report page: whole or partial runs, hostile text, nothing from outside; Chromium, if installed, draws it."""
 
 import base64
-import dataclasses
 import hashlib
 import html.parser
 import json
 import math
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browser import PATH, Browser, browser
+from hocket.observe.browse import MAX_CHARACTERS
 from hocket.observe.metrics import METRICS as TABLE
-from hocket.observe.page import MAX_CHARACTERS, best_and_worst, write_report
+from hocket.observe.page import write_report
+from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS = [
@@ -49,7 +50,6 @@ HOSTILE = [
     "'; </style></script><!--<link rel=stylesheet href=//evil.example>",
     "\x00\x1b[31m\u202e\u2028\ud800",
 ]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ACTIVE = ("link", "iframe", "img", "object", "embed", "a", "form", "base", "src", "href")
 
 
@@ -90,47 +90,54 @@ def write_run(folder: Path, *groups: Group, summary: object = None) -> Path:
     (folder / "config.yaml").write_text("run:\n  dir: <runs>\n")
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
-    lines = [json.dumps({"step": f"step {i}", **best_and_worst([one])}) + "\n" for i, one in enumerate(groups, 1)]
-    (folder / "samples.jsonl").write_text("".join(lines))
+    (folder / "rollouts").mkdir()
+    for step, one in enumerate(groups, 1):
+        (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines_of([one]), encoding="utf-8", errors="replace")
     return folder
 
 
-def report(folder: Path) -> Page:
-    write_report(folder)
-    return Page((folder / "report.html").read_text(encoding="utf-8"))
+def report(*folders: Path) -> Page:
+    path = folders[0] / "report.html"
+    write_report(folders, path)
+    return Page(path.read_text(encoding="utf-8"))
 
 
-def drawn(folder: Path) -> Page:
-    """The page as Chromium shows it."""
-    if CHROMIUM is None:
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Browser]:
+    if PATH is None:
         pytest.skip("Chromium is not installed")
-    report(folder)
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-             "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=2000")  # fmt: skip
-    command = [CHROMIUM, *flags, f"--user-data-dir={folder}/browser", "--dump-dom", f"file://{folder}/report.html"]
-    return Page(subprocess.run(command, capture_output=True, timeout=60, check=True, encoding="utf-8").stdout)
+    with browser() as one:
+        yield one
 
 
-def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_path: Path) -> None:
-    page = drawn(write_run(tmp_path / "my-run", group(1.0), summary=SUMMARY))
+def drawn(tab: Browser, *folders: Path) -> Page:
+    """The page as Chromium shows it."""
+    report(*folders)
+    tab.open((folders[0] / "report.html").as_uri())
+    tab.wait("document.querySelector('header') && document.readyState == 'complete'")
+    assert tab.events == []
+    return Page(tab.run("document.documentElement.outerHTML"))
+
+
+def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tab: Browser, tmp_path: Path) -> None:
+    page = drawn(tab, write_run(tmp_path / "my-run", group(1.0), summary=SUMMARY))
     assert "my-run · hocket" in page.text
     assert "0.250 → 0.750held-out accuracy, greedy, before and after" in page.text
     assert "0.200 → 0.700held-out accuracy, sampled, before and after" in page.text
     assert "steps 2training 2:22 minseed 3weight version 4" in page.text
-    assert "rollout/truncated > 0.05 in 1 step, last in step 1: 0.5" in page.text
+    assert "rollout/truncated = 0.5 (> 0.05): share of rollouts cut off" in page.text
+    assert "; raise rollout.max_tokens, or reward shorter answers1 step, last in step 1" in page.text
     # of 2 × 4 seconds: 2 generating, 4 training, the other 2 unnamed
     for row in ("generate2.0 s25 %1.00 s", "train4.0 s50 %2.00 s", "other2.0 s25 %1.00 s"):
         assert row in page.text
     assert "sync0" not in page.text
-    assert "only one reward 1 · abc 1, b 0 · 2 tokens · stop" in page.text
     assert "dir: <runs>" in page.text
-    assert "not finished" not in page.text
+    assert "finished" in page.text
     assert page.tags.count("svg") == 5  # held-out, reward, truncated, loss, seconds
-    assert page.tags.count("rect") == 2 * 9
 
 
 def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_hostile_text_as_text(
-    tmp_path: Path,
+    tab: Browser, tmp_path: Path
 ) -> None:
     groups = [group(None, text=text) for text in HOSTILE[:2]]
     groups += [group(0.5, 1.0, text=text, note=text) for text in HOSTILE[2:4]]
@@ -139,34 +146,43 @@ def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_h
     named = {"train/loss": 1e9, "train/entropy": 0, f"reward/{HOSTILE[0]}": 1, "reward/b": 1}
     records = [{"step": 1, "reward/mean": 0.3, **odd}, {"step": 2, "reward/mean": 0.5, **named}]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 3, "reward/me')
-    page = drawn(folder)
+    page = drawn(tab, folder)
     assert "0.300 → 0.500mean reward, before and after" in page.text
-    assert "The run has not finished" in page.text
-    assert all(text in page.text for text in HOSTILE[:4])
+    assert "stopped" in page.text
+    assert HOSTILE[0] in page.text
     assert page.tags.count("svg") == 5
     assert "NaN" not in page.source
-    assert (page.active, page.tags.count("script")) == ([], 2)
+    for text in HOSTILE[3::-1]:
+        tab.click(".prompt")
+        tab.wait(f"document.querySelector('article pre')?.textContent.startsWith({json.dumps(text)})")
+        page = Page(tab.run("document.documentElement.outerHTML"))
+        assert (page.active, page.tags.count("script")) == ([], 2)
+        tab.run("[...document.querySelectorAll('button')].find(one => one.textContent == '‹').click()")
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_stays_data(tmp_path: Path, text: str) -> None:
     folder = write_run(tmp_path / "run", group(None, text=text, note=text), summary=SUMMARY | {"seed": text})
-    (folder / "config.yaml").write_text(text, encoding="utf-8", errors="replace")
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, f"reward/{text}": 1.0, "reward/b": 1.0}))
+    (folder / "config.yaml").write_text(json.dumps({"run": {"dir": text}}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, f"reward/{text}": 1.0, "reward/b": 1.0}) + "\n")
     page, harmless = report(folder), report(write_run(tmp_path / "other", summary=SUMMARY))
     assert (page.tags, page.active, page.scripts[""]) == (harmless.tags, [], harmless.scripts[""])
     assert "<" not in page.scripts["application/json"]
-    assert page.data["samples"][0]["rollouts"][0]["completion"] == f"{text}0"
-    assert page.data["summary"]["seed"] == text
+    (run,) = page.data["runs"]
+    assert run["rows"]["step_000001"][0]["completion"] == f"{text}0".replace("\ud800", "?")
+    assert run["summary"]["seed"] == text
 
 
 def test_the_page_allows_its_one_script_and_no_outside_resource_and_charts_metrics_of_the_table(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "run", group(1.0), summary=SUMMARY))
     digest = base64.b64encode(hashlib.sha256(page.scripts[""].encode()).digest()).decode()
-    assert f"content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in page.source
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'none'; "
+    assert f"content=\"{policy}base-uri 'none'; form-action 'none'\"" in page.source
     assert page.tags.count("script") == len(page.scripts) == 2
     # text reaches the page as text nodes alone
-    assert not re.findall(r"HTML|document\.write|\b(?:eval|Function|fetch|import)\(|href|src", page.scripts[""])
+    assert not re.findall(r"HTML|document\.write|\b(?:eval|Function|import)\(|src\b", page.scripts[""])
+    assert page.scripts[""].count("href") == 2  # of a picture that is saved
+    assert page.scripts[""].count("fetch(") == 1
     assert "http" not in page.scripts[""].replace("http://www.w3.org/2000/svg", "")
     names = re.findall('"([a-z]+/[a-z_]+)":', page.scripts[""])
     assert len(names) > 12
@@ -174,55 +190,52 @@ def test_the_page_allows_its_one_script_and_no_outside_resource_and_charts_metri
 
 
 def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path) -> None:
-    assert report(tmp_path).data["records"] == []
-    (tmp_path / "metrics.jsonl").write_text('\nnot json\n[1]\n{"step": null, "x": NaN, "y": -Infinity}\n{"st')
-    assert report(tmp_path).data["records"] == [{"step": None, "x": None, "y": None}]
+    assert report(tmp_path).data["runs"][0]["curves"]["step"] == []
+    lines = '\nnot json\n[1]\n{"step": null, "x": 1}\n{"step": 4, "x": NaN, "y": -Infinity, "z": 1}\n{"st'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    curves = report(tmp_path).data["runs"][0]["curves"]
+    assert {name: curves[name] for name in ("step", "x", "y", "z")} == {"step": [4], "x": [None], "y": [None], "z": [1]}
 
 
-@pytest.mark.parametrize(
-    ("totals", "shown"),
-    [
-        ([[0.0, 0.5, 1.0, None]], [("best", "abc2"), ("worst", "abc0")]),  # a score that failed is not the worst one
-        ([[1.0, 1.0]], [("all alike", "abc0")]),
-        ([[None, 0.5]], [("only one", "abc1")]),
-        ([[None, None]], [("only one", "abc0")]),
-        ([[None], [1.0, 1.0], [0.2, 0.7, 0.9], [0.5, 1.0]], [("best", "abc2"), ("worst", "abc0")]),
-    ],
-)
-def test_a_sample_is_best_and_worst_of_the_prompt_whose_rewards_differ_most(
-    totals: list[list[float | None]], shown: list[tuple[str, str]]
+def test_a_report_has_the_newest_step_and_evenly_of_earlier_ones_the_prompt_whose_rewards_differ_most(
+    tmp_path: Path,
 ) -> None:
-    sample = best_and_worst([group(*some) for some in totals])
-    assert [(one["title"], one["completion"]) for one in sample["rollouts"]] == shown
-    assert sample["rollouts"][0]["error"] == (None if any(totals[0]) or totals[1:] else "abc")
+    folder = write_run(tmp_path / "run", *[group(1.0)] * 47)
+    several = [group(*some) for some in ([None], [1.0, 1.0], [0.2, 0.7, 0.9], [0.5, 1.0])]
+    for number, one in enumerate(several):
+        several[number] = Group(id=str(number), rollouts=one.rollouts, scores=one.scores)
+    for step in (46, 48):
+        (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines_of(several))
+    (run,) = report(folder).data["runs"]
+    assert run["rollouts"] == {"step": [*range(2, 49, 2)], "eval": []}
+    assert [row["group_id"] for row in run["rows"]["step_000048"]] == ["0", "1", "1", "2", "2", "2", "3", "3"]
+    assert [row["reward"] for row in run["rows"]["step_000046"]] == [0.2, 0.7, 0.9]
 
 
-def test_a_sample_of_an_episode_shows_all_its_turns() -> None:
-    one = group(1.0)
-    spoken = ({"role": "assistant", "content": "f(1)"}, {"role": "tool", "content": "error: there is no tool 'f'"})
-    rollout = one.rollouts[0]
-    several = dataclasses.replace(rollout, sequences=(dataclasses.replace(rollout.sequences[0], dialogue=spoken),))
-    (sample,) = best_and_worst([dataclasses.replace(one, rollouts=(several,))])["rollouts"]
-    assert sample["completion"] == "assistant: f(1)\ntool: error: there is no tool 'f'"
-
-
-def test_long_texts_are_cut() -> None:
-    (one,) = best_and_worst([group(1.0, text="n" * 5000)])["rollouts"]
+def test_long_texts_are_cut(tmp_path: Path) -> None:
+    (run,) = report(write_run(tmp_path / "run", group(1.0, text="n" * 5000))).data["runs"]
+    (one,) = run["rows"]["step_000001"]
     assert one["completion"] == f"{'n' * MAX_CHARACTERS} … (3001 more characters)"
 
 
-def test_the_newest_step_and_those_that_lie_evenly_before_it_are_shown(tmp_path: Path) -> None:
-    data = report(write_run(tmp_path / "run", *[group(1.0)] * 120)).data
-    assert [sample["step"] for sample in data["samples"]] == [f"step {step}" for step in range(120, 0, -3)]
+def test_runs_are_drawn_over_one_another_with_the_settings_in_which_they_differ(tab: Browser, tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a", summary=SUMMARY), write_run(tmp_path / "b", summary=SUMMARY)
+    (second / "config.yaml").write_text("run:\n  dir: <runs>\ntrainer: {learning_rate: 2.0}\n")
+    page = drawn(tab, first, second)
+    assert page.data["differing"] == [["trainer.learning_rate", ["None", "2.0"]]]
+    assert "settingabtrainer.learning_rateNone2.0" in page.text
+    assert "step 2: a: mean 0.5, a: standard deviation 0.4, b: mean 0.5, b: standard deviation 0.4" in page.source
+    assert page.tags.count("svg") == 5
 
 
-def test_parts_have_curves_of_their_own_without_what_a_judge_costs(tmp_path: Path) -> None:
+def test_parts_have_curves_of_their_own_without_what_a_judge_costs(tab: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", group(0.5))
     parts = {"judge": 0.5, "length": -0.1, "judge/tokens": 120, "judge/calls": 1, "http/judge/tokens": 7}
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **{f"reward/{name}": v for name, v in parts.items()}}))
-    page = drawn(folder)
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, **{f"reward/{name}": v for name, v in parts.items()}}) + "\n"
+    )
+    page = drawn(tab, folder)
     assert "Reward by part" in page.text
     assert "step 1: judge 0.5, length -0.1" in page.source
     assert "What judges costtokens per rollout" in page.text
     assert "step 1: http/judge 7, judge 120" in page.source
-    assert "abc 1, b 0" in page.text

@@ -54,6 +54,11 @@ async def test_only_the_exact_token_passes(headers: list[str], status: int) -> N
         assert TOKEN not in response.text
 
 
+async def test_another_route_may_be_the_free_one() -> None:
+    async with client(guard(free="/")) as http:
+        assert [(await http.get(path)).status_code for path in ("/", "/health", "/data")] == [200, 401, 401]
+
+
 async def test_without_the_token_only_get_health_answers() -> None:
     async with client(guard()) as http:
         assert (await http.get("/health")).status_code == 200

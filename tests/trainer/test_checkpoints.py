@@ -111,7 +111,14 @@ def test_a_run_that_fell_over_before_its_first_step_leaves_its_folder_to_the_nex
     config = make_config(tmp_path, f"checkpoint.resume={resume}")
     run, kept = config.run_dir, ("checkpoints/tiny/config.json", "rollouts/my_1.jsonl", "weights/own.bin", "trainer_id")
     left = ("rollouts/eval_000000.jsonl", "rollouts/step_000001.jsonl", "weights/v000001/COMPLETE", "report.html")
-    for name in (*kept, *left, "ledger.jsonl", "metrics.jsonl", "samples.jsonl", "skipped/step_000001.json"):
+    for name in (
+        *kept,
+        *left,
+        "ledger.jsonl",
+        "metrics.jsonl",
+        "trained/step_000001.jsonl",
+        "skipped/step_000001.json",
+    ):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text('{"step": 0}\n')
     assert checkpoints.find(config, print) is None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from hocket.common import environment
 from hocket.common.files import kind_of, unused
-from hocket.common.machine import holder
+from hocket.common.machine import holder, url_of
 from hocket.common.processes import die_with_parent
 from hocket.config import Config, LaunchConfig
 from hocket.errors import ConfigError, ServerError, door
@@ -113,7 +113,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     if plan.ranks and not config.launch.share_gpu:
         arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
     serve = ["-m", "hocket", "serve", *arguments]
-    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{urls}]"]
+    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{urls}]", "observe.page=false"]
     print(f"run folder {config.run_dir}, logs in {logs}")
     port = config.server.port
     if port not in ports:
@@ -132,13 +132,23 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     servers: list[Child] = []
+    others = [page_of(config)] if config.observe.page is not False else []
     try:
         for log, command, env in commands:
             servers.append(Child(command, env=env, log=log))
         check = functools.partial(refuse_all_dead, [*servers])
         return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
     finally:
-        stop(servers)
+        stop([*servers, *others])
+
+
+def page_of(config: Config) -> Child:
+    """Start the page of a run, in a process that reads its folder alone; say where it is."""
+    observe = config.observe
+    port = free_port(observe.host, observe.port)
+    print(f"page: {url_of(observe.host, port)}/", flush=True)
+    command = ["-m", "hocket", "watch", str(config.run_dir), f"--host={observe.host}", f"--port={port}"]
+    return Child(command, env={"HOCKET_TOKEN": config.token or ""}, log=config.run_dir / "logs" / "page.log")
 
 
 def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:

@@ -286,6 +286,37 @@ def _export(args: argparse.Namespace) -> None:
     print(f"wrote {args.OUTPUT}; serve it with: {door()} serve model.path={args.OUTPUT}")
 
 
+@_command(
+    _option("RUN", type=Path, nargs="+"),
+    _option("--host", default="127.0.0.1", help="address of the page; any but loopback needs $HOCKET_TOKEN"),
+    _option("--port", type=int, default=8090, help="default 8090, or another that is free"),
+)
+def _watch(args: argparse.Namespace) -> None:
+    from hocket.server.watch import watch
+
+    watch(_folders(args.RUN), args.host, launch.free_port(args.host, args.port), config_module.Config().token)
+
+
+def _folders(runs: list[Path]) -> list[Path]:
+    for folder in runs:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}: give the run folder, such as runs/quickstart")
+    return runs
+
+
+@_command(
+    _option("RUN", type=Path, nargs="+"),
+    _option("--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs comparison.html"),
+)
+def _report(args: argparse.Namespace) -> None:
+    from hocket.observe import page
+
+    runs = _folders(args.RUN)
+    output = args.output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html"))
+    page.write_report(runs, output)
+    print(f"wrote {output}")
+
+
 @_command(_option("RUN", type=Path))
 def _ledger(args: argparse.Namespace) -> int:
     from hocket.data import ledger

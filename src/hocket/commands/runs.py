@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
-from hocket.cluster.launch import free_port, refuse_missing, visible_gpus
+from hocket.cluster.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.commands.parts import NO_ROWS, Parts, Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of, write_atomically
@@ -26,7 +26,7 @@ from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, DataError, SyncError, door
-from hocket.observe import loggers
+from hocket.observe import loggers, tokens
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.rows import lines_of, rollout_of, sample_of
@@ -70,6 +70,8 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         return 0
     with Console(config.trainer.steps) as console, ExitStack() as stack:
         stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume and not dry_run))
+        if config.observe.page and not dry_run:
+            stack.callback(stop, [page_of(config)])
         saved = checkpoints.find(config, console.say, dry_run=dry_run)
         is_done = saved is not None and saved.step >= config.trainer.steps
         if not (is_done and (config.run_dir / "summary.json").exists()):
@@ -219,6 +221,8 @@ def _run(
         on_step=on_step,
         checkpoints=keeper,
     )
+    measure = trainer.numbers if config.observe.tokens else None
+    run = dataclasses.replace(run, on_samples=partial(tokens.keep, folder.path, measure))
     if config.checkpoint.best is not None and not replay:
         best = Best(config.checkpoint.best, folder.path, folder.history, trainer, keeper)
         run = dataclasses.replace(run, keep=best.keep, best=best.summary)

@@ -353,5 +353,13 @@ class LoggerSpec(Section, extra="allow"):
 
 
 class ObserveConfig(Section):
+    page: bool | None = None
+    """Live page of the run. Default: of `launch` and `quickstart`."""
+    host: str = "127.0.0.1"
+    """Address of the page; any but loopback needs server.token."""
+    port: int = Field(8090, ge=1, le=65535)
+    """Port of the page, or the next free one."""
+    tokens: bool = False
+    """Log-prob and entropy of each trained token, for the page; one forward pass more."""
     loggers: Annotated[tuple[Annotated[LoggerSpec, _or_name], ...], or_one] = ()
     """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options (observe.md)."""

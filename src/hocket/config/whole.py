@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pydantic
 
-from hocket.common.machine import is_here
+from hocket.common.machine import is_here, url_of
 from hocket.common.redaction import secret
 from hocket.config import deployment, sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
@@ -179,8 +179,7 @@ class Config(Section):
         return not any(is_here(urlsplit(url).hostname or "") for url in self.server_urls)
 
     def url_at(self, port: int) -> str:
-        host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
-        return f"http://{host}:{port}"
+        return url_of(self.server.host, port)
 
     @property
     def own_url(self) -> str:

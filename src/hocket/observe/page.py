@@ -1,4 +1,4 @@
-"""Build the report of a run: page.html with the run's data as JSON, drawn by the page's one script.
+"""Build the page of runs: page.html, whose one script draws their data, in a report's file or from a server.
 
 Model output is hostile text. The JSON has no "<", the script makes only text nodes of it, and the page's policy allows
 only that script, by its hash, and no resource from outside.
@@ -6,68 +6,81 @@ only that script, by its hash, and no resource from outside.
 
 import base64
 import hashlib
+import itertools
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hocket.common.files import write_atomically
-from hocket.observe import plugin_files
+from hocket.config.sections import leaves
+from hocket.observe import browse
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.metrics import PHASES
-from hocket.observe.rows import METRICS, SAMPLES, read_lines, read_text, row_of, said
-from hocket.types import Group
+from hocket.observe.reader import RunReader
+from hocket.observe.rows import read_text
 
-NUM_SAMPLES = 50  # steps whose best and worst rollout are shown
-MAX_CHARACTERS = 2000
-SHOWN = ("parts", "error", "note", "reward", "num_tokens", "finish_reason")  # of a rollout's row
+NUM_SAMPLES = 24  # steps of which a report has rollouts
+MAX_TOKENS = 20_000  # of them with tokens
+MAX_ROWS = 128  # of the newest step
 _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
-def write_report(folder: Path) -> None:
-    samples = read_lines(folder / SAMPLES)[::-1]
-    run = {
-        "name": folder.resolve().name,
-        "records": read_lines(folder / METRICS),
-        "summary": json.loads(read_text(folder / "summary.json") or "null"),
-        "config": read_text(folder / "config.yaml"),
-        "plugins": plugin_files.texts(folder),
-        "samples": samples[:: max(1, math.ceil(len(samples) / NUM_SAMPLES))],  # evenly, from the newest one
-        "metrics": [metric._asdict() for metric in TABLE],
+def policy(connect: str = "'none'") -> str:
+    """Return the page's content security policy."""
+    script = _TEMPLATE.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src {connect}"
+    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+
+
+def html(data: Mapping[str, Any] | None, connect: str = "'none'") -> str:
+    """Return the page of some data; without, it asks its server for them."""
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return _TEMPLATE.replace("POLICY", policy(connect)).replace("PAGE_DATA", text)
+
+
+def data_of(runs: Sequence[RunReader]) -> dict[str, Any]:
+    """Return what a page shows of runs at first."""
+    return {
+        "runs": [run.data() for run in runs],
+        "differing": _differing([run.folder for run in runs]),
+        "meanings": {metric.name: metric.meaning for metric in TABLE},
         "phases": PHASES,
     }
-    scripts = re.findall("<script>(.*?)</script>", _TEMPLATE, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256("".join(scripts).encode()).digest()).decode()
-    text = json.dumps(run, allow_nan=False).replace("<", "\\u003c")
-    write_atomically(folder / "report.html", _TEMPLATE.replace("SCRIPT_SHA256", digest).replace("RUN_DATA", text))
 
 
-def best_and_worst(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the prompt whose rewards differ most, with its best and its worst scored rollout."""
-    group = max(groups, key=_spread)
-    ranked = sorted(group.scored, key=lambda pair: -pair[1].total) or [(group.rollouts[0], group.scores[0])]
-    titles = {"best": ranked[0], "worst": ranked[-1]}
-    if _spread(group) <= 0:
-        titles = {"all alike" if ranked[1:] else "only one": ranked[0]}
-    prompt = ranked[0][0].prompt
-    return {
-        "prompt": _cut(prompt.text, MAX_CHARACTERS),
-        "answer": None if prompt.answer is None else _cut(prompt.answer, 200),
-        "rollouts": [_sample(title, row_of(group, *pair)) for title, pair in titles.items()],
-    }
+def write_report(folders: Sequence[Path], path: Path) -> None:
+    """Write a file with all that runs have shown, over one another."""
+    runs = [RunReader(folder) for folder in folders]
+    for run in runs:
+        run.look()
+    data = data_of(runs)
+    data["runs"] = [one | _embedded(folder, one["rollouts"]) for folder, one in zip(folders, data["runs"], strict=True)]
+    write_atomically(path, html(data))
 
 
-def _spread(group: Group) -> float:
-    totals = [score.total for _, score in group.scored]
-    return max(totals) - min(totals) if totals else -1.0  # a group without a score comes last
+def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:
+    """Return the settings in which runs differ, with each one's value."""
+    settings = [leaves(yaml.safe_load(read_text(folder / "config.yaml")) or {}) for folder in folders]
+    keys = dict.fromkeys(itertools.chain(*settings))
+    rows = [(key, [str(of_run.get(key)) for of_run in settings]) for key in keys]
+    return [row for row in rows if len(set(row[1])) > 1]
 
 
-def _sample(title: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    told = {name: row[name] for name in SHOWN}
-    return {"title": title, "completion": _cut(said(row), MAX_CHARACTERS), **told}
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} more characters)"
+def _embedded(folder: Path, rollouts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return rollouts for a page without a server: the newest step's, and evenly of earlier ones the most telling."""
+    steps = rollouts["step"][:: -max(1, math.ceil(len(rollouts["step"]) / NUM_SAMPLES))]
+    rows = {f"step_{step:06d}": browse.in_short(folder, f"step_{step:06d}") for step in steps}
+    tokens: dict[str, Any] = {}
+    left = MAX_TOKENS
+    for place, (name, found) in enumerate(rows.items()):
+        telling = browse.most_telling(found)
+        left -= sum(row["num_tokens"] for row in telling)
+        if left > 0:
+            tokens |= {f"{name} {row['id']}": browse.tokens(folder, name, row["id"]) for row in telling}
+        rows[name] = telling if place else found[:MAX_ROWS]
+    return {"rows": rows, "tokens": tokens, "rollouts": {"step": steps[::-1], "eval": []}}

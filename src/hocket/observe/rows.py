@@ -18,9 +18,9 @@ from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
-SAMPLES = "samples.jsonl"
 TIMELINE = "timeline.jsonl"
-GROWING = (METRICS, LEDGER, SAMPLES, TIMELINE)  # of a run, line by line
+GROWING = (METRICS, LEDGER, TIMELINE)  # of a run, line by line
+TRAINED = "trained"  # folder of what training made of the rollouts
 COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
 LISTS = ("token_ids", "logprobs", "dialogue")
 """Fields of a sequence that its row has, too."""

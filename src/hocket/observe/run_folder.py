@@ -20,7 +20,7 @@ from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe import page, plugin_files
 from hocket.observe.loggers import started
-from hocket.observe.rows import GROWING, LEDGER, METRICS, SAMPLES, append, lines_of, read_lines
+from hocket.observe.rows import GROWING, LEDGER, METRICS, TRAINED, append, lines_of, read_lines
 from hocket.types import Group
 
 
@@ -44,7 +44,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             logger.close(failed=bool(failed))
         if failed:
             with contextlib.suppress(OSError):  # the first error is the one to tell
-                page.write_report(self.path)
+                page.write_report([self.path], self.path / "report.html")
 
     @property
     def last_step(self) -> int:
@@ -65,14 +65,12 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         append(self.path / LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
-        """Write rollouts/NAME.jsonl and, of a step, a line of samples.jsonl; nothing without groups."""
+        """Write rollouts/NAME.jsonl; nothing without groups."""
         if not groups:
             return
         write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
         for logger in self.loggers:
             logger.rollouts(name, groups)
-        if name.startswith("step"):
-            append(self.path / SAMPLES, [{"step": name, **page.best_and_worst(groups)}])
 
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.json"
@@ -92,7 +90,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             "plugins": plugin_files.kept(self.path),
         }
         write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
-        page.write_report(self.path)
+        page.write_report([self.path], self.path / "report.html")
         for logger in self.loggers:
             logger.summary(values)
         return values
@@ -114,7 +112,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             os.truncate(path, size)
         self.history[:] = read_lines(self.path / METRICS)
         (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
-        for file in (self.path / "rollouts").iterdir():
+        for file in (*self.path.glob("rollouts/*"), *self.path.glob(f"{TRAINED}/*")):
             made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's
             if made and int(made[1]) > state["step"]:
                 file.unlink()

@@ -62,12 +62,13 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 class Guard:
     """Answer, in place of the app, requests that no route may see.
 
-    Without a token it refuses pages of other sites; with one, all but GET /health that brings neither the token nor a
+    Without a token it refuses pages of other sites; with one, all but GET of `free` that brings neither the token nor a
     key of its path. It reads each body before the route does, but those of PUT: files, which their routes limit.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, host: str, token: str | None, free: str = "/health") -> None:
         self.app = app
+        self._free = free
         self.opens: Callable[[str, bytes], bool] = lambda path, key: False  # whether the key opens the path
         self.checks: list[Callable[[str, bytes], Awaitable[None]]] = []  # (path, body); raise ApiError
         self._hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
@@ -79,7 +80,7 @@ class Guard:
         try:
             if self._token is None:
                 self._require_own_page(Headers(scope=scope))
-            elif (scope["method"], scope["path"]) != ("GET", "/health"):
+            elif (scope["method"], scope["path"]) != ("GET", self._free):
                 self._require_token(scope["path"], Headers(scope=scope), self._token)
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))

@@ -22,7 +22,8 @@ from hocket.protocol.manifest import COMPLETE_FILE
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run keeps
-_FILES = (*GROWING, "summary.json", "report.html", "tensorboard", "wandb", "skipped", "plugins", "plugins.json")
+_LOGS = ("tensorboard", "wandb", "skipped", "trained")
+_FILES = (*GROWING, *_LOGS, "summary.json", "report.html", "plugins", "plugins.json")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
 _ROLLOUTS = ("rollouts/step_[0-9]*.jsonl", "rollouts/eval_[0-9]*.jsonl")
 _OF_A_START = (*_FILES, *_ROLLOUTS, "best", "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's

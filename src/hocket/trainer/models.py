@@ -108,7 +108,7 @@ class Models:
         )
         self.learners = [policy]
         self.tensors: list[Callable[[], Iterator[Tensor]]] = [self.engine.tensors]  # of each model
-        self.columns: dict[str, Column] = {"logprobs": self.policy_logprobs}
+        self.columns: dict[str, Column] = {"logprobs": self.policy_logprobs, "entropy": self.policy_entropy}
         for extra in objective.extras:
             self.columns[extra.column] = extra.load(self)
         fixed = settings.micro_batch_tokens
@@ -138,6 +138,10 @@ class Models:
     def policy_logprobs(self, batch: TrainBatch) -> Tensor:
         logprobs_bt: Tensor = self.engine.forward(batch)[0]
         return logprobs_bt
+
+    def policy_entropy(self, batch: TrainBatch) -> Tensor:
+        entropy_bt: Tensor = self.engine.forward(batch)[1]
+        return entropy_bt
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         logprobs_bt, entropy_bt = self.engine.forward(batch)

@@ -197,10 +197,14 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 found[used[index]] = columns
         return found
 
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[Sequence[float]]:
         """Return the log-probs of each sample's tokens, 0 where its mask is False."""
-        numbers = self._on_each(Models.numbers, self._shares(samples, ("logprobs",)))
-        return [numbers[place]["logprobs"] for place in range(len(samples))]
+        return [columns["logprobs"] for columns in self.numbers(samples, ("logprobs",))]
+
+    def numbers(self, samples: Sequence[TrainSample], columns: Sequence[str]) -> list[Columns]:
+        """Return columns of each sample, such as "entropy"."""
+        found = self._on_each(Models.numbers, self._shares(samples, tuple(columns)))
+        return [found[place] for place in range(len(samples))]
 
     def surprise(self, samples: Sequence[TrainSample]) -> list[float]:
         """Return sums over sampled tokens, which no sample is without, as `Models.surprise`."""

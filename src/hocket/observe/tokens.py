@@ -1,0 +1,35 @@
+"""Keep what training made of a step's rollouts, for the page: advantages and, if wanted, numbers of each token."""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import compress
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hocket.common.files import write_atomically
+from hocket.observe.rows import TRAINED
+from hocket.types import Columns, TrainSample
+
+Measure = Callable[[Sequence[TrainSample], Sequence[str]], Sequence[Columns]]
+"""(samples, names) → these columns of each sample, by the policy before the step."""
+
+
+def keep(folder: Path, measure: Measure | None, step: int, samples: Sequence[TrainSample]) -> None:
+    """Write trained/step_N.jsonl: each sequence's mean advantage; with `measure` what is known of each token, too."""
+    rows: list[dict[str, Any]] = [
+        {"id": one.id, "advantage": _short(fmean(compress(one.advantages, one.sequence.mask)))} for one in samples
+    ]
+    for row, one, columns in zip(
+        rows, samples, measure(samples, ("logprobs", "entropy")) if measure else (), strict=False
+    ):
+        row["advantages"] = [*map(_short, one.advantages)]
+        row["trainer"] = [*map(_short, columns["logprobs"])]
+        row["entropy"] = [*map(_short, columns["entropy"])]
+    path = folder / TRAINED / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

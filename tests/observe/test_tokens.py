@@ -1,0 +1,26 @@
+"""What training made of a step's rollouts, kept for the page."""
+
+from pathlib import Path
+
+from hocket.observe.rows import read_lines
+from hocket.observe.tokens import keep
+from hocket.types import Columns, TokenSequence, TrainSample
+
+SEQUENCE = TokenSequence(token_ids=(1, 2, 3), mask=(False, True, True), logprobs=(0.0, -1.0, -2.0))
+SAMPLES = [TrainSample(sequence=SEQUENCE, advantages=(0.0, 0.25, 0.75), id="g/0")]
+
+
+def test_each_sequence_has_its_mean_advantage(tmp_path: Path) -> None:
+    keep(tmp_path, None, 3, SAMPLES)
+    assert read_lines(tmp_path / "trained/step_000003.jsonl") == [{"id": "g/0", "advantage": 0.5}]
+
+
+def test_with_a_way_to_measure_each_token_has_its_numbers_too(tmp_path: Path) -> None:
+    def measure(samples: object, names: object) -> list[Columns]:
+        assert (samples, names) == (SAMPLES, ("logprobs", "entropy"))
+        return [{"logprobs": (0.0, -1.00004, -2.5), "entropy": (0.0, 0.123456, 2.0)}]
+
+    keep(tmp_path, measure, 3, SAMPLES)
+    (row,) = read_lines(tmp_path / "trained/step_000003.jsonl")
+    assert row == {"id": "g/0", "advantage": 0.5, "advantages": [0.0, 0.25, 0.75], "trainer": [0.0, -1.0, -2.5],
+                   "entropy": [0.0, 0.1235, 2.0]}  # fmt: skip

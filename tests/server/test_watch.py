@@ -1,0 +1,185 @@
+"""The live page: what it answers, whom, and, where Chromium is installed, what it shows while a run goes on."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from browser import PATH, Browser, browser
+from hocket.observe.page import policy
+from hocket.observe.reader import RunReader
+from hocket.observe.rows import lines_of
+from hocket.server import watch
+from hocket.server.middleware import Guard
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+
+HOSTILE = "<script>alert(1)</script></style>\x1b[31m\u202e" + "x" * (1 << 20)
+WITH_SELF = "'self'"
+
+
+def record(folder: Path, step: int, **metrics: float) -> None:
+    row = {"step": step, "reward/mean": step / 10, "rollout/length_mean": 3.0, "time/step": 1.0} | metrics
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def play(folder: Path, step: int, *texts: str) -> None:
+    """Write a step's rollouts: a group per text, rewards 0 and 1."""
+    (folder / "rollouts").mkdir(exist_ok=True)
+    groups = []
+    for number, text in enumerate(texts):
+        prompt = Prompt(id="p", token_ids=(1,), text=f"question {number}")
+        tokens = {"token_ids": (1, 2), "mask": (False, True), "logprobs": (0.0, -1.0)}
+        rollouts = tuple(
+            Rollout(id=f"g{number}/{i}", prompt=prompt, sequences=(TokenSequence(**tokens, text=f"{text}{i}"),))
+            for i in range(2)
+        )
+        scores = tuple(Score(total=float(i), parts={"even": 1.0 - i}) for i in range(2))
+        groups.append(Group(id=f"g{number}", rollouts=rollouts, scores=scores))
+    (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines_of(groups), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def serving(*folders: Path, token: str | None = None) -> Iterator[str]:
+    """Serve the page of folders in a thread; yield its URL."""
+    app = watch.make_app([RunReader(folder) for folder in folders])
+    guard = Guard(app, host="127.0.0.1", token=token, free="/")
+    server = app.state.server = uvicorn.Server(uvicorn.Config(guard, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_every_answer_forbids_what_the_page_does_not_need_and_the_data_needs_the_token(tmp_path: Path) -> None:
+    record(tmp_path, 1)
+    play(tmp_path, 1, HOSTILE)
+    with serving(tmp_path, token="a secret token") as url, httpx.Client(base_url=url) as http:
+        page = http.get("/")
+        assert "question" not in page.text
+        assert page.headers["content-security-policy"] == f"{policy(WITH_SELF)}; frame-ancestors 'none'"
+        for path in ("/data", "/events?since=[]", "/curves", "/rollouts", "/tokens", "/health", "/docs"):
+            assert http.get(path).status_code == 401
+        http.headers["Authorization"] = "Bearer a secret token"
+        told = http.get("/data")
+        assert told.headers["x-content-type-options"] == "nosniff"
+        assert told.json()["runs"][0]["curves"]["step"] == [1]
+        assert http.get("/rollouts?run=0&name=../metrics").json() == []
+        rows = http.get("/rollouts?run=0&name=step_000001&group=g0").json()
+        assert [row["completion"] for row in rows] == [f"{HOSTILE}0", f"{HOSTILE}1"]
+        assert http.get("/openapi.json").status_code == http.post("/data").status_code - 1 == 404
+
+
+def test_a_page_of_another_site_gets_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as url:
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+            assert httpx.get(f"{url}/data", headers=headers).status_code == 403
+
+
+def test_events_tell_what_is_new_and_end_where_the_run_was_resumed(tmp_path: Path) -> None:
+    record(tmp_path, 1)
+    with serving(tmp_path) as url:
+        since = json.dumps(httpx.get(f"{url}/data").json()["since"])
+        record(tmp_path, 2)
+        with httpx.stream("GET", f"{url}/events", params={"since": since}, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+            (run,) = json.loads(next(lines)[6:])
+            assert run["curves"]["step"] == [2]
+            (tmp_path / "metrics.jsonl").write_text("")
+            record(tmp_path, 1)
+            assert not [line for line in lines if '"step": [2]' in line]
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Browser]:
+    if PATH is None:
+        pytest.skip("Chromium is not installed")
+    with browser() as one:
+        yield one
+
+
+def test_curves_move_alarms_appear_and_rollouts_are_found_without_a_reload(tab: Browser, tmp_path: Path) -> None:
+    (tmp_path / "owner.json").touch()
+    with serving(tmp_path) as url:
+        tab.open(url)
+        tab.wait("document.querySelector('header')?.innerText.includes('running')")
+        tab.run("window.stays = true")
+        play(tmp_path, 1, "first", HOSTILE)
+        record(tmp_path, 1)
+        reward = "document.querySelector('svg[aria-label^=\"Reward,\"]')?.ariaLabel"
+        tab.wait(f"{reward}?.includes('step 1: mean 0.1')")
+        for step in (2, 3):
+            record(tmp_path, step)
+        tab.wait(f"{reward}.includes('step 3: mean 0.3')")
+        assert (
+            tab.run("document.querySelector('svg[aria-label^=\"Reward,\"] path').getAttribute('d').match(/L/g).length")
+            == 2
+        )
+        assert "Alarms" not in tab.text()
+        record(tmp_path, 4, **{"rollout/truncated": 0.5})
+        tab.wait("document.querySelector('.alarms .now')?.innerText.includes('raise rollout.max_tokens')")
+        assert tab.run("window.stays")
+
+        assert tab.run("document.querySelectorAll('.prompt').length") == 2
+        tab.type("input[type=search]", "first")
+        assert tab.run("document.querySelectorAll('.prompt').length") == 1
+        assert "2 of 4 rollouts" in tab.text()
+        tab.type("input[placeholder=from]", "1")
+        assert "1 of 4 rollouts" in tab.text()
+        tab.type("input[type=search]", "")
+        tab.type("input[placeholder=from]", "")
+        tab.run("document.querySelectorAll('.prompt')[1].click()")
+        tab.wait("document.querySelectorAll('article').length == 2")
+        said = tab.run("document.querySelector('article').innerText")
+        assert "<script>alert(1)</script></style>\ufffd[31m" in said
+        assert (
+            tab.run("[...document.querySelectorAll('article pre')].map(one => one.textContent).join('').length")
+            > 1 << 20
+        )
+        assert tab.run("[document.scripts.length, document.styleSheets.length]") == [2, 1]
+        assert tab.events == []
+
+
+def test_a_token_behind_the_hash_opens_the_page_and_without_it_the_page_says_so(tab: Browser, tmp_path: Path) -> None:
+    record(tmp_path, 1)
+    with serving(tmp_path, token="a secret token") as url:
+        tab.open(f"{url}/?")
+        tab.wait("document.body.innerText.includes('open the URL that ends in #token=')")
+        tab.open(f"{url}/#token=a%20secret%20token")
+        tab.wait("document.querySelector('header')?.innerText.includes('0.100 → 0.100')")
+        tab.events.clear()  # the refused requests
+
+
+def test_a_chart_is_zoomed_smoothed_and_read_by_keys(tab: Browser, tmp_path: Path) -> None:
+    for step in range(1, 2001):
+        record(tmp_path, step, **{"rollout/tokens": 100})
+    with serving(tmp_path) as url:
+        tab.open(url)
+        tab.wait("document.querySelector('svg[aria-label^=\"Reward,\"]')?.ariaLabel")
+        tab.run("chart = document.querySelector('svg[aria-label^=\"Reward,\"]'); chart.focus()")
+        press = "chart.dispatchEvent(new KeyboardEvent('keydown', {key: '%s'}))"
+        tab.run(press % "ArrowLeft")
+        assert "mean of steps" in tab.run("document.querySelector('.tip').innerText")
+        tab.run("zoom([100, 140])")
+        tab.wait("runs[0].detail?.step.length")
+        tab.run(press % "Home")
+        assert "step 100\nmean 10" in tab.run("document.querySelector('.tip').innerText")
+        tab.run(press % "Escape")
+        assert tab.run("view.range") is None
+        tab.type("input[type=range]", "0.9")
+        assert tab.run("chart.querySelectorAll('path.raw').length") == 1
+        tab.type("select", "tokens")
+        assert "200K" in tab.run("chart.textContent")
+        size = tab.run("(one => [one.width, one.toDataURL().length])(picture(chart.closest('figure'), 'Reward'))")
+        assert size[0] > 400
+        assert size[1] > 4000
