@@ -132,7 +132,7 @@ def test_a_launched_run_is_closed_when_it_is_interrupted_or_ended_or_its_termina
         preexec_fn=inherit,
     )
     try:
-        wait_for(lambda: all((tmp_path / name).exists() for name in ("serve", "train")), "both run", 60)
+        wait_for(lambda: all((tmp_path / name).exists() for name in ("serve", "train", "watch")), "all run", 60)
         if ignored:
             command.send_signal(signal.Signals[ignored])
             time.sleep(0.5)
@@ -142,7 +142,7 @@ def test_a_launched_run_is_closed_when_it_is_interrupted_or_ended_or_its_termina
     finally:
         command.kill()
         command.wait()
-    assert {path.name for path in tmp_path.glob("*.ended")} == {"serve.ended", "train.ended"}
+    assert {path.name for path in tmp_path.glob("*.ended")} == {"serve.ended", "train.ended", "watch.ended"}
 
 
 RANK = """

@@ -30,7 +30,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert f"run.py {command}" in out
-    assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "select"))
+    assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "select", "watch", "report"))
 
 
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

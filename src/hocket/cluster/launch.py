@@ -113,7 +113,9 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     if plan.ranks and not config.launch.share_gpu:
         arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
     serve = ["-m", "hocket", "serve", *arguments]
-    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{urls}]", "observe.page=false"]
+    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{urls}]"]
+    if config.observe.page:  # it is started here
+        train.append("observe.page=false")
     print(f"run folder {config.run_dir}, logs in {logs}")
     port = config.server.port
     if port not in ports:
