@@ -40,7 +40,7 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit status; an error is one sentence."""
     launched = launch.die_with_launcher()
-    speaks = not launched and os.environ.get("RANK", "0") == "0"  # or the launcher, or one rank of torchrun's
+    speaks = not launched and os.environ.get("RANK", "0") == "0"  # one rank, or the launcher
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # Options may stand between settings.
