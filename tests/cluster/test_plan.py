@@ -90,9 +90,10 @@ def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_h
     with_critic = plan.Needs(load(None, [*settings, "algorithm.preset=ppo"]), 8, plan.GPUS["80GB"])
     assert with_critic.trained > 1.9 * found.trained
     assert with_critic.published == found.published == 2 * 7_615_616_512  # the servers get no critic
-    # 128 rollouts of 256 + 512 tokens; the head over the 512: 6 operations per weight and token, a third more
-    # recomputed, at 40 % of 989e12/s on 4 GPUs; attention is 2 % of it
-    products = 6 * 128 * (768 * (7_615_616_512 - 2 * 152_064 * 3584) + 512 * 152_064 * 3584)
+    # 128 rollouts of 512 tokens behind 16 prompts of 256, each computed once; the head over the 512: 6 operations per
+    # weight and token, a third more recomputed, at 40 % of 989e12/s on 4 GPUs; attention is 2 % of it
+    positions = 16 * 256 + 128 * 512
+    products = 6 * (positions * (7_615_616_512 - 2 * 152_064 * 3584) + 128 * 512 * 152_064 * 3584)
     assert found.seconds["train"] == pytest.approx(products * 4 / 3 / (4 * 0.4 * 989e12), rel=0.03)
 
 
@@ -110,7 +111,7 @@ def test_the_machines_memory_and_the_seconds_of_an_offloaded_update_are_those_wo
         "version": 15.2,
         "checkpoint": 91.4,
     }
-    # Two updates of 2.13 s (213 GB at 100 GB/s), each of three micro-batches (half of 98,304 positions), whose sums of
+    # Two updates of 2.13 s (213 GB at 100 GB/s), each of three micro-batches (half of 69,632 positions), whose sums of
     # 30 GB travel both ways at 25 GB/s, 2.44 s; and twice 15 GB of new weights.
     assert found.seconds["offload"] == pytest.approx(2 * (2.13 + 3 * 2.44 + 0.61), rel=0.002)
     shared = [f"model.path={models['0.5B']}", *COMMON, "launch.share_gpu=true", "launch.servers=1"]

@@ -156,7 +156,10 @@ class Needs:
         product = 2 * self.parameters * running / size / (DECODE_FLOPS * peak)
         iteration = ITERATION_S + max(read / (DECODE_MEMORY * self._gpu.bandwidth), product)
         prefill = 2 * self.parameters * prompt * mine / rollout.group_size / size / (DECODE_FLOPS * peak)
-        of_step = flops.step_flops(flops.model_flops(self._model), [int(prompt + length)] * count, int(length * count))
+        model = flops.model_flops(self._model)
+        of_step = flops.step_flops(model, [int(prompt + length)] * count, int(length * count))
+        again = count - rollout.prompts_per_step if config.trainer.share_prefixes else 0  # prompts of others
+        of_step -= flops.step_flops(model, [prompt] * again, 0)
         update = of_step / (num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
         epochs = config.algorithm.epochs
         updates = config.algorithm.updates
@@ -170,7 +173,7 @@ class Needs:
         }
         if config.trainer.offload_optimizer:  # the GPUs wait
             tokens = config.trainer.micro_batch_tokens
-            share = count * (prompt + length) * epochs / updates / num_ranks
+            share = (count * (prompt + length) - again * prompt) * epochs / updates / num_ranks
             micro_batches = math.ceil(share / (self.largest_micro_batch if tokens == "auto" else tokens))
             # At stage 3 the sums go to the GPU and back with every micro-batch.
             travels = (8 * micro_batches if self.stage == 3 else 4) + 2

@@ -264,8 +264,8 @@ class TrainerConfig(Section):
     """Ranks that compute a row together, each a part of its positions."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32."""
-    gradient_checkpointing: bool = False
-    """Recomputed activations: less memory, more time."""
+    gradient_checkpointing: bool | Literal["long"] = False
+    """Recomputed activations: less memory, more time. `long`: for very long rows, with what is kept on the CPU."""
     kernels: Literal["eager", "compile", "liger"] = "eager"
     """Kernels of PyTorch, of torch.compile, or Liger's (a package)."""
     offload_optimizer: bool = False

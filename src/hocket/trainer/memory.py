@@ -117,6 +117,8 @@ def estimate(
     per_token = shape.layers * layer + norms
     if config.gradient_checkpointing:
         per_token = shape.layers * itemsize * shape.hidden + norms + layer
+    if config.gradient_checkpointing == "long":
+        per_token = norms + layer - itemsize * 4 * shape.inner
     return Estimate(
         weights=weights,
         gradients=trained * (kept.each + kept.shared / num_ranks) + buckets,

@@ -1,6 +1,7 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies out."""
 
 import concurrent.futures
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.kernels import compile_layers, use_liger
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
+from hocket.trainer.long_rows import kept_on_cpu, use_tiles
 from hocket.trainer.lora import Adapter
 from hocket.trainer.weights import Weights, empty_model, load_model, unshared
 
@@ -46,7 +48,7 @@ class Policy(nn.Module):
         *,
         dtype: torch.dtype,
         temperature: float,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | str = False,
         kernels: str = "eager",
         entropy_gradient: bool = False,
         seed: int = 0,
@@ -67,6 +69,10 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._kept: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if gradient_checkpointing == "long":
+            use_tiles(model)
+            self._kept = kept_on_cpu
         self.train()  # else transformers recomputes no activations
         for module in model.modules():  # dropout is off
             if isinstance(module, nn.Dropout):
@@ -116,7 +122,8 @@ class Policy(nn.Module):
     def _hidden(self, input_ids_br: Tensor, segments: Segments) -> Tensor:
         positions_br = segments.positions_br if segments.split is None else segments.split.part(segments.positions_br)
         inputs = {"input_ids": input_ids_br, "position_ids": positions_br, "segments": segments}
-        return cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
+        with self._kept():
+            return cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]

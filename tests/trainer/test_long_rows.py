@@ -1,0 +1,57 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.trainer.builders import gap_of, make_groups, make_trainer, measured, weights_of
+from torch import Tensor
+
+from hocket.trainer import long_rows
+from hocket.trainer.ranks import Ranks
+
+
+@pytest.mark.parametrize("model", ["tied_model", "experts_model"])
+def test_tiles_and_copies_on_the_cpu_change_no_step(
+    ranks: Ranks, model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_rows, "TILE", 5)
+    kept: list[Tensor] = []
+
+    class Watched(torch.autograd.graph.saved_tensors_hooks):
+        """Keeps what the backward pass needs, as save_on_cpu does."""
+
+        def __init__(self) -> None:
+            super().__init__(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)
+
+    monkeypatch.setattr(long_rows, "kept_on_cpu", Watched)
+    path = request.getfixturevalue(model)
+    samples = make_groups(path, prompt=9)
+    found: list[Any] = []
+    for how in ("true", "long"):
+        monkeypatch.setattr("hocket.trainer.policy.kept_on_cpu", Watched)
+        with make_trainer(ranks, path, f"trainer.gradient_checkpointing={how}") as trainer:
+            stats = trainer.step(measured(trainer, samples))
+            found.append((stats["train/loss"], stats["train/grad_norm"], weights_of(trainer), gap_of(trainer, samples)))
+    (loss, norm, weights, gap), (long_loss, long_norm, long_weights, long_gap) = found
+    assert (long_loss, long_norm, long_gap) == pytest.approx((loss, norm, gap), rel=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(long_weights[name], tensor, atol=1e-6, rtol=1e-5)
+    # Each layer keeps what it gets, and of an MLP's tiles what they get.
+    assert len(kept) > 2
+
+
+def test_an_mlp_sees_no_more_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+
+    def forward(hidden: Tensor) -> Tensor:
+        seen.append(hidden.shape[1])
+        return 2 * hidden
+
+    tiled: Callable[[Tensor], Tensor] = long_rows._in_tiles(forward)
+    hidden = torch.randn(1, 10_000, 1, requires_grad=True)
+    result = tiled(hidden)
+    torch.testing.assert_close(result, 2 * hidden)
+    assert seen == [4096, 4096, 1808]
+    result.sum().backward()
+    assert max(seen) == 4096
+    assert torch.equal(hidden.grad, torch.full_like(hidden, 2.0))  # type: ignore[arg-type]
