@@ -1,6 +1,9 @@
 """Where servers are looked up: names through a resolver in memory, and files."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 
 from hocket.client.discover import find_servers
 from hocket.errors import ServerError
+from processes import ROOT
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[str, int]]:
@@ -55,6 +59,29 @@ async def test_a_resolver_that_hangs_is_waited_for_until_a_deadline(monkeypatch:
             await find_servers("server:8000")
     finally:
         ended.set()
+
+
+LOOK = """
+import asyncio, sys, threading
+from hocket.client import discover
+discover.LOOK_UP_S = 0.1
+for _ in range(3):
+    try:
+        asyncio.run(discover.find_servers(sys.argv[1]))
+    except Exception as error:
+        print(error)
+print(threading.active_count())
+"""
+
+
+def test_a_pipe_that_nobody_writes_holds_up_neither_a_look_up_nor_the_end_of_the_process(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "servers")
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "servers")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
+    *looks, threads = done.stdout.splitlines()
+    assert [look.count("no answer in 0.1 s; is it a pipe, or on a disk that is gone?") for look in looks] == [1] * 3
+    assert threads == "2"  # the three wait for one thread
 
 
 async def test_a_file_has_a_url_per_line_with_comments_and_is_read_anew(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from hocket.common.tasks import look_up
 from hocket.errors import ServerError
 
 LOOK_UP_S = 10.0
@@ -15,11 +16,11 @@ async def find_servers(where: str) -> list[str]:
     """Return URLs. Raises ServerError where there are none."""
     problem = "it names none"
     try:
-        async with asyncio.timeout(LOOK_UP_S):  # a file on a network has no deadline
-            if found := await asyncio.to_thread(_in_file if "/" in where else _at_name, where):
+        async with asyncio.timeout(LOOK_UP_S):
+            if found := await look_up(_in_file if "/" in where else _at_name, where):
                 return found
     except TimeoutError:
-        problem = f"there was no answer in {LOOK_UP_S:g} s"
+        problem = f"there was no answer in {LOOK_UP_S:g} s; is it a pipe, or on a disk that is gone?"
     except (OSError, ValueError) as error:
         problem = str(error)
     raise ServerError(f"server.discover={where} finds no server: {problem}", code="unreachable")

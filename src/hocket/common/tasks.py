@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 _THREADS = ThreadPoolExecutor(32, "hocket")
+_LOOK_UPS = dict[Any, Future[Any]]()  # under way
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -63,6 +65,25 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+async def look_up(function: Callable[..., T], *args: Any) -> T:
+    """Call what may hang for ever, in a thread that no exit waits for; calls alike wait for the same one."""
+    key = function, args
+    found: Future[T] | None = _LOOK_UPS.get(key)
+    if found is None:
+        found = _LOOK_UPS[key] = Future()
+        found.set_running_or_notify_cancel()  # who waits no longer can't cancel it
+        found.add_done_callback(lambda _: _LOOK_UPS.pop(key))
+        threading.Thread(target=_settle, args=(found, partial(function, *args)), daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
+def _settle(found: Future[T], call: Callable[[], T]) -> None:
+    try:
+        found.set_result(call())
+    except Exception as error:  # noqa: BLE001 - of who waits
+        found.set_exception(error)
 
 
 async def as_completed(
