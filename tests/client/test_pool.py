@@ -37,7 +37,7 @@ class FakeServer:
 
     def __init__(self, number: int) -> None:
         self.url = f"http://server{number}"
-        self.session, self.status = "s1", "ready"
+        self.session, self.status = f"s{number + 1}", "ready"
         self.failure: ErrorBody | None = None
         self.requests: list[GenerateRequest] = []
         self.played: list[tuple[Any, int]] = []  # first token and seed of every completion
@@ -278,7 +278,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         pool.bring_up = bring_up
         await pool.wait_up()
         well = False
-        servers[0].session = "s2"  # another process, with other weights, behind the same URL
+        servers[0].session = "s9"  # another process, with other weights, behind the same URL
         assert await played() == 0  # it said 409 to what was for the one before
         assert servers[0].requests[0].session == "s1"
         assert await played() == 0  # it was looked at, and could not be brought up
@@ -286,12 +286,12 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         assert (pool.up, pool.members[0].out) == ([pool.members[1]], "it can't take the weights")
         well = True
         assert await played() == 2
-        assert servers[0].requests[-1].session == "s2"
+        assert servers[0].requests[-1].session == "s9"
         servers[0].die()
         assert await played() == 2
         servers[0].dead = False
         assert await played() == 4
-    sessions = [(servers[0].url, "s1"), (servers[1].url, "s1"), (servers[0].url, "s2"), (servers[0].url, "s2")]
+    sessions = [(servers[0].url, "s1"), (servers[1].url, "s2"), (servers[0].url, "s9"), (servers[0].url, "s9")]
     assert brought == sessions
 
 
@@ -516,7 +516,7 @@ async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are
         await play(pool, prompts)
         assert first.looks == looks  # nobody looks at it any more
         assert [len(server.played) for server in servers] == [16, 24]
-        first.dead, first.session = False, "s2"
+        first.dead, first.session = False, "s9"
         listing.servers = [first, second]  # another process at its address
         await listing.followed()
         await pool.wait_up()
@@ -671,6 +671,51 @@ async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_l
         pool.bring_up = bring_up
         with pytest.raises(ServerError, match=str(other)):
             await pool.wait_up()
+
+
+@pytest.mark.parametrize(("status", "ends"), [(404, True), (None, True), (502, False)])  # 502: a proxy's
+async def test_another_program_is_left_out_and_said_and_where_it_is_all_that_is_listed_ends_the_run(
+    servers: list[FakeServer], clock: fakes.Clock, status: int | None, ends: bool
+) -> None:
+    said = list[str]()
+    other = error("protocol", status)
+
+    def passing(what: str, seconds: float) -> None:
+        clock.now += 6.0
+
+    async def answers_otherwise(*, timeout_s: float) -> Health:
+        raise other
+
+    servers[1].health = answers_otherwise  # type: ignore[method-assign]
+    async with make_pool(servers, say=said.append) as pool:
+        assert [member.url for member in await pool.wait_up()] == [servers[0].url]
+        await play(pool, [[1], [2]])
+        assert said == [f"server {servers[1].url} is left out: {other}"]
+    async with make_pool(servers[1:], on_wait=passing) as pool:
+        with pytest.raises(ServerError) as raised:
+            await pool.wait_up()
+        assert (raised.value is other) == ends
+        assert str(other) in str(raised.value)
+
+
+async def test_a_server_under_two_names_counts_once_and_where_one_name_fails_the_other_is_used(
+    servers: list[FakeServer],
+) -> None:
+    said = list[str]()
+    servers[1].session = servers[0].session
+    async with make_pool(servers, say=said.append, trainer="mine") as pool:
+        for up, out in ((0, 1), (1, 0)):
+            await pool.wait_up()
+            assert pool.up == [pool.members[up]]
+            line = f"server {servers[out].url} is left out: it is {servers[up].url} under another name"
+            assert said.count(line) == 1
+            servers[up].dead = True
+            pool.mark_lost(pool.members[up], "it died")
+            for member in pool.members:
+                member.next_look = 0.0
+            await pool.wait_up()
+            servers[up].dead = False
+            pool.members[up].next_look = 0.0
 
 
 async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it_once(

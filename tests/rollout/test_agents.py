@@ -76,7 +76,7 @@ class Fake:
     async def health(self, *, timeout_s: float) -> Health:
         if self.servers.dead:
             raise ServerError("can't reach it", code="unreachable")
-        return fakes.health(session="s1")
+        return fakes.health(session=self.url)
 
     async def ask(self, request: SessionRequest, *, timeout_s: float) -> SessionResponse:
         if self.url in self.servers.fails:
@@ -157,7 +157,7 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     (session,) = servers.sessions.values()
     sampling = SAMPLING.model_copy(update={"seed": seed_of(77, 0)})
     bounds = {"max_length": 64, "max_calls": 6, "idle_timeout_s": 65.0}
-    assert session.request == SessionRequest(sampling=sampling, session="s1", **bounds)
+    assert session.request == SessionRequest(sampling=sampling, session="http://a", **bounds)
     done = [call.completion.token_ids for call in session.calls if call.completion]
     (rollout,), (score,) = group.rollouts, group.scores
     assert (rollout.id, score.total, rollout.reward) == ("s/0/0", 0.75, 0.75)

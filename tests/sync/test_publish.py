@@ -37,7 +37,7 @@ class FakeServer:
     """Answers /health and the proof's /generate; what it holds, the transports say."""
 
     def __init__(self, url: str, version: int) -> None:
-        self.url, self.version, self.session = url, version, "s1"
+        self.url, self.version, self.session = url, version, f"s1 {url}"
         self.error: ServerError | None = None
         self.asked: list[GenerateRequest] = []
         self.left_out = 0  # completions
@@ -162,7 +162,7 @@ async def test_the_first_version_is_one_above_the_servers_and_each_goes_to_all_a
     async with asyncio.timeout(10):
         await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
     assert world.sync.versions.current == 5
-    assert [member.session for member in world.pool.members] == ["s1", "s1"]
+    assert [member.session for member in world.pool.members] == ["s1 http://a", "s1 http://b"]
     assert f"server {A} holds version 5: float32, 3.0 MiB in 0.75 s, parameters compared" in world.said[0]
     assert (await world.sync.publish()).items() >= (METRICS | {"sync/servers": 2.0}).items()
     assert world.disk.sent == world.disk.compared == [(5, [A, B]), (6, [A, B])]
@@ -202,7 +202,7 @@ async def test_the_trainer_scores_the_servers_own_completions_as_they_were_sampl
     world = await make_up(servers=1)
     (request,) = world.servers[0].asked
     assert request.prompts == [[1, 2, 3], [4]]
-    assert (request.sampling.temperature, request.sampling.max_tokens, request.session) == (0.7, 8, "s1")
+    assert (request.sampling.temperature, request.sampling.max_tokens, request.session) == (0.7, 8, "s1 http://a")
     no, yes = False, True
     scored = [sample.sequence for sample in world.trainer.scored[0]]
     assert [(list(one.token_ids), one.mask, list(one.logprobs)) for one in scored] == [

@@ -61,6 +61,7 @@ class Member:
     version: int = 0  # of its weights, when it was last up
     in_flight: int = 0  # tokens of unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work
+    seen: str | None = None  # its session
     kv_tokens: int = 0  # of its KV cache
     dtype: str = ""
     next_look: float = 0.0  # by time.monotonic, while it is out
@@ -87,6 +88,7 @@ class Member:
 
     def mark_out(self, reason: str) -> None:
         self.session = None
+        self.seen = None
         self.out = reason
 
 
@@ -242,6 +244,10 @@ class ServerPool:
             else:
                 health = await self._beat(member, take_over=self.take_over and not member.held)
                 member.held = True
+            twin = next((one for one in self.members if one.seen == health.session), member)
+            if twin is not member:
+                raise ServerError(f"it is {twin.url} under another name", code="same_server")
+            member.seen = health.session
             member.kv_tokens = health.kv_tokens
             member.dtype = health.dtype
             member.out = why_out(health)
@@ -285,6 +291,9 @@ class ServerPool:
             ends_run = not self.up
         elif error.foreign:
             ends_run = self.find is None  # one that is found may be another run's
+        elif error.code in ("protocol", "same_server"):  # a proxy answers 5xx while the server starts
+            is_known = self.find or member.held or len(self.members) > 1
+            ends_run = not is_known and error.status in (None, 404)
         else:
             if error.code == "unreachable":
                 member.out = "nothing answers there yet"

@@ -26,6 +26,7 @@ _STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydant
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
 MAX_CONNECTIONS = 256  # of one server; further requests wait
+_OTHER = "if another program is there, correct the URL, else start this version"
 
 
 class ServerClient(AbstractAsyncContextManager["ServerClient"]):
@@ -139,8 +140,8 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
                 code="unreachable",
             ) from error
         except (httpx.DecodingError, pydantic.ValidationError) as error:
-            cause = " ".join(redacted(str(error))[:300].split())
-            message = f"{self.url}{route} answered what no hocket server of this version does: {cause}"
+            cause = " ".join(redacted(str(error))[:200].split())
+            message = f"{self.url}{route} answered what no hocket server of this version does: {cause}; {_OTHER}"
             raise ServerError(message, code="protocol") from error
         except RuntimeError as error:
             if not self.is_closed:
@@ -161,7 +162,7 @@ def _raise_for_error(response: httpx.Response) -> None:
         message = _text(error)
         code = error.code
     except pydantic.ValidationError:
-        message = repr(redacted(response.text)[:200])
+        message = f"{redacted(response.text)[:200]!r}; {_OTHER}"
         code = "protocol"
     if status == 401:
         message = "it has a token: set the same server.token here, or $HOCKET_TOKEN"
