@@ -14,9 +14,11 @@ from fastapi import FastAPI
 from hocket.protocol import DiskSource
 from hocket.server import versions
 from hocket.server.errors import ApiError
-from hocket.server.uploads import FOLDER, Uploads
+from hocket.server.uploads import FOLDER as FOLDERS
+from hocket.server.uploads import Uploads
 
 NAME = "0123abcd-deltas-v000007"
+FOLDER = f"{FOLDERS}-1"  # of the first server
 
 
 async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
@@ -40,6 +42,21 @@ async def test_a_version_appears_when_its_marker_has_come_and_is_there_once(tmp_
     folder = versions.find(tmp_path / "root", answer.name)
     assert (folder / "manifest.json").read_bytes() == b"bc"
     assert os.listdir(folder.parent) == [NAME]
+
+
+async def test_servers_on_one_root_do_not_share_a_folder_and_one_that_ends_leaves_its_own_to_the_next(
+    tmp_path: Path,
+) -> None:
+    servers = [Uploads(tmp_path), Uploads(tmp_path)]
+    for file in ("model.safetensors", "manifest.json", "COMPLETE"):  # each of them at the same time
+        sent = await asyncio.gather(
+            *(send(one, NAME, file, bytes(f"{file} {i}", "ascii")) for i, one in enumerate(servers))
+        )
+    for i, source in enumerate(sent):
+        folder = versions.find(tmp_path, source.name)
+        assert (folder / "model.safetensors").read_text() == f"model.safetensors {i}"
+    del servers[0]
+    assert (await send(Uploads(tmp_path), NAME, "manifest.json", b"x")).name == sent[0].name
 
 
 NO_VERSIONS = ["0123abcd-weights-v00000१", "..", "0123abcd-v000001", f".{NAME}.partial", f"{NAME}/..", f"{NAME}\n"]

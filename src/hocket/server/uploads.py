@@ -2,11 +2,15 @@
 
 import asyncio
 import errno
+import fcntl
+import itertools
 import re
 import shutil
 import weakref
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from fastapi import FastAPI, Request
 
@@ -18,7 +22,7 @@ from hocket.server.errors import ApiError, invalid
 from hocket.server.routes import router
 
 FOLDER = "uploaded-weights"
-"""Where they are kept, under the server's root; other folders there are left alone."""
+"""Where they are kept, under the server's root, with a number for each server; other folders there are left alone."""
 SILENCE_S = 60.0
 _NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
 _UPLOAD = re.compile(rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)", re.ASCII)
@@ -42,7 +46,9 @@ class Uploads:
     """Versions that are hidden until COMPLETE comes, and broken off after SILENCE_S without data."""
 
     def __init__(self, root: Path) -> None:
-        self._folder = root / FOLDER
+        self._folder = root / FOLDER  # until it is taken
+        self._free = (root / f"{FOLDER}-{number}" for number in itertools.count(1))
+        self._lock: IO[str] | None = None
         # By version; gone once no request receives it, or waits for it.
         self._receiving: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._making_room = asyncio.Lock()
@@ -52,11 +58,12 @@ class Uploads:
         if not _UPLOAD.fullmatch(f"{name}/{file}"):
             hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
-        folder = self._folder / name
-        partial = partial_of(folder)
         # One file at a time: each of several could fill the room left by the others.
         async with self._receiving.setdefault(name, asyncio.Lock()):
             try:
+                self._take_folder()
+                folder = self._folder / name
+                partial = partial_of(folder)
                 if not partial.exists():
                     async with self._making_room:
                         await asyncio.to_thread(self._make_room)
@@ -66,13 +73,23 @@ class Uploads:
                 if file == manifest.COMPLETE_FILE:
                     await asyncio.to_thread(complete_folder, folder)  # in place of the same version, sent before
             except OSError as error:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(partial_of(self._folder / name), ignore_errors=True)
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
                 status, code = (507, "disk_full") if full else (500, "upload_failed")
                 hint = "make room under the server's sync.root, or set another one"
                 message = f"can't write {file} to {self._folder}: {error.strerror}"
                 raise ApiError(status, code, message, hint) from error
-        return DiskSource(name=f"{FOLDER}/{name}")
+        return DiskSource(name=f"{self._folder.name}/{name}")
+
+    def _take_folder(self) -> None:
+        """Take a folder that no other server has, as a lock says until this process ends."""
+        while self._lock is None:
+            self._folder = next(self._free)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = partial_of(self._folder).open("w")
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = lock
 
     async def _write(self, path: Path, chunks: AsyncIterator[bytes], max_bytes: int) -> None:
         clock = asyncio.get_running_loop().time
