@@ -56,6 +56,19 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
     assert service.most <= 16
 
 
+async def test_an_answer_in_the_cache_that_is_no_verdict_is_asked_for_again(scores_of: Scores, tmp_path: Path) -> None:
+    verdicts = [f'{{"score": {number}}}' for number in (1, 2, 3, 4)]
+    path = tmp_path / "cache.db"
+    async with Saying(*map(completion, verdicts)).open() as service, asyncio.timeout(30):
+        for number, garbage in enumerate((b"{", b"\xff", b"7", b""), 1):
+            (score,) = await scores_of(functions(service, cache=str(path)), "4")
+            assert (score.error, score.total) == (None, pytest.approx(number / 10))
+            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as cache:
+                spoil = "UPDATE answers SET value = CAST(? AS TEXT) WHERE value = ?"
+                while not cache.execute(spoil, (garbage, verdicts[number - 1])).rowcount:  # a thread stores it
+                    await asyncio.sleep(0.01)
+
+
 async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_lied(
     scores_of: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:

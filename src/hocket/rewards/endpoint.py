@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Annotated, Any, Self
@@ -121,9 +121,8 @@ class Endpoint(Service):
         asked = [self.base_url, model, self.model[:index].count(model), form, request, content]
         question = json.dumps(asked, sort_keys=True)
         key = hashlib.sha256(question.encode()).hexdigest()
-        stored = await self._stored(key)
-        if stored is not None:
-            return read(stored)
+        with suppress(ValueError):  # there is none, or it is damaged
+            return read(str(await self._stored(key)))
         body = {"model": model, "messages": [{"role": "user", "content": content}], **request}
         expected = len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)
         requests, tokens = _windows(self.base_url, model)
@@ -205,6 +204,7 @@ class Endpoint(Service):
     @cached_property
     def _store(self) -> sqlite3.Connection:
         store = sqlite3.connect(self.cache or ":memory:", LOCKED_S, isolation_level=None)
+        store.text_factory = partial(str, encoding="utf-8", errors="replace")
         store.executescript(OPEN)
         return store
 

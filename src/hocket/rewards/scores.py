@@ -115,9 +115,9 @@ def _whole(results: Mapping[str, Score], total: float) -> Score:
     note = _plain("\n".join(notes))
     if errors:
         return Score(total=math.nan, parts=parts, error=_plain("; ".join(errors)), note=note)
-    if max(map(abs, (total, *parts.values()))) <= LARGEST:
+    if abs(total) <= LARGEST:
         return Score(total=total, parts=parts, note=note)
-    return no_score(f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}")
+    return no_score(f"the weighted sum is {total}, which is not a finite number within ±{LARGEST:g}: lower the weights")
 
 
 def _plain(value: object) -> str:
@@ -131,8 +131,8 @@ def _plain(value: object) -> str:
 def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise NoScoreError(f"returned {_kind(value)} instead of a number")
-    if not math.isfinite(value):
-        raise NoScoreError(f"returned {float(value)}, which is not a finite number")
+    if not abs(float(value)) <= LARGEST:  # NaN, too
+        raise NoScoreError(f"returned {value}, which is not a finite number within ±{LARGEST:g}")
     return float(value)
 
 
