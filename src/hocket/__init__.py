@@ -57,6 +57,7 @@ def train(
     import torch
 
     from hocket.commands import runs as commands
+    from hocket.common.files import numbered
     from hocket.config import Config, load
     from hocket.errors import ConfigError
     from hocket.observe.rows import read_lines
@@ -78,6 +79,6 @@ def train(
         commands.train(loaded, serve=True, on_step=on_step)
     folder = loaded.run_dir
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text("utf-8"))
-    model = max(folder.glob("weights/v*"))
+    *_, model = numbered(folder / "weights", "v*").values()
     history = read_lines(folder / "metrics.jsonl")
     return summary | {"run_dir": folder, "model": model, "history": history}

@@ -12,6 +12,7 @@ _REMEDIES = {
     errno.EACCES: "give user {user} access to it (in Docker: HOCKET_USER)",
     errno.ENOTDIR: "a file is in the way: move it, or name another folder",
     errno.EEXIST: "a file is in the way: move it, or name another folder",
+    errno.EISDIR: "a folder is in the way: move it, or name another file",
     errno.ENOENT: "something has removed a file or folder there",
 }
 

@@ -36,12 +36,17 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from hocket.trainer.lora import Adapter
 
-    for name in ("metrics.jsonl", "weights/v1/COMPLETE", "weights/v2/COMPLETE", "weights/v2/adapter_config.json"):
+    for name in (
+        "metrics.jsonl",
+        "weights/v000001/COMPLETE",
+        "weights/v000002/COMPLETE",
+        "weights/v000002/adapter_config.json",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     asked: list[object] = []
     monkeypatch.setattr(Adapter, "export", lambda *args, base: asked.append((*map(str, args), base)))
-    newest = f"{tmp_path}/weights/v2"
+    newest = f"{tmp_path}/weights/v000002"
     assert main(["export", f"{tmp_path}", "out"]) == 0  # a run is its newest version
     assert main(["export", newest, "out", "model.path=elsewhere"]) == 0
     assert asked == [(newest, "out", None), (newest, "out", "elsewhere")]
@@ -160,6 +165,16 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
     assert main(["ledger", str(tmp_path)]) == 0
     table = ["epoch 0: 2 prompts", "         1  trained", "         1  in flight"]
     assert capsys.readouterr().out.splitlines()[:3] == table
+    good = (tmp_path / "ledger.jsonl").read_text()
+    for row in (
+        "{",
+        '{"step": 1, "draw": 1}',
+        '{"step": 1, "draw": 1, "epoch": "x", "prompt": "a", "state": "trained"}',
+    ):
+        (tmp_path / "ledger.jsonl").write_text(f"{good}{row}\n")
+        assert main(["ledger", str(tmp_path)]) == 1
+        assert f"{tmp_path}/ledger.jsonl is damaged: " in capsys.readouterr().err
+    (tmp_path / "ledger.jsonl").write_text(good)
     shutil.rmtree(folder)  # now nothing tells where b is
     (tmp_path / "summary.json").touch()
     assert main(["ledger", str(tmp_path)]) == 1

@@ -12,7 +12,7 @@ import pytest
 from hocket.common import registry
 from hocket.common.registry import load_plugins
 from hocket.config import load
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, DataError
 from hocket.observe.run_folder import RunFolder
 from hocket.rewards.base import REWARDS
 from hocket.trainer.models import Models
@@ -27,6 +27,12 @@ def test_a_run_has_a_copy_of_each_plugin_and_the_next_one_says_which_has_changed
     file.write_text(ONE.format("kept_one"))
     config = load(None, [f"plugins=[{file}]", f"run.dir={run}"])
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    for content in ("{", "[1]", '[{"path": "mine.py"}]'):
+        run.mkdir(exist_ok=True)
+        (run / "plugins.json").write_text(content)
+        with pytest.raises(DataError, match=f"{run}/plugins.json is damaged: .*bring the file back"):
+            RunFolder(config)
+    (run / "plugins.json").unlink()
     with RunFolder(config) as folder:
         assert folder.changed_plugins == []
         folder.finish(0, {"eval/greedy": 0.5})

@@ -13,9 +13,10 @@ import pytest
 from hocket import config as config_module
 from hocket.common.files import partial_of
 from hocket.config import Config
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, DataError
 from hocket.observe.rows import groups_of, lines_of, read_lines
 from hocket.observe.run_folder import RunFolder, trainer_id
+from hocket.trainer import checkpoints
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 BASE = TokenSequence(
@@ -87,6 +88,27 @@ def test_a_run_has_one_id_on_all_its_ranks_and_after_a_restart_and_another_run_h
     assert ids != {trainer_id(tmp_path / "others" / "mine")}
 
 
+def test_an_id_that_is_damaged_is_said_with_its_place(tmp_path: Path) -> None:
+    trainer_id(tmp_path)
+    for content in (b"", b"\xff\0", b"a-0123"):
+        (tmp_path / "trainer_id").write_bytes(content)
+        with pytest.raises(DataError, match=f"{tmp_path}/trainer_id is damaged: remove it"):
+            trainer_id(tmp_path)
+
+
+@pytest.mark.parametrize("row", ["x", "[1]", "null", '{"stop": 1}', '{"step": "one"}', "\0"])
+def test_a_row_that_no_run_writes_ends_a_resumed_run_with_its_place(tmp_path: Path, row: str) -> None:
+    with RunFolder(settings(tmp_path)) as folder:
+        for step in range(3):
+            folder.finish(step, {"x": 1.0})
+        path = folder.path / "metrics.jsonl"
+        path.write_text(path.read_text().replace('{"step": 1, "x": 1.0}', row))
+        with pytest.raises(DataError, match=f"{path} is damaged: .*bring the file back"):
+            folder.restore({"step": 2, "bytes": {path.name: path.stat().st_size}})
+        with pytest.raises(DataError, match=f"{path} is damaged: .*bring the file back"):
+            checkpoints.make_room(folder.path, print)
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "rollouts/step_000001.jsonl", "summary.json"])
 def test_the_first_file_that_a_full_disk_refuses_is_named_and_nothing_half_written_stays(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +151,7 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
                 state = json.loads(json.dumps(folder.state()))
         folder.rollouts("eval_000001", [GROUP])
         folder.rollouts("eval_000003", [GROUP])
-    for name in ("my_notes", "mine_2"):
+    for name in ("my_notes", "mine_2", "step_9_notes", "eval_mine"):
         (run / f"rollouts/{name}.jsonl").touch()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "x"')  # the run was killed
@@ -141,7 +163,7 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
         assert folder.history == [{"step": 0, "x": 0.5}, {"step": 1, "x": 1.5}, {"step": 2, "x": 9.0}]
         assert read_lines(run / "metrics.jsonl") == folder.history
     rollouts = sorted(path.stem for path in (run / "rollouts").iterdir())
-    assert rollouts == ["eval_000001", "mine_2", "my_notes", "step_000000", "step_000001"]
+    assert rollouts == ["eval_000001", "eval_mine", "mine_2", "my_notes", "step_000000", "step_000001", "step_9_notes"]
     assert read_lines(run / "ledger.jsonl") == [
         {"step": 1, "draw": 2, "state": "trained"},
         {"step": 1, "draw": 3},

@@ -177,6 +177,7 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     del state["config"]["model"]["max_length"], state["config"]["data"]
     state["config"]["trainer"]["collective_timeout_s"] = 1800.0  # which this version has no more
     older.write_text(json.dumps(state))
+    (older.parent / "COMPLETE").write_text("")  # nor a checksum
     said: list[str] = []
     changes = ("trainer.steps=20", "server.urls=http://b:1", "trainer.learning_rate=1e-5")
     found = checkpoints.find(
@@ -190,6 +191,45 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     ]
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         checkpoints.read(newest)
+
+
+@pytest.mark.parametrize("file", ["state_00001.safetensors", "state_00000.safetensors", "state.json", "COMPLETE"])
+def test_of_damaged_checkpoints_none_is_used_and_the_one_before_is(tmp_path: Path, file: str) -> None:
+    train(make_config(tmp_path, "checkpoint.every_steps=4"))
+    folders = [tmp_path / "runs/a/checkpoints" / name for name in ("step_000010", "step_000008")]
+    said: list[str] = []
+    config = make_config(tmp_path, "checkpoint.every_steps=4", "checkpoint.resume=true")
+    for folder in folders:
+        content = bytearray((folder / file).read_bytes())
+        content[-4] ^= 1  # of a tensor the lowest bit of a number
+        (folder / file).write_bytes(content)
+        if folder == folders[0]:
+            found = checkpoints.find(config, said.append)
+            assert found is not None
+            assert found.step == 8
+            assert said == [
+                f"WARNING: {folder} is no complete checkpoint: something has changed its files, or the disk is "
+                "failing. Remove it, or name another one; the one before is taken",
+                f"going on from {folders[1]}",
+            ]
+    with pytest.raises(ConfigError, match="step_000008 is no complete checkpoint: something has changed its files"):
+        checkpoints.find(config, said.append)
+
+
+def test_folders_of_a_user_beside_checkpoints_are_none_and_stay(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "trainer.steps=2"))
+    kept = tmp_path / "runs/a/checkpoints"
+    for name in ("step_mine", "step_000001_copy"):
+        (kept / name).mkdir()
+        (kept / name / "COMPLETE").touch()
+    config = make_config(tmp_path, "checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.resume=true")
+    found = checkpoints.find(config, lambda line: None)
+    assert found is not None
+    assert found.step == 2
+    train(config, last=2)
+    assert names(config) == ["step_000001_copy", "step_000010", "step_mine"]
+    with pytest.raises(ConfigError, match="holds a run of 10 steps"):
+        checkpoints.find(make_config(tmp_path), print)
 
 
 def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hocket.common import environment
-from hocket.common.files import kind_of, unused
+from hocket.common.files import kind_of, numbered, unused
 from hocket.common.machine import holder, url_of
 from hocket.common.processes import die_with_parent
 from hocket.config import Config, LaunchConfig
@@ -288,15 +288,15 @@ def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
     """Return commands: the same run by hand, and the use of its newest version."""
     run = door()
     given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
-    model = max(run_dir.glob("weights/v*"))
+    *_, model = numbered(run_dir / "weights", "v*").values()
     more = list[str]()
     merge = ""
     if kind_of(model) == "adapter":
         merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
         model = run_dir / "model"
         more = ["model.lora=null"]
-    rollouts = max(run_dir.glob("rollouts/step_*.jsonl"), default=None)
-    prompt = json.loads(rollouts.read_text(encoding="utf-8").split("\n")[0])["prompt"] if rollouts else ""
+    rollouts = [*numbered(run_dir / "rollouts", "step_*.jsonl").values()]
+    prompt = json.loads(rollouts[-1].read_text(encoding="utf-8").split("\n")[0])["prompt"] if rollouts else ""
     prompt = prompt if 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable() else "PROMPT"
     again = shlex.join([*given, f"run.dir={unused(run_dir)}"])
     use = shlex.join([*given, f"model.path={model}", *more])

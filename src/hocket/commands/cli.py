@@ -320,14 +320,15 @@ def _report(args: argparse.Namespace) -> None:
 @_command(_option("RUN", type=Path))
 def _ledger(args: argparse.Namespace) -> int:
     from hocket.data import ledger
-    from hocket.observe.rows import read_lines
+    from hocket.observe.rows import LEDGER, read_lines, reading
 
-    rows = read_lines(args.RUN / "ledger.jsonl")
+    rows = read_lines(args.RUN / LEDGER)
     if not rows or "num_prompts" not in rows[0]:
         raise ConfigError(f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing")
     kept = checkpoints.complete(args.RUN / checkpoints.FOLDER)
-    stream = checkpoints.read(kept[-1]).parts["prompts"] if kept else None
-    accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
+    stream = checkpoints.read(kept[-1], whole=False).parts["prompts"] if kept else None
+    with reading(args.RUN / LEDGER):
+        accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     print(ledger.table(accounts))
     return int(any(account.problems for account in accounts))
 

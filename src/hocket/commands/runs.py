@@ -29,7 +29,7 @@ from hocket.errors import ConfigError, DataError, SyncError, door
 from hocket.observe import loggers, tokens
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.rows import lines_of, rollout_of, sample_of
+from hocket.observe.rows import DAMAGED, lines_of, rollout_of, sample_of
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.observe.timeline import Timeline
 from hocket.protocol import GenerateRequest
@@ -313,7 +313,7 @@ def score_samples(config: Config, file: Path) -> int:
                 rollout = sample_of(columns, place, config.data)
                 prompt = rollout.prompt
                 group = repr((prompt.text, prompt.messages, prompt.answer))
-        except (ValueError, TypeError, KeyError) as error:
+        except DAMAGED as error:
             raise DataError(f"{place} is no sample: {error}") from error
         groups.setdefault(group, []).append(rollout)
 

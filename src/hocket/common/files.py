@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -50,8 +51,16 @@ def kind_of(folder: Path) -> str:
 def newest_version(path: str) -> str:
     """Return the newest version of a run folder, or what sft has made in it; another path as it is."""
     folder = Path(path)
-    made = [*folder.glob("model/config.json"), *sorted(folder.glob("weights/v*/COMPLETE"))]
-    return str(made[-1].parent) if made and kind_of(folder) == "run" else path
+    models = (file.parent for file in folder.glob("model/config.json"))
+    made = [*models, *numbered(folder / "weights", "v*", "COMPLETE").values()]
+    return str(made[-1]) if made and kind_of(folder) == "run" else path
+
+
+def numbered(folder: Path, name: str, holds: str = "") -> dict[int, Path]:
+    """Return what a run has made, lowest number first: `name` is "v*" or the like. Other names there are a user's."""
+    made = re.compile(name.replace("*", r"(\d{6,})"), re.ASCII)
+    found = ((made.fullmatch(path.name), path) for path in folder.glob(name))
+    return dict(sorted((int(match[1]), path) for match, path in found if match and (path / holds).exists()))
 
 
 def unused(path: Path) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
-from hocket.common.files import kind_of
+from hocket.common.files import kind_of, numbered
 from hocket.common.redaction import redacted
 from hocket.observe.metrics import alarms
 from hocket.observe.rows import read_lines, said
@@ -105,14 +105,14 @@ class Console(AbstractContextManager["Console"]):
         """Print a run's result: evaluation, samples, paths, and how many steps lacked an update."""
         end = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         self.say(f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}")
-        if evaluations := sorted((run_dir / "rollouts").glob("eval_*.jsonl")):
+        if evaluations := [*numbered(run_dir / "rollouts", "eval_*.jsonl").values()]:
             for line in _held_out(end["before"], end["after"]):
                 self._rich.print(f"[bold]{line}[/bold]")
             greedy = [row for row in read_lines(evaluations[-1]) if row["id"].endswith("/0")]
             for row in greedy[:NUM_SAMPLES]:
                 reward = row["error"] or f"{row['reward']:g}"
                 self.say(f"  {row['prompt']!r} → {said(row)!r}  answer {row['answer']!r}  reward {reward}")
-        newest = max((run_dir / "weights").iterdir())
+        *_, newest = numbered(run_dir / "weights", "v*").values()
         self.say(f"report {run_dir / 'report.html'}\n{kind_of(newest):6} {newest}")
         if best := end.get("best"):
             self.say(f"best   {run_dir / best['folder']}: {best['metric']} {best['value']:.3f} in step {best['step']}")

@@ -62,17 +62,16 @@ def _take(path: Path, text: str, say: Callable[[str], None], patience_s: float) 
         try:
             owner = json.loads(seen[0])
             machine, started = owner["process"]
+            who = f"{path.parent} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}"
         except (ValueError, TypeError, LookupError):  # it is being written, was just removed, or the disk was full
             owner = {}
             machine = ""
             started = ""
+            who = f"{path} does not say whose {path.parent} is"
         is_alive = machine == _machine() and _start_of(owner["pid"]) == started
         if not is_alive and (machine == _machine() or now - heard >= SILENCE_S):
             _remove(path, seen[0])
             continue
-        who = f"{path} does not say whose {path.parent} is"
-        if owner:
-            who = f"{path.parent} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}"
         was_heard = heard > start and now - heard < 3 * BEAT_S
         if owner and (is_alive or was_heard) and now - start >= patience_s:
             raise ConfigError(f"{who}, which is running: choose another run.dir, or end that process first")

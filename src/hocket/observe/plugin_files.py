@@ -7,10 +7,11 @@ from typing import Any
 
 from hocket.common.files import write_atomically
 from hocket.common.registry import Plugin
-from hocket.observe.rows import read_text
+from hocket.observe.rows import read_text, reading
 
 FILE = "plugins.json"
 FOLDER = "plugins"
+KEYS = ("path", "sha256", "registers", "copy")  # of a plugin
 
 
 def keep(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
@@ -34,9 +35,9 @@ def keep(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
 
 
 def kept(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the plugins of a run: path, sha256, registers, copy."""
-    rows: list[dict[str, Any]] = json.loads(read_text(run_dir / FILE) or "[]")
-    return rows
+    """Return the plugins of a run."""
+    with reading(run_dir / FILE):
+        return [{key: row[key] for key in KEYS} for row in json.loads(read_text(run_dir / FILE) or "[]")]
 
 
 def texts(run_dir: Path) -> list[dict[str, Any]]:

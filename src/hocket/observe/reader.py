@@ -14,7 +14,7 @@ from typing import Any
 
 from hocket.observe import browse, plugin_files
 from hocket.observe.metrics import alarms
-from hocket.observe.rows import METRICS, TIMELINE, parsed, read_text
+from hocket.observe.rows import METRICS, TIMELINE, parsed, read_text, reading
 
 MAX_COLUMNS = 800  # of curves, at once: means of several steps each in a longer run
 SILENCE_S = 60.0  # after which an owner without a sign of life is gone
@@ -113,7 +113,8 @@ class RunReader:
 
     def news(self, step: int) -> dict[str, Any]:
         """Return what a page shows of the run as a whole, and the curves after `step`."""
-        summary = json.loads(read_text(self.folder / "summary.json") or "null")
+        with reading(self.folder / "summary.json"):
+            summary = json.loads(read_text(self.folder / "summary.json") or "null")
         state = "stopped"
         with suppress(FileNotFoundError):
             if time.time() - (self.folder / "owner.json").stat().st_mtime < SILENCE_S:  # by this machine's clock

@@ -3,8 +3,8 @@
 import json
 import math
 from array import array
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from hocket.common.files import naming
 from hocket.common.redaction import redacted
 from hocket.config import DataConfig
+from hocket.errors import DataError
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS = "metrics.jsonl"
@@ -21,6 +22,8 @@ LEDGER = "ledger.jsonl"
 TIMELINE = "timeline.jsonl"
 GROWING = (METRICS, LEDGER, TIMELINE)  # of a run, line by line
 TRAINED = "trained"  # folder of what training made of the rollouts
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError)
+"""What is raised on reading rows that are not as they were written."""
 COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
 LISTS = ("token_ids", "logprobs", "dialogue")
 """Fields of a sequence that its row has, too."""
@@ -93,21 +96,39 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file; none if it is missing."""
-    return parsed(read_text(path))
+    """Return the objects of a JSONL file; none if it is missing. Raise DataError for a broken line but the last."""
+    lines = read_text(path).split("\n")  # a text may hold other line separators
+    rows = []
+    for number, line in enumerate(lines, 1):
+        found = parsed(line)
+        with reading(path):
+            if not found and number < len(lines):
+                raise ValueError(f"line {number} is no object")
+        rows += found
+    return rows
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
     """Return the objects in lines of JSON, without the broken line of a killed run."""
     rows = []
-    for line in text.split("\n"):  # a text may hold other line separators
+    for line in text.split("\n"):
         with suppress(ValueError):
             rows.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
     return [row for row in rows if isinstance(row, dict)]
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise DataError where the body finds in a file what no run writes."""
+    try:
+        yield
+    except DAMAGED as error:
+        advice = "bring the file back from a copy, or choose another run folder"
+        raise DataError(f"{path} is damaged: {error!r}; {advice}") from error
+
+
 def groups_of(lines: Iterable[str]) -> list[Group]:
-    """Parse the lines of a rollouts file. Raise ValueError, KeyError or TypeError where one is no such row."""
+    """Parse the lines of a rollouts file. Raise one of DAMAGED where one is no such row."""
     groups = []
     for name, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
         rows = list(together)
@@ -126,7 +147,7 @@ def _score(row: Mapping[str, Any]) -> Score:
 def rollout_of(row: Mapping[str, Any], id: str = "") -> Rollout:
     """Parse a row of a run or of the reward `http`; only the completion must be there.
 
-    Raise ValueError, KeyError or TypeError where it is no such row.
+    Raise one of DAMAGED where it is no such row.
     """
     sequences = tuple(map(_sequence, (*row.get("others", ()), row)))
     messages = row.get("messages")

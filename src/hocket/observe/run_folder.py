@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from hocket import config as config_module
 from hocket.common.files import flush, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, DataError
 from hocket.observe import page, plugin_files
 from hocket.observe.loggers import started
-from hocket.observe.rows import GROWING, LEDGER, METRICS, TRAINED, append, lines_of, read_lines
+from hocket.observe.rows import GROWING, LEDGER, METRICS, TRAINED, append, lines_of, read_lines, read_text, reading
 from hocket.types import Group
 
 
@@ -35,7 +36,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         write_atomically(self.path / "config.yaml", config_module.to_yaml(config.as_dict()))
         for name in GROWING:
             (self.path / name).touch()
-        self.history = read_lines(self.path / METRICS)  # one record per finished step
+        self.history = list[dict[str, Any]]()  # one record per finished step
         self.changed_plugins = plugin_files.keep(self.path, load_plugins(config.plugins))  # since the run before
 
     def __exit__(self, failed: object, *exc_info: object) -> None:
@@ -43,7 +44,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         for logger in self.loggers:
             logger.close(failed=bool(failed))
         if failed:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
+            with contextlib.suppress(OSError, DataError):  # the first error is the one to tell
                 page.write_report([self.path], self.path / "report.html")
 
     @property
@@ -110,7 +111,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
                 advice = "bring the file back, or start a new run.dir"
                 raise ConfigError(f"{path} has lost records from before step {state['step']}; {advice}")
             os.truncate(path, size)
-        self.history[:] = read_lines(self.path / METRICS)
+        with reading(self.path / METRICS):
+            self.history[:] = sorted(read_lines(self.path / METRICS), key=itemgetter("step"))  # they are
         (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
         for file in (*self.path.glob("rollouts/*"), *self.path.glob(f"{TRAINED}/*")):
             made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's
@@ -128,7 +130,10 @@ def trainer_id(run_dir: Path) -> str:
         with contextlib.suppress(FileExistsError):  # another rank was faster
             os.link(made, path)
         made.unlink()
-    return path.read_text(encoding="utf-8")
+    found = read_text(path)
+    if not re.fullmatch(".+-[0-9a-f]{8}", found):
+        raise DataError(f"{path} is damaged: remove it, and servers take this run for a new one")
+    return found
 
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:

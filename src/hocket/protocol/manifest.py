@@ -93,9 +93,9 @@ def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
         return dict(threads.map(lambda item: (item[0], spec(item[1])), named))
 
 
-def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
-    """Return the checksum of a version, whatever the order of its tensors."""
-    digest = hashlib.sha256()
+def total_checksum(tensors: Mapping[str, TensorSpec], text: str = "") -> str:
+    """Return the checksum of a version, whatever the order of its tensors, or of a checkpoint, which has a text."""
+    digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         item = tensors[name]
         digest.update(f"{name}:{item.dtype}:{item.shape}:{item.checksum}\n".encode())

@@ -13,11 +13,12 @@ from decimal import Decimal
 from pathlib import Path
 
 from hocket.client.pool import Deadline
+from hocket.common.files import numbered
 from hocket.common.tasks import cancel, note, seed_of
 from hocket.config import RolloutConfig
 from hocket.errors import DataError
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
-from hocket.observe.rows import groups_of
+from hocket.observe.rows import DAMAGED, groups_of
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
 
@@ -121,8 +122,8 @@ class Replay:
                 groups = groups_of(lines)
             if not groups:
                 raise ValueError("it is empty")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            steps = sorted(int(file.stem.rpartition("_")[2]) for file in self._folder.glob("step_*.jsonl"))
+        except (OSError, *DAMAGED) as error:
+            steps = [*numbered(self._folder, "step_*.jsonl")]
             there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
             raise DataError(
                 f"pipeline.replay: no rollouts of step {step} in {path} ({error!r}); {there}: set trainer.steps "

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hocket.common.files import write_atomically
+from hocket.common.files import numbered, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, door
-from hocket.observe.rows import read_lines
+from hocket.observe.rows import read_lines, reading
 
 SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 
@@ -31,8 +31,10 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     if not made.keeps_messages:
         raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
     tools = {"tools": made.toolbox.tools} if made.toolbox else {}
-    files = sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True)
-    rows = [_demonstration(row, tools) for path in files for row in read_lines(path)]
+    rows = []
+    for path in reversed(numbered(run / "rollouts", "step_*.jsonl").values()):
+        with reading(path):
+            rows += [_demonstration(row, tools) for row in read_lines(path)]
     told = sorted(filter(None, rows), key=lambda row: -row["reward"])
     if not told:
         raise ConfigError(f"of {len(rows)} rollouts of {run}, none has a score and an end")

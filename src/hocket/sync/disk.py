@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError
 
-from hocket.common.files import atomic_folder, remove_folder
+from hocket.common.files import atomic_folder, numbered, remove_folder
 from hocket.errors import SyncError, remedy
 from hocket.protocol import DeltaSource, DiskSource, TensorSpec, manifest
 
@@ -59,9 +59,10 @@ class Versions:
     def restore(self, state: Mapping[str, int]) -> None:
         """Continue after a saved version; remove newer ones."""
         self.current = state["version"]
-        for folder in self._run_dir.glob("*/v[0-9]*"):
-            if folder.parent.name in KINDS and int(folder.name[1:]) > self.current:
-                shutil.rmtree(folder)
+        for kind in KINDS:
+            for version, folder in numbered(self._run_dir / kind, "v*").items():
+                if version > self.current:
+                    shutil.rmtree(folder)
 
     def save(self) -> Path:
         """Return the folder of the current version in full, written if need be."""
@@ -116,6 +117,6 @@ class Versions:
     def prune(self) -> None:
         """Remove older versions of each kind."""
         for kind in KINDS:
-            for old in sorted(self._run_dir.glob(f"{kind}/v*"))[:-KEEP]:
+            for old in [*numbered(self._run_dir / kind, "v*").values()][:-KEEP]:
                 with contextlib.suppress(OSError):  # it is tried again
                     remove_folder(old)

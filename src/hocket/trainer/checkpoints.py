@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders with tensors, state.json and, written last, COMPLETE."""
+"""Checkpoints of a run: folders with tensors, state.json and, written last, COMPLETE with the checksum of both."""
 
 import dataclasses
 import itertools
@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from hocket.common.files import complete_folder, partial_of, remove_folder, unused
+from hocket.common.files import complete_folder, numbered, partial_of, remove_folder, unused
 from hocket.common.tasks import note
 from hocket.config import Config
 from hocket.errors import ConfigError, TrainerError, remedy
-from hocket.observe.rows import GROWING, METRICS, read_lines
+from hocket.observe.rows import GROWING, METRICS, read_lines, reading
+from hocket.protocol import TensorSpec, manifest
 from hocket.protocol.manifest import COMPLETE_FILE
 
 FOLDER = "checkpoints"
@@ -25,8 +26,9 @@ _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  
 _LOGS = ("tensorboard", "wandb", "skipped", "trained")
 _FILES = (*GROWING, *_LOGS, "summary.json", "report.html", "plugins", "plugins.json")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
-_ROLLOUTS = ("rollouts/step_[0-9]*.jsonl", "rollouts/eval_[0-9]*.jsonl")
-_OF_A_START = (*_FILES, *_ROLLOUTS, "best", "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
+_NUMBER = "[0-9]" * 6
+_ROLLOUTS = (f"rollouts/step_{_NUMBER}.jsonl", f"rollouts/eval_{_NUMBER}.jsonl")
+_OF_A_START = (*_FILES, *_ROLLOUTS, "best", f"weights/v{_NUMBER}", f"deltas/v{_NUMBER}")  # and nothing of the user's
 
 TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
 
@@ -59,32 +61,45 @@ class Saved:
             part.restore(self.parts[name])
 
 
-def read(folder: Path) -> Saved:
-    """Read one checkpoint. Raise ConfigError where there is no complete one."""
+def read(folder: Path, *, whole: bool = True) -> Saved:
+    """Read one checkpoint. Raise ConfigError where it is not as it was written; but for `whole` no tensor is read."""
+    from safetensors import SafetensorError
+
     try:
-        (folder / COMPLETE_FILE).stat()
-        return Saved(folder=folder, **json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{folder} is no complete checkpoint: {error}. Remove it, and name another one") from error
+        mark = (folder / COMPLETE_FILE).read_text(encoding="utf-8")
+        text = (folder / STATE_FILE).read_text(encoding="utf-8")
+        if whole and mark and mark != manifest.total_checksum(manifest.specs(manifest.tensors(folder)), text):
+            raise ValueError("something has changed its files, or the disk is failing")
+        return Saved(folder=folder, **json.loads(text))
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"{folder} is no complete checkpoint: {error}. Remove it, or name another one") from error
 
 
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"step_*/{COMPLETE_FILE}"))
+    return [*numbered(folder, "step_*", COMPLETE_FILE).values()]
 
 
 def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False) -> Saved | None:
-    """Return the newest checkpoint with checkpoint.resume; without one, `make_room`."""
+    """Return the newest undamaged checkpoint with checkpoint.resume; where there is none at all, `make_room`."""
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
         make_room(config.run_dir, say, resume=config.checkpoint.resume, dry_run=dry_run)
         return None
-    saved = read(folders[-1])
+    while True:
+        try:
+            saved = read(folders.pop())
+            break
+        except ConfigError as error:
+            if not folders:
+                raise
+            say(f"WARNING: {error}; the one before is taken")
     line = f"going on from {saved.folder}"
     for key, (before, now) in config.changes(saved.config).items():
         if f"{key}.".startswith(_SAME):
             advice = "set it as it was, or choose another run.dir"
-            raise ConfigError(f"can't go on from {folders[-1]}: {key} was {before!r}, {now!r} is another run; {advice}")
+            what = f"can't go on from {saved.folder}: {key} was {before!r}, {now!r} is another run"
+            raise ConfigError(f"{what}; {advice}")
         line += f"; {key} was {before!r} and is {now!r}"
     say(line)
     return saved
@@ -93,8 +108,9 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False) -
 def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False, dry_run: bool = False) -> None:
     """Remove a run without a step, move another aside (`resume`), or raise ConfigError; `dry_run`: only raise."""
     there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
-    saved = (int(folder.name.removeprefix("step_")) for folder in complete(run_dir / FOLDER))
-    steps = max([0, *saved, *(row["step"] for row in read_lines(run_dir / METRICS))])
+    with reading(run_dir / METRICS):
+        rows = read_lines(run_dir / METRICS)
+        steps = max([0, *numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE), *(row["step"] for row in rows)])
     if steps and not resume:
         advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
         raise ConfigError(f"{run_dir} holds a run of {steps} steps already; {advice}")
@@ -140,6 +156,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._after = after
         self._copied: Mapping[str, Any] | None = None  # the trainer's state, until it is in a checkpoint
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
+        self._specs: dict[str, TensorSpec] = {}  # of those that are written
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._later = ThreadPoolExecutor(1, "checkpoint-copy")
         self._writing: Future[None] = Future()
@@ -163,6 +180,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             for leftover in self._root.glob(".*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial_of(self._folder).mkdir(parents=True)
+            self._specs.clear()
             self._copied = self._state(self._buckets.append if self._settings.in_background else self._write)
         return {"time/checkpoint": note("time/checkpoint", start)}
 
@@ -191,6 +209,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _write(self, bucket: Mapping[str, Any]) -> None:
         from hocket.trainer.state import write_bucket
 
+        self._specs |= manifest.specs(bucket.items())
         write_bucket(partial_of(self._folder), bucket)
 
     def _finish(self, state: Mapping[str, Any]) -> None:
@@ -198,8 +217,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         with self._disk_errors():
             while self._buckets:
                 self._write(self._buckets.pop(0))
-            (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-            (partial / COMPLETE_FILE).touch()
+            text = json.dumps(state)
+            (partial / STATE_FILE).write_text(text, encoding="utf-8")
+            (partial / COMPLETE_FILE).write_text(manifest.total_checksum(self._specs, text), encoding="utf-8")
             complete_folder(self._folder)
         for one in self._after:
             self._later.submit(one, self._folder)
