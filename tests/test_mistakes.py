@@ -129,6 +129,7 @@ quickstart fine.yaml run.dir=trained | trained holds a run of 3 steps already; c
 plan sft.epochs=2 | a plan is of `train`: leave the section sft out, whose command has no servers
 plan launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0: take more, or
 config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
+config checkpoint.best=eval/reward | checkpoint.best.name: String should match pattern '^eval/(greedy
 config 'rewards.functions={exact_match: {clip: [1, 1]}}' | must be [lowest, highest], the first below the second
 launch --submit | --output and --submit need an --engine
 launch --gpus-per-node 4 | --gpus-per-node, --output and --submit need an --engine

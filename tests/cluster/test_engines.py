@@ -94,6 +94,7 @@ def test_servers_and_ranks_have_nodes_of_their_own_unless_one_node_holds_both() 
         (["launch.servers=1", "launch.trainers=8", "server.tensor_parallel_size=16"], "set it to 8 or less"),
         (["launch.servers=1", "launch.trainers=1", "launch.share_gpu=true"], "leave it out"),
         (["launch.servers=8", "launch.trainers=8", "server.urls=http://a:8000"], "leave one out"),
+        (["launch.servers=8", "launch.trainers=8", "sync.root=/elsewhere"], "must lie under sync.root=/elsewhere"),
     ],
 )
 def test_what_no_engine_can_run_is_refused_with_what_to_change(settings: list[str], message: str) -> None:

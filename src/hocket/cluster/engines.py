@@ -96,6 +96,7 @@ def render(
         place = f"{name}-servers:{given.server.port}" if in_pods else f"{folder}/servers.txt"
         added += ["server.host=0.0.0.0", f"server.discover={place}"]
     config, _ = read_settings([*settings, *added])  # refuses now what the job would refuse
+    config.refuse_outside()
     values = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     values.get("server", {}).pop("token", None)  # the files make one
     templates = jinja2.Environment(

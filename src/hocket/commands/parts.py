@@ -79,10 +79,7 @@ class Servers:
 
     async def answer(self) -> bool:
         """Return whether servers are named, or one answers where it would be started."""
-        if self.config.names_servers:
-            return True
-        async with ServerClient(self.config.own_url, token=self.config.token) as server:
-            return await server.answers()
+        return self.config.names_servers or bool(await self.up(lambda line: None))
 
     async def clear_gpu(self, **tell: Callable[..., None]) -> None:
         """Wait for a server that may be on this GPU, and put it to sleep to share it, before any rank takes memory.

@@ -320,7 +320,9 @@ class EvalConfig(Section):
 
 
 class BestConfig(Section):
-    name: str
+    name: str = Field(
+        pattern=r"^eval/(greedy|sampled|(greedy|sampled)_stderr|pass@\d+|zero_or_one|reward_errors|length_mean|truncated)$"
+    )
     patience: int | None = Field(None, ge=1)  # evaluations without a better one that end the run
 
 
