@@ -100,6 +100,7 @@ HOSTILE = {
     "talks to the host": "import socket; socket.socket(40, socket.SOCK_STREAM)",
     "sends datagrams": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
     "has a pipe signal the parent": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, PARENT)",
+    "has others killed where memory runs out": "open('/proc/self/oom_score_adj', 'w').write('-1000')",
     "limits the parent": "import resource; resource.prlimit(PARENT, resource.RLIMIT_CPU)",
     # in the memory, and in the files of others
     "reads the expected output": "open('/proc/PARENT/mem', 'rb')",

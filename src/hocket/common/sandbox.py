@@ -26,9 +26,8 @@ MAX_CODE = 100_000  # bytes: what Linux takes as one argument
 KILL_TIMEOUT_S = 30
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _PYTHON = (os.path.realpath(sys.executable), "-I")
-_FOLDERS = ["/usr", "/bin", "/lib", "/lib64", os.path.realpath(sys.base_prefix)]
-_FILES = ["/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
-_SEEN = list(filter(os.path.exists, [*_FOLDERS, *_FILES]))
+_PATHS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
+_SEEN = list(filter(os.path.exists, [*_PATHS, os.path.realpath(sys.base_prefix)]))
 _ENTER = f"""
 set -e
 mount -t tmpfs -o size={MAX_DISK_MIB}m,mode=755 none .
@@ -41,7 +40,7 @@ for path in {" ".join(f"'{path}'" for path in _SEEN)}; do
   else : > ".$path"; mount --bind "$path" ".$path"
   fi
 done
-mount -t proc none proc
+mount -t proc -o ro none proc
 pivot_root . old
 umount -l old
 cd /tmp
