@@ -96,6 +96,7 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert "reward-test --samples FILE CONFIG" in failed
     assert "server http://up has the same model and tokenizer, and answers" in said
     assert "no server answers at http://down yet" in said
+    assert "and answers" in dry_run("server.urls=[http://up]", "model.random_init=true", architecture="?")
     assert "a run, as far as is seen without a server" in dry_run("server.urls=[http://down]")
 
 

@@ -190,8 +190,10 @@ class Parts:
         reads_root = config.sync.backend != "nccl" and not config.sync.upload
         length = self.needed if config.env.name == "single_turn" else self.longest
         rank = model.lora.rank if model.lora else 0
+        # Without weights the path does not say it; the first version that is loaded does.
+        kind = health.architecture if model.random_init else model_shapes(model.path).architecture
         for what, theirs, ours, setting in (
-            ("architecture", health.architecture, model_shapes(model.path).architecture, "model.path"),
+            ("architecture", health.architecture, kind, "model.path"),
             ("tokenizer", health.tokenizer_sha256, tokenizers.fingerprint(self.tokenizer), "model.path"),
             ("root of versions", health.root if reads_root else root, root, "sync.root, or set sync.upload=true"),
             ("longest sequence", min(health.max_length, length), length, "model.max_length"),
