@@ -32,7 +32,9 @@ HEADERS = {
 def watch(folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(bind(host, port, token, section="observe")) as sock:
-        app = make_app([RunReader(folder) for folder in folders])
+        runs = [RunReader(folder) for folder in folders]
+        _look(runs)  # a long run takes a second
+        app = make_app(runs)
         sock.listen()  # who reads the line may ask at once
         print(f"page: {url_of(host, port)}/", flush=True)
         asyncio.run(_serve(app, sock, host, token))
