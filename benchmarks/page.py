@@ -35,8 +35,8 @@ METRICS = ("reward/mean", "reward/std", "rollout/length_mean", "train/entropy", 
            "train/loss", "step/tokens_per_s", "train/mfu", "rollout/tokens", "time/generate", "time/train",
            "time/sync", "time/step")  # fmt: skip
 NUM_OTHERS = 50  # further metrics of a step
-ROW = {"answer": "42", "meta": {}, "parts": {"correct": 1.0, "format": 0.5}, "error": None, "note": "", "num_tokens": 60,
-       "completion": "Seventeen and twenty-five make forty-two. " * 6, "mask": [0] * 20 + [1] * 60,
+ROW = {"answer": "42", "meta": {}, "parts": {"correct": 1.0, "format": 0.5}, "error": None, "note": "",
+       "num_tokens": 60, "completion": "Seventeen and twenty-five make forty-two. " * 6, "mask": [0] * 20 + [1] * 60,
        "finish_reason": "stop", "turns": 1, "token_ids": [*range(80)], "logprobs": [-0.25] * 80}  # fmt: skip
 SHOWN = "document.querySelectorAll('svg path').length > 8 && document.querySelectorAll('.prompt').length > 0"
 
@@ -109,10 +109,8 @@ def measure(folder: Path, steps: int) -> None:
         articles = "document.querySelectorAll('article').length == 10"
         opened = timed(tab, "document.querySelector('.prompt').click()", articles)
         print(f"a prompt's rollouts after {opened:.3f} s")
-        single = "runs[0].detail"
-        print(
-            f"single steps of a part of the curves after {timed(tab, f'zoom([{middle}, {middle + 200}])', single):.3f} s"
-        )
+        zoomed = timed(tab, f"zoom([{middle}, {middle + 200}])", "runs[0].detail")
+        print(f"single steps of a part of the curves after {zoomed:.3f} s")
         for number in range(1, 101):
             timed(tab, typed(step, number), f"document.querySelector('.prompt')?.innerText.startsWith('{number} and')")
         print(f"memory of the process that serves it, after 100 more steps: {process.memory_info().rss >> 20} MiB")

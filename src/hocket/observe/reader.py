@@ -19,7 +19,7 @@ from hocket.observe.rows import METRICS, TIMELINE, read_text, reading
 
 MAX_COLUMNS = 800  # of curves, at once: means of several steps each in a longer run
 SILENCE_S = 60.0  # after which an owner without a sign of life is gone
-NUM_PHASES = 240  # newest lines of the timeline that are shown
+NUM_PHASES = 100  # newest lines of the timeline that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # other x axes → what they sum up
 
 
