@@ -117,16 +117,21 @@ def measure(folder: Path, steps: int) -> None:
 
 
 def take_pictures(run: Path, folder: Path) -> None:
-    """Write page.png, the curves, and rollouts.png, a prompt's rollouts with coloured tokens."""
+    """Write page.png, of the curves, and rollouts.png, of a prompt's rollouts with tokens by their gap."""
     with watching(run) as (url, _), browser() as tab:
-        tab.open(url, width=1280, height=760)
+        tab.open(url, width=1080, height=640)
         tab.wait(SHOWN)
         tab.picture(folder / "page.png")
-        tab.click(".prompt")
+        before = json.dumps(tab.run("document.querySelector('.prompt').innerText"))
+        tab.type("input[type=number]", "20")
+        differ = "[...document.querySelectorAll('.prompt')].find(one => /[.]/.test(one.innerText))"
+        tab.wait(f"document.querySelector('.prompt').innerText != {before}")
+        tab.run(f"{differ}.click()")
         tab.wait("document.querySelectorAll('article').length > 0")
         tab.type("select[aria-label='colour of the tokens']", "gap")
-        tab.wait("document.querySelectorAll('.tokens').length > 0")
-        tab.run("document.querySelector('.prompt').closest('.card').scrollIntoView()")
+        tab.wait("[...document.querySelectorAll('article')].every(one => one.querySelector('.tokens'))")
+        tab.run("document.querySelector('h3 ~ .side').previousElementSibling.scrollIntoView()")
+        tab.run("scrollBy(0, -160)")
         tab.picture(folder / "rollouts.png")
 
 

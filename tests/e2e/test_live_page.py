@@ -30,14 +30,15 @@ def test_a_quickstart_is_seen_while_it_learns(tmp_path: Path) -> None:
     ports = (f"server.port={free_port()}", f"observe.port={free_port()}")
     words = ["quickstart", f"run.dir={tmp_path}/run", f"plugins=[{tmp_path}/noted.py]", *ports, *SETTINGS]
     with Process(words, log) as run, browser() as tab:
-        found = run.wait_for(lambda: re.search(r"page: (http://127\.0\.0\.1:\d+/)", log.read_text()), "the page")
-        tab.open(found[1])
+        url = r"page: (http://127\.0\.0\.1:\d+/)"
+        run.wait_for(lambda: re.search(url, log.read_text()), "the page")
+        tab.open(re.findall(url, log.read_text())[0])
         until = time.monotonic() + START_S
         reward = "document.querySelector('svg[aria-label^=\"Reward, \"]')"
         moves = "window.seen ??= new Set(), seen.add({0}?.ariaLabel), [...seen].filter(one => one).length"
         while tab.run(moves.format(reward)) < 3:  # three steps, in the page that was opened first
             assert time.monotonic() < until, log.read_text()
-            assert run.poll() is None, log.read_text()
+            assert run.popen.poll() is None, log.read_text()
             time.sleep(0.2)
         tab.wait("document.querySelector('.alarms')?.innerText.includes('rollout/truncated')")
         tab.wait("document.querySelectorAll('.prompt').length == 16")
