@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from browser import PATH, Browser, browser
+from hocket.errors import DataError
 from hocket.observe.browse import MAX_CHARACTERS
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.page import write_report
@@ -195,6 +196,25 @@ def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text(lines)
     curves = report(tmp_path).data["runs"][0]["curves"]
     assert {name: curves[name] for name in ("step", "x", "y", "z")} == {"step": [4], "x": [None], "y": [None], "z": [1]}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.jsonl", '{"step": 1, "x": [1]}\n'),
+        ("rollouts/step_000001.jsonl", "{}\n"),
+        ("trained/step_000001.jsonl", "{}\n"),
+        ("config.yaml", "{"),
+        ("summary.json", "{"),
+        ("plugins.json", "[{}]"),
+    ],
+)
+def test_what_no_run_has_written_is_an_error_with_its_place(tmp_path: Path, file: str, content: str) -> None:
+    run = write_run(tmp_path / "run", group(1.0))
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_text(content)
+    with pytest.raises(DataError, match=f"{run}.* is damaged: .*bring the file back"):
+        report(run)
 
 
 def test_a_report_has_the_newest_step_and_evenly_of_earlier_ones_the_prompt_whose_rewards_differ_most(

@@ -20,7 +20,7 @@ async def find_servers(where: str) -> list[str]:
             if found := await look_up(_in_file if "/" in where else _at_name, where):
                 return found
     except TimeoutError:
-        problem = f"there was no answer in {LOOK_UP_S:g} s; is it a pipe, or on a disk that is gone?"
+        problem = f"there was no answer in {LOOK_UP_S:g} s; is its disk gone?"
     except (OSError, ValueError) as error:
         problem = str(error)
     raise ServerError(f"server.discover={where} finds no server: {problem}", code="unreachable")

@@ -21,7 +21,7 @@ from hocket.observe import browse
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.metrics import PHASES
 from hocket.observe.reader import RunReader
-from hocket.observe.rows import read_text
+from hocket.observe.rows import read_text, reading
 
 NUM_SAMPLES = 24  # steps of which a report has rollouts
 MAX_TOKENS = 20_000  # of them with tokens
@@ -56,10 +56,12 @@ def data_of(runs: Sequence[RunReader]) -> dict[str, Any]:
 def write_report(folders: Sequence[Path], path: Path) -> None:
     """Write a file with all that runs have shown, over one another."""
     runs = [RunReader(folder) for folder in folders]
-    for run in runs:
-        run.look()
-    data = data_of(runs)
-    data["runs"] = [one | _embedded(folder, one["rollouts"]) for folder, one in zip(folders, data["runs"], strict=True)]
+    with reading(", ".join(map(str, folders))):
+        for run in runs:
+            run.look()
+        data = data_of(runs)
+        parts = zip(folders, data["runs"], strict=True)
+        data["runs"] = [one | _embedded(folder, one["rollouts"]) for folder, one in parts]
     write_atomically(path, html(data))
 
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic_core import PydanticSerializationError, to_json
 
 from hocket.common.files import naming
@@ -22,8 +23,8 @@ LEDGER = "ledger.jsonl"
 TIMELINE = "timeline.jsonl"
 GROWING = (METRICS, LEDGER, TIMELINE)  # of a run, line by line
 TRAINED = "trained"  # folder of what training made of the rollouts
-DAMAGED = (ValueError, LookupError, TypeError, AttributeError)
-"""What is raised on reading rows that are not as they were written."""
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError)
+"""What is raised on reading what is not as it was written."""
 COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
 LISTS = ("token_ids", "logprobs", "dialogue")
 """Fields of a sequence that its row has, too."""
@@ -118,8 +119,8 @@ def parsed(text: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise DataError where the body finds in a file what no run writes."""
+def reading(path: object) -> Iterator[None]:
+    """Raise DataError where the body finds in files what no run writes."""
     try:
         yield
     except DAMAGED as error:

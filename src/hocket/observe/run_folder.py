@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
                 raise ConfigError(f"{path} has lost records from before step {state['step']}; {advice}")
             os.truncate(path, size)
         with reading(self.path / METRICS):
-            self.history[:] = sorted(read_lines(self.path / METRICS), key=itemgetter("step"))  # they are
+            self.history[:] = sorted(read_lines(self.path / METRICS), key=lambda row: int(row["step"]))
         (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
         for file in (*self.path.glob("rollouts/*"), *self.path.glob(f"{TRAINED}/*")):
             made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's

@@ -94,7 +94,7 @@ def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
 
 
 def total_checksum(tensors: Mapping[str, TensorSpec], text: str = "") -> str:
-    """Return the checksum of a version, whatever the order of its tensors, or of a checkpoint, which has a text."""
+    """Return the checksum of a version, whatever the order of its tensors; a checkpoint has a text, too."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         item = tensors[name]

@@ -22,7 +22,7 @@ from hocket.server.errors import ApiError, invalid
 from hocket.server.routes import router
 
 FOLDER = "uploaded-weights"
-"""Where they are kept, under the server's root, with a number for each server; other folders there are left alone."""
+"""Where they are kept, under the server's root, with a server's number; other folders there are left alone."""
 SILENCE_S = 60.0
 _NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
 _UPLOAD = re.compile(rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)", re.ASCII)
