@@ -48,6 +48,7 @@ class World:
         self.keep: list[Path] = []
         self.publishes: list[bool] = []  # each time that the trainer is held
         self.checked: list[list[int]] = []  # rollouts of each prompt, in each check
+        self.trained: list[list[int] | None] = []  # of these, which are trained
         self.reference = reference  # its log-probs of every completion
         self.untrained = {1: "its update was not finite"}  # of the second group of each step
 
@@ -65,11 +66,17 @@ class World:
         self.publishes.append(publishes)
         yield {}
 
-    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]], alone: bool) -> dict[str, float]:
+    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]], trained: list[int] | None) -> dict[str, float]:
         self.checked.append([len(rollouts) for rollouts in groups])
+        self.trained.append(trained)
         if self.lie in {rollout.id for rollouts in groups for rollout in rollouts}:
             raise SyncError("a server lies")
-        return {"sampling/logprob_gap": 0.25}
+        return {"sampling/logprob_gap": 0.25, "sync/max_gap": 0.5}
+
+    def check_step(self, metrics: dict[str, float]) -> dict[str, float]:
+        if self.lie == "gap" and "train/logprob_gap" in metrics:
+            raise SyncError("a server lies")
+        return {}
 
     async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
         label = seat.group.rpartition("/")[0]
@@ -94,7 +101,8 @@ class World:
         self.diary.append(("measure", len(sequences)))
         return [{"ref_logprobs": (0.0, *self.reference)} for _ in sequences]
 
-    def step(self, samples: Sequence[TrainSample], *, number: int, keep: Path) -> dict[str, float]:
+    def step(self, samples: Sequence[TrainSample], *, number: int, keep: Path, max_gap: float) -> dict[str, float]:
+        assert max_gap == 0.5
         self.keep.append(keep)
         self.diary.append(("train", len(samples), sorted({sample.sequence.version_min for sample in samples})))
         metrics = {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 0.0, "tokens": 2.0 * len(samples), "mfu": 0.5}
@@ -275,6 +283,7 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
     ]
     assert world.publishes == [False, True]  # in the first one rollouts are checked alone
     assert world.checked == [[2, 2], [2, 2]]  # with or without a signal
+    assert world.trained == [[], [0, 1]]
     assert metrics[1]["rollout/zero_variance"] == 1.0
     assert "train/loss" not in metrics[1]
     assert summary["final_version"] == 6

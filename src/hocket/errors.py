@@ -68,6 +68,14 @@ class ServerError(HocketError):
         return self.code == "other_model" or self.status in (401, 403)
 
 
+def differ(gap: float, bound: float) -> str:
+    return (
+        f"the servers' log-probs of these rollouts are not the trainer's: mean |Δ log-prob| {gap:.3g} is more than "
+        f"{bound:.3g} (sync.max_logprob_gap). Nothing was trained on them. Likely: a server has other weights, samples "
+        f"with another temperature, top_p or top_k, or mixes up prompts. Restart it"
+    )
+
+
 class SyncError(HocketError):
     """A published version did not reach a server, or the proof is missing."""
 

@@ -6,6 +6,7 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ class Run:
             has_signal=lambda group: self.shape(group).reason is None,
         )
 
-    async def train_policy(self, step: int, groups: Sequence[Shaped]) -> Metrics:
+    async def train_policy(self, step: int, groups: Sequence[Shaped], max_gap: float) -> Metrics:
         """Update the policy on groups with a signal; no other line changes the trainer's weights."""
         metrics: Metrics = {}
         self.console.progress(step, "training")
@@ -115,7 +116,8 @@ class Run:
         self.kl.update(shaping.get("rollout/kl"), sum(len(group.scored) for group in groups))
         await run_in_thread(self.on_samples, step, samples)
         # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times  algorithm/losses.py, trainer/step.py
-        trained = await run_in_thread(self.trainer.step, samples, number=step, keep=self.folder.skipped(step))
+        keep = self.folder.skipped(step)
+        trained = await run_in_thread(self.trainer.step, samples, number=step, keep=keep, max_gap=max_gap)
         return metrics | shaping | trained
 
     async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
@@ -124,9 +126,11 @@ class Run:
         metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.uses_pass_rates else "")
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
-            metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], False)
+            places = [place for place, one in enumerate(shaped) if one.reason is None]
+            metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], places)
             if groups:
-                metrics |= await self.train_policy(step, groups)
+                metrics |= await self.train_policy(step, groups, metrics.get("sync/max_gap", math.inf))
+            metrics |= self.publisher.check_step(metrics)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
             if publishes:
                 with timed(metrics, "time/sync"):
@@ -145,7 +149,7 @@ class Run:
         async with self.publisher.training(publishes=False):
             greedy, sampled = self.evaluation.comparable(groups, self.config.rollout.temperature)
             check = self.publisher.check_rollouts
-            metrics |= checked(await check(greedy, True), await check(sampled, True))
+            metrics |= checked(await check(greedy, None), await check(sampled, None))
             kept = await run_in_thread(self.keep, step, measured)
         return metrics | measured | kept
 

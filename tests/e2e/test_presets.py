@@ -64,7 +64,10 @@ class Copy:
         del publishes
         yield {}
 
-    async def check_rollouts(self, groups: object, alone: bool) -> dict[str, float]:
+    async def check_rollouts(self, groups: object, trained: object) -> dict[str, float]:
+        return {}
+
+    def check_step(self, metrics: object) -> dict[str, float]:
         return {}
 
     async def publish(self) -> dict[str, float]:

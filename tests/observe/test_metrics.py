@@ -130,11 +130,12 @@ def test_an_alarm_names_value_bound_and_advice_and_healthy_values_raise_none() -
     [
         ({"staleness/max": 0.0, "train/logprob_gap": 2e-5, "train/mismatch_kl": 2e-5}, True),
         ({"staleness/max": 0.0, "train/logprob_gap": 9e-6, "train/mismatch_kl": 9e-6}, False),
-        ({"staleness/max": 1.0, "train/logprob_gap": 0.09, "train/mismatch_kl": 0.009}, False),
+        ({"staleness/max": 1.0, "train/logprob_gap": 0.2, "train/mismatch_kl": 0.2}, False),
+        ({"staleness/max": 1.0, "train/ess": 0.4}, True),
         ({"train/logprob_gap": 0.09, "train/mismatch_kl": 0.009}, False),
     ],
 )
-def test_where_no_rollout_is_stale_the_gap_may_be_no_more_than_rounding(
+def test_where_no_rollout_is_stale_the_gap_may_be_no_more_than_rounding_else_samples_must_be_of_use(
     measured: dict[str, float], rings: bool
 ) -> None:
     assert (alarms({"sync/max_gap": 1e-5} | measured).keys() == SUSPICIOUS & measured.keys()) is rings

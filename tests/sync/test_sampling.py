@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hocket.errors import SyncError
-from hocket.sync.sampling import SamplingCheck, contradiction, equal_pairs, over_run
+from hocket.sync.sampling import SamplingCheck, certain_odds, contradiction, equal_pairs, farthest, sums_of
 from hocket.types import Prompt, Rollout, TokenSequence, TrainSample
 
 PROMPT = Prompt(id="p", token_ids=(1,))
@@ -29,8 +29,8 @@ def rollout(*token_ids: int, p: float = 0.5, id_: str = "step 1/0/0", version: i
 class World:
     """A trainer that measures `found` of all samples, and a proof whose bound is 3e-5."""
 
-    def __init__(self, found: Sequence[float] = (10, 1e-6, 0, 1)) -> None:
-        self.found = found
+    def __init__(self, *found: float) -> None:
+        self.found = found or (10, 1e-6, 0, 1)
         self.asked: list[TrainSample] = []
         self.failed: list[str] = []
         self.stops = True
@@ -74,48 +74,74 @@ def test_the_expected_number_of_equal_rollouts_is_right_on_average() -> None:
 def test_z_is_bernsteins_and_colder_the_share_of_the_temperature() -> None:
     # -9 / sqrt(9 + 9 * 3 / 3) where tokens surprise too little, 9 / sqrt(9 + 9 * 10 / 3) where they do too much
     cold, hot = ({"sampling/surprise": value, "sampling/variance": 9.0} for value in (-9.0, 9.0))
-    assert over_run([cold], 4) == {
+    assert farthest([sums_of(cold)], 4) == {
         "sampling/z": pytest.approx(-9 / math.sqrt(18)),
         "sampling/colder": pytest.approx(1.0),
+        "sampling/greedy_odds": 0.0,
         "sampling/equal_z": 0.0,
     }
-    assert over_run([hot], 4)["sampling/z"] == pytest.approx(9 / math.sqrt(39))
+    assert farthest([sums_of(hot)], 4)["sampling/z"] == pytest.approx(9 / math.sqrt(39))
 
 
 def test_equal_z_counts_an_excess_of_equal_rollouts_alone() -> None:
-    rows = [{"sampling/equal": 10.0, "sampling/equal_expected": 1.0}]
-    assert over_run(rows, 4)["sampling/equal_z"] == pytest.approx(9 / math.sqrt(4 * (0.5 + 3)))
-    assert over_run([{"sampling/equal": 1.0, "sampling/equal_expected": 10.0}], 4)["sampling/equal_z"] == 0
+    more, fewer = (
+        farthest([sums_of({"sampling/equal": equal, "sampling/equal_expected": 11 - equal})], 4)["sampling/equal_z"]
+        for equal in (10.0, 1.0)
+    )
+    assert (more, fewer) == (pytest.approx(9 / math.sqrt(4 * (0.5 + 3))), 0)
 
 
 def test_what_begins_late_is_not_hidden_by_what_came_before() -> None:
-    honest = {"sampling/surprise": 0.0, "sampling/variance": 100.0}
+    honest = {"sampling/surprise": 0.0, "sampling/variance": 100.0, "sampling/greedy": -7.0}
     cold = {"sampling/surprise": -40.0, "sampling/variance": 100.0}
-    late = over_run([honest] * 60 + [cold] * 4, 4)
+    history: list[dict[str, float]] = [honest] * 60
+    check = World().check(history=history)
+    for _ in range(4):
+        late = check.check_step(cold | {"sampling/greedy": 6.0})
+        history.append(cold | late)
     assert late["sampling/z"] == pytest.approx(-160 / math.sqrt(400 + 160))  # of the last four steps
     assert late["sampling/colder"] == pytest.approx(0.4)
-    assert over_run([], 4) == {"sampling/z": 0.0, "sampling/colder": 0.0, "sampling/equal_z": 0.0}
+    assert (late["sampling/greedy"], late["sampling/greedy_odds"]) == (6.0, pytest.approx(24))
+    again = World().check(history=history[:-1])  # a run that was resumed
+    assert again.check_step(cold | {"sampling/greedy": 6.0}) == pytest.approx(late)
+    assert World().check().check_step({})["sampling/z"] == 0
 
 
-async def test_a_share_of_the_rollouts_is_compared_and_stale_ones_are_left_out() -> None:
-    world = World((4, 8e-6, -1, 2))
-    groups = [[rollout(index, id_=f"step 1/{group}/{index}") for index in range(2, 6)] for group in range(2)]
-    await world.check().check(groups, False)
-    assert len(world.asked) == 4  # half of eight
-    groups.append([rollout(9, version=2, id_="step 1/2/0")])
-    metrics = await world.check(share=1.0).check([*groups, []], False)
-    assert len(world.asked) == 4 + 8
-    assert {sample.sequence.version_min for sample in world.asked} == {3}
+def prompts(count: int, size: int = 4) -> list[list[Rollout]]:
+    return [[rollout(index + 2, id_=f"step 1/{group}/{index}") for index in range(size)] for group in range(count)]
+
+
+async def test_by_lot_prompts_are_compared_that_training_does_not_compare_itself() -> None:
+    world = World(4, 8e-6, -1, 2)
+    metrics = await world.check().check(prompts(8), [])
+    assert len(world.asked) == 16  # half of eight prompts
     assert metrics["sampling/logprob_gap"] == pytest.approx(2e-6)
-    assert (metrics["sync/max_gap"], metrics["sampling/surprise"], metrics["sampling/variance"]) == (3e-5, -1, 2)
+    assert metrics["sync/max_gap"] == 3e-5
     assert metrics["time/check"] > 0
+    assert "sampling/surprise" not in metrics  # of prompts that are there since their rewards are equal: no fair draw
+    await world.check().check(prompts(8), range(8))
+    assert len(world.asked) == 16
+    for unsure in ({"whole": False}, {"fair": False}):
+        world.asked.clear()
+        check = world.check(**unsure)
+        await check.check(prompts(8), range(8))
+        assert len(world.asked) == 16
+        assert ("sampling/surprise" in check.check_step({})) is ("fair" in unsure)
+
+
+async def test_where_a_rollout_is_stale_the_lot_has_the_others_of_all_prompts() -> None:
+    world = World()
+    groups = [*prompts(1), [rollout(9, version=2, id_="step 1/1/0")]]
+    metrics = await world.check(share=1.0).check(groups, [0, 1])
+    assert [sample.sequence.version_min for sample in world.asked] == [3] * 4
+    assert "sync/max_gap" not in metrics
 
 
 async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -> None:
     before = {"sampling/surprise": -50.0, "sampling/variance": 1.0}
     groups = [[rollout(index, id_=f"eval 1/0/{index}") for index in range(4)]]
-    world = World((4, 8e-6, -9, 9))
-    metrics = await world.check(history=[before]).check(groups, True)
+    world = World(4, 8e-6, -9, 9)
+    metrics = await world.check(history=[before]).check([*groups, []], None)
     assert len(world.asked) == 4
     assert metrics["sampling/z"] == pytest.approx(-9 / math.sqrt(18))
 
@@ -123,35 +149,44 @@ async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -
 async def test_a_version_that_was_never_published_fails_whoever_is_compared() -> None:
     world = World()
     with pytest.raises(SyncError, match="a server says that version 4 sampled a rollout, but 3 is the newest"):
-        await world.check(share=0.0).check([[rollout(5, version=4)]], False)
+        await world.check(share=0.0).check([[rollout(5, version=4)]], [])
 
 
 async def test_the_lot_depends_on_the_prompts_name_alone() -> None:
     chosen = []
     for reward in (0.0, 1.0):
         world = World()
-        rollouts = [rollout(index, id_=f"step 7/0/{index}") for index in range(16)]
-        await world.check().check([[dataclasses.replace(one, reward=reward) for one in rollouts]], False)
+        groups = [[dataclasses.replace(one, reward=reward) for one in rollouts] for rollouts in prompts(16, 1)]
+        numbered = [
+            [dataclasses.replace(one, sequences=rollout(place).sequences)] for place, (one,) in enumerate(groups)
+        ]
+        await world.check().check(numbered, [])
         chosen.append([sample.sequence.token_ids[1] for sample in world.asked])
     assert chosen[0] == chosen[1] != list(range(8))
 
 
 @pytest.mark.parametrize("gap", [3.1e-4, math.nan])
 async def test_a_gap_beyond_the_bound_fails_before_anything_is_trained(gap: float) -> None:
-    world = World((10, gap, 0, 1))
+    world = World(10, gap, 0, 1)
     with pytest.raises(SyncError, match=r"mean \|Δ log-prob\| .* is more than 3e-05 .*Nothing was trained on them"):
-        await world.check().check([[rollout(5)]], False)
+        await world.check().check([[rollout(5)]], [])
     world.stops = False
-    assert (await world.check().check([[rollout(5)]], False))["sync/max_gap"] == 3e-5
+    assert (await world.check().check([[rollout(5)]], []))["sync/max_gap"] == 3e-5
     assert len(world.failed) == 2
+
+
+def test_odds_of_greedy_answers_are_one_on_average_and_rise_with_them() -> None:
+    # p(a) = .6, p(b) = .4: (7/8 + 1/8 / .6) * .6 + 7/8 * .4 = 1
+    likely, other = (certain_odds(rollout(5, p=p).sequences) for p in (0.6, 0.4))
+    assert math.exp(likely) * 0.6 + math.exp(other) * 0.4 == pytest.approx(1.0)
+    assert likely == pytest.approx(math.log(7 / 8 + 1 / 8 / 0.6))
+    assert certain_odds([*rollout(5, 6, p=0.6).sequences] * 2) == pytest.approx(2 * math.log(7 / 8 + 1 / 8 / 0.36))
 
 
 async def test_an_answer_that_contradicts_its_tokens_fails() -> None:
     world = World()
     with pytest.raises(SyncError, match="contradicts its tokens: no"):
-        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check(
-            [[rollout(5)]], False
-        )
+        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check([[rollout(5)]], [0])
 
 
 def decode(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

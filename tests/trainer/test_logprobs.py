@@ -57,9 +57,10 @@ def test_the_variance_of_a_draws_log_prob_is_that_of_the_softmax_without_impossi
     logits = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]]).log().clamp_min(-1e4)
     targets = torch.zeros(1, 1, dtype=torch.long)
     with torch.no_grad():
-        _, entropy, variance = found_by(logits, head, targets, variance=True)
+        _, entropy, variance, highest = found_by(logits, head, targets, draw=True)
     log2 = torch.tensor(2.0).log()
-    torch.testing.assert_close((entropy[0, 0], variance[0, 0]), (1.5 * log2, 0.25 * log2**2))
+    found = entropy[0, 0], variance[0, 0], highest[0, 0]
+    torch.testing.assert_close(found, (1.5 * log2, 0.25 * log2**2, -log2))
 
 
 def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backward() -> None:

@@ -30,6 +30,7 @@ class Rewarded(NamedTuple):
     reward: float  # its score minus its penalty
     penalty: float  # for its length
     parts: Mapping[str, float]  # by reward function
+    witness: bool  # as in TrainSample
 
 
 class Shaped(NamedTuple):
@@ -46,19 +47,22 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
 
     Equal rewards have none where advantages depend on them alone; they would shrink the others' gradient.
     """
+    needs = _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
     scored = []
+    rewards: list[float] = []
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
         if score.error is None:
             penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
-            scored.append(Rewarded(rollout, score.total - penalty, penalty, score.parts))
-    rewards = [one.reward for one in scored]
+            sure = algorithm.draws_fairly and not (needs and are_equal(rewards))
+            rewards.append(score.total - penalty)
+            scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure))
     equal = are_equal(rewards)
     reason = None
     if not scored:
         reason = NO_SCORE
     elif not any(is_trained(sequence, algorithm) for one in scored for sequence in one.rollout.sequences):
         reason = "no rollout to train: cut off, or nothing sampled"
-    elif equal and _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens":
+    elif equal and needs:
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
     elif algorithm.reward_range is not None:
         low, high = algorithm.reward_range
@@ -173,6 +177,7 @@ def train_samples(
             columns=row.columns,
             id=row.id,
             group=group_ids[row.owner],
+            witness=scored[row.owner][1].witness,
         )
         for row, own_n in zip(rows, torch.split(advantages_n, lengths), strict=True)
     ]

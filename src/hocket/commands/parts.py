@@ -313,12 +313,20 @@ class Parts:
         )
         publisher.check = proof.check
         if config.sync.check_share and config.pipeline.replay is None:
-            check = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history)
+            check = SamplingCheck(
+                proof,
+                config.sync.check_share,
+                config.rollout.group_size,
+                history,
+                whole=config.algorithm.minibatches == 1,
+                fair=config.algorithm.draws_fairly,
+            )
             if config.env.name == "single_turn":  # others' turns end in other ways, too
                 ends = tokenizers.end_ids(config.model.path, self.tokenizer)
                 stop = config.rollout.stop
                 check.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)
             publisher.check_rollouts = check.check
+            publisher.check_step = check.check_step
         servers.bring_up = partial(publisher.bring_up, self.check_server)
         return publisher
 

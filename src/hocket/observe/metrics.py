@@ -115,11 +115,14 @@ METRICS = (
     Metric("critic/skipped", "share of updates whose critic loss or gradient was not finite",
            high=0, advice="lower critic.learning_rate; look at the step's rollouts"),
     Metric("sampling/logprob_gap", "mean |trainer − engine log-prob| of rollouts checked before training"),
-    Metric("sampling/surprise", "of their tokens: Σ −log p − entropy; 0 on average if drawn from p"),
-    Metric("sampling/variance", "of their tokens: Σ variance of log p, the variance of that sum"),
+    Metric("sampling/surprise", "a fair share of trained tokens: Σ −log p − entropy; 0 on average if drawn from p"),
+    Metric("sampling/variance", "of these tokens: Σ variance of log p, the variance of that sum"),
     Metric("sampling/z", "surprise in standard errors, over the last part of the run where it is farthest from 0",
            low=-5, high=5, advice="tokens aren't drawn from what servers report: top_p, top_k, temperature, seeds"),
     Metric("sampling/colder", "−surprise / variance of that part: share by which the temperature is too low"),
+    Metric("sampling/greedy", "log of how much likelier the step's answers are if an eighth of them is greedy"),
+    Metric("sampling/greedy_odds", "the same, over the last part of the run where it is largest",
+           high=15, advice="some answers are greedy: look for what sets the temperature on servers"),
     Metric("sampling/equal", "pairs of a prompt's rollouts with equal tokens"),
     Metric("sampling/equal_expected", "their number if drawn independently"),
     Metric("sampling/equal_z", "the excess in standard errors, over the last part of the run where it is largest",
@@ -157,8 +160,12 @@ SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions"
 """Metrics of an update that a step has the sum of, not the mean."""
 OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
 """Metrics that compare the engine with the policy before the step."""
-ON_POLICY = {"train/logprob_gap", "train/mismatch_kl"}  # at most sync/max_gap where no rollout is stale
-SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "staleness/over_bound"}  # alarms after which weights are checked
+DRAWN = frozenset({"surprise", "variance", "greedy"})
+"""Metrics of the first update that become sampling/*."""
+HALF = math.log(0.5)  # a token whose log-prob is above is the likeliest
+ODDS = math.log(1 / 7)  # of an answer to be greedy, that sampling/greedy holds against none
+ON_POLICY = {"train/logprob_gap", "train/mismatch_kl"}  # at most sync/max_gap, where no rollout is stale
+SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "train/ess", "staleness/over_bound"}  # then weights are checked
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -236,10 +243,10 @@ def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batc
         kind = name.removeprefix("train/")
         if kind in SUMS:
             metrics[name] = sum(values)
-        elif kind not in OF_ENGINE:
-            metrics[name] = _finite_mean(values)
-        else:
+        elif kind in OF_ENGINE:
             metrics[name] = _finite_mean(values, tokens) if by_batch else values[0]
+        elif kind not in DRAWN:
+            metrics[name] = _finite_mean(values)
     if "train/importance_square" in metrics:
         square = metrics.pop("train/importance_square")
         metrics["train/ess"] = effective_sample_size(metrics["train/importance_mean"], square)
@@ -274,13 +281,13 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a sentence for each metric that is NaN or unhealthy, by name."""
     found = {}
-    rounding = metrics.get("sync/max_gap", math.inf) if metrics.get("staleness/max") == 0 else math.inf
+    age = metrics.get("staleness/max")
     for name, meaning, low, high, advice in METRICS:
-        if name not in metrics:
+        if name not in metrics or (age and name in ON_POLICY):  # of stale rollouts: how far the policy moved
             continue
         value = metrics[name]
-        if high is not None and name in ON_POLICY:
-            high = min(high, rounding)
+        if high is not None and name in ON_POLICY and age == 0:
+            high = min(high, metrics.get("sync/max_gap", high))
         bound = ""
         if high is not None and not value <= high:
             bound = f"> {high:g}"

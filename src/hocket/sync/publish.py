@@ -8,7 +8,7 @@ fails stops the run.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -21,8 +21,8 @@ from hocket.types import Metrics, Rollout, TrainerTurn
 
 Answer = ReloadResponse | HocketError  # a failure is a value: others go on
 Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]  # (servers, whether they have just come) → sync/*
-RolloutCheck = Callable[[Sequence[Sequence[Rollout]], bool], Awaitable[Metrics]]
-"""(rollouts of each prompt, whether they are an evaluation's, and all are checked) → sampling/*."""
+RolloutCheck = Callable[[Sequence[Sequence[Rollout]], Collection[int] | None], Awaitable[Metrics]]
+"""(rollouts of each prompt, places of prompts that are trained; None: an evaluation's) → sampling/*."""
 
 
 class Delivery(NamedTuple):
@@ -47,6 +47,7 @@ class Publisher:
     trainer_turn: TrainerTurn = lambda publishes: nullcontext({})
     check: Check = unchecked
     check_rollouts: RolloutCheck = unchecked  # within `training`, before they are learnt from
+    check_step: Callable[[Metrics], Metrics] = lambda metrics: {}  # before its weights are published
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # of a step or a bring-up
 
     @asynccontextmanager

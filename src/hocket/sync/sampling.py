@@ -1,7 +1,8 @@
 """Check the rollouts of a step before anything is learnt from them: log-probs, draws, and what an answer claims.
 
 Of tokens drawn from p, the sum D of −log p(token) − H(p) has mean 0 and the variance V = Σ Var(log p), whatever came
-before each token. A colder draw has D < 0, and −D / V is about the share by which its temperature is lower.
+before each token. A colder draw has D < 0, and −D / V is about the share by which its temperature is lower. Training
+measures both on its way; what it does not train on is compared by lot.
 """
 
 import dataclasses
@@ -11,77 +12,92 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
+
 from hocket.common.tasks import run_in_thread, timed
+from hocket.errors import differ
+from hocket.observe.metrics import HALF, ODDS
 from hocket.sync.proof import Proof, as_samples
 from hocket.types import Metrics, Rollout, TokenSequence
 
 History = Sequence[Mapping[str, float | None]]
 """Metrics of the steps so far."""
+Sums = np.ndarray  # of SUMMED, over some steps
+SUMMED = ("surprise", "variance", "greedy", "equal", "equal_expected")
 RARE = 10.0  # nats by which one token may surprise: p = 5e-5
 ENTROPY = 3.0  # nats by which one may surprise less than expected
-LONGEST = 1024  # steps
 TINY = 1e-30  # a variance of 0, as a divisor
 
 
 @dataclasses.dataclass
 class SamplingCheck:
-    """Compare a share of the rollouts with the trainer; those of stale weights are left out."""
+    """Compare rollouts with the trainer; those of stale weights are left out."""
 
     proof: Proof
-    share: float
+    share: float  # of prompts that are compared before the step, but for those that its update compares
     group_size: int
     history: History
+    whole: bool = True  # the first update of a step trains on all of its prompts
+    fair: bool = True  # training measures what is a fair draw
     claim: Callable[[TokenSequence], str] = lambda sequence: ""  # what is wrong in what a server says of its tokens
+    _before: Metrics = dataclasses.field(default_factory=dict)  # sums to which training adds
+    _sums: list[Sums] = dataclasses.field(default_factory=lambda: [np.zeros(len(SUMMED))])  # of the first n steps
 
-    async def check(self, groups: Sequence[Sequence[Rollout]], alone: bool) -> Metrics:
-        """Return sampling/* of each prompt's rollouts: of all, `alone`, or of a share of them and the steps before.
+    async def check(self, groups: Sequence[Sequence[Rollout]], trained: Collection[int] | None) -> Metrics:
+        """Return sampling/* of each prompt's rollouts, before a step trains on the prompts at these places.
 
-        Raise SyncError, or warn, where they fail.
+        None: of an evaluation, whose rollouts are all compared. With sync/max_gap where none is stale. Raise SyncError,
+        or warn, where they fail.
         """
         metrics: Metrics = {}
         with timed(metrics, "time/check"):
-            rollouts = [rollout for group in groups for rollout in group]
             newest = self.proof.publisher.versions.current
-            said = max((one.version_max for rollout in rollouts for one in rollout.sequences), default=newest)
+            answers = sampled(groups)
+            said = max((one.version_max for one in answers), default=newest)
             if said > newest:
                 self.proof.fail(f"a server says that version {said} sampled a rollout, but {newest} is the newest")
-            sequences = self._witnesses(rollouts, 1.0 if alone else self.share)
-            if wrong := next(filter(None, map(self.claim, sequences)), ""):
+            bound = max((self.proof.bound(member.dtype) for member in self.proof.publisher.pool.up), default=math.inf)
+            fresh = all(one.version_min == newest for one in answers)
+            compared = answers
+            if trained is not None:
+                lot = random.Random(groups[0][0].id if groups else "")
+                answers = sampled([[lot.choice(rollouts)] for rollouts in groups])
+                known = trained if self.whole and self.fair and fresh else ()
+                places = lot.sample(range(len(groups)), math.ceil(self.share * len(groups)))
+                compared = sampled([groups[place] for place in places if place not in known])
+            if wrong := next(filter(None, map(self.claim, answers)), ""):
                 self.proof.fail(f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it")
+            witnesses = as_samples(one for one in compared if one.version_min == newest)
             metrics |= await run_in_thread(equal_pairs, groups)
-            if sequences:
-                metrics |= self._compared(*await run_in_thread(self.proof.trainer.surprise, as_samples(sequences)))
-            before = [] if alone else self.history[-LONGEST:]
-            metrics |= over_run([*before, metrics], self.group_size)
+            self._before = {}
+            if fresh:
+                self._before["sampling/greedy"] = await run_in_thread(certain_odds, sampled(groups))
+                metrics["sync/max_gap"] = bound
+            if witnesses:
+                num_tokens, gap, surprise, variance = await run_in_thread(self.proof.trainer.surprise, witnesses)
+                metrics["sampling/logprob_gap"] = gap / num_tokens
+                if not gap / num_tokens <= bound:
+                    self.proof.fail(differ(gap / num_tokens, bound))
+                if trained is None or not self.fair:
+                    self._before |= {"sampling/surprise": surprise, "sampling/variance": variance}
+            if trained is None:
+                metrics |= self._before | farthest([sums_of(metrics | self._before)], self.group_size)
         return metrics
 
-    def _witnesses(self, rollouts: Sequence[Rollout], share: float) -> list[TokenSequence]:
-        """Return the sequences of a share of the rollouts, by lot: chosen by rewards, they would be no fair draw."""
-        version = self.proof.publisher.versions.current
-        lot = random.Random(rollouts[0].id if rollouts else "")
-        chosen = lot.sample(rollouts, math.ceil(share * len(rollouts)))
-        return [
-            one
-            for rollout in chosen
-            for one in rollout.sequences
-            if one.version_min == one.version_max == version and any(one.mask[1:])
-        ]
+    def check_step(self, metrics: Metrics) -> Metrics:
+        """Return, after a step, how far draws are from what is expected."""
+        metrics = metrics | {name: value + metrics.get(name, 0.0) for name, value in self._before.items()}
+        for row in self.history[len(self._sums) - 1 :]:
+            self._sums.append(self._sums[-1] + sums_of(row))
+        steps = len(self._sums)
+        now = self._sums[-1] + sums_of(metrics)
+        parts = [now - self._sums[steps - 2**power] for power in range(steps.bit_length())]
+        return metrics | farthest(parts, self.group_size)
 
-    def _compared(self, num_tokens: float, gap: float, surprise: float, variance: float) -> Metrics:
-        gap = gap / num_tokens
-        bound = max((self.proof.bound(member.dtype) for member in self.proof.publisher.pool.up), default=math.inf)
-        if not gap <= bound:
-            self.proof.fail(
-                f"the servers' log-probs of these rollouts are not the trainer's: mean |Δ log-prob| {gap:.3g} is more "
-                f"than {bound:.3g} (sync.max_logprob_gap). Nothing was trained on them. Likely: a server has other "
-                f"weights, samples with another temperature, top_p or top_k, or mixes up prompts. Restart it"
-            )
-        return {
-            "sampling/logprob_gap": gap,
-            "sync/max_gap": bound,
-            "sampling/surprise": surprise,
-            "sampling/variance": variance,
-        }
+
+def sampled(groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
+    """Return the sequences with sampled tokens."""
+    return [one for rollouts in groups for rollout in rollouts for one in rollout.sequences if any(one.mask[1:])]
 
 
 def contradiction(
@@ -116,18 +132,30 @@ def equal_pairs(groups: Sequence[Sequence[Rollout]]) -> Metrics:
     return {"sampling/equal": float(equal), "sampling/equal_expected": expected}
 
 
-def over_run(rows: History, group_size: int) -> Metrics:
+def certain_odds(answers: Sequence[TokenSequence]) -> float:
+    """Return the log of how much likelier these answers are if an eighth of them is greedy, or a number below it.
+
+    Σ log(7/8 + 1/8 · g); g is 1 / p(answer) where it is greedy, else 0, and its mean is 1. Each token of more than 1/2
+    is the likeliest; of other answers training adds what it finds.
+    """
+    surprise = [-math.fsum(one.logprobs) if min(one.logprobs) > HALF else -math.inf for one in answers]
+    honest = -math.log1p(math.exp(ODDS))
+    return float(np.logaddexp(honest, np.array(surprise) + (honest + ODDS)).sum())
+
+
+def sums_of(metrics: Mapping[str, float | None]) -> Sums:
+    """Return one step's."""
+    return np.array([metrics.get(f"sampling/{name}") or 0.0 for name in SUMMED])
+
+
+def farthest(parts: Sequence[Sums], group_size: int) -> Metrics:
     """Return how far draws are from what is expected, in standard errors, in that part of the run where most.
 
     Parts are the last 1, 2, 4, ... steps: what begins late is not hidden by what came before. The errors are those of
     Bernstein's inequality, as one rare token, or one completion that all others equal, may be most of a sum.
     """
-    found = {"sampling/z": 0.0, "sampling/colder": 0.0, "sampling/equal_z": 0.0}
-    for steps in (2**power for power in range(len(rows).bit_length())):
-        surprise, variance, equal, expected = (
-            math.fsum(row.get(f"sampling/{name}") or 0.0 for row in rows[-steps:])
-            for name in ("surprise", "variance", "equal", "equal_expected")
-        )
+    found = {"sampling/z": 0.0, "sampling/colder": 0.0, "sampling/greedy_odds": 0.0, "sampling/equal_z": 0.0}
+    for surprise, variance, greedy, equal, expected in (part.tolist() for part in parts):
         jump = RARE if surprise > 0 else ENTROPY
         z = surprise / math.sqrt(max(variance + abs(surprise) * jump / 3, TINY))
         if abs(z) > abs(found["sampling/z"]):
@@ -135,4 +163,5 @@ def over_run(rows: History, group_size: int) -> Metrics:
         excess = max(0.0, equal - expected)
         equal_z = excess / math.sqrt(max(group_size * (expected / 2 + excess / 3), TINY))
         found["sampling/equal_z"] = max(found["sampling/equal_z"], equal_z)
+        found["sampling/greedy_odds"] = max(found["sampling/greedy_odds"], greedy)
     return found

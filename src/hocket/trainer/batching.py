@@ -40,6 +40,7 @@ class TrainBatch(LossBatch):
     trained_n: Tensor  # places on the axis t where the mask is True, of this rank's part
     row_n: Tensor  # their places in `input_ids_br`
     lengths: tuple[int, ...]  # of the sequences, along t
+    witness_bt: Tensor  # True on sampled tokens of witnesses
     places: tuple[int, ...]  # of the sequences among the packed samples
     split: Split | None  # how ranks divide the row
     max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
@@ -169,6 +170,7 @@ def _build(
     input_ids_br = torch.from_numpy(np.concatenate(added))[None]
     if split is not None:
         input_ids_br, trained_n, row_n = split.own(input_ids_br, trained_n, row_n)
+    sample_bt = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))[None]
     return TrainBatch(
         segments=prefixes.segments(rows, starts, device, split),
         input_ids_br=there(input_ids_br),
@@ -179,7 +181,8 @@ def _build(
         columns={name: there(along(name)) for name in samples[0].columns},
         trained_n=there(trained_n),
         row_n=there(row_n),
-        sample_bt=there(torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))[None]),
+        sample_bt=there(sample_bt),
+        witness_bt=there(torch.tensor([sample.witness for sample in samples])[sample_bt] & mask_bt),
         lengths=lengths,
         places=places,
         split=split,

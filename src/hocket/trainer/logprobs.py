@@ -18,12 +18,12 @@ def token_logprobs(
     row_n: Tensor,
     max_tokens: int,
     entropy_gradient: bool = False,
-    variance: bool = False,
+    draw: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
 
-    With `variance` a third: that of the log-prob of a token drawn from the softmax. Logits exist for `chunk_tokens`
-    positions at a time, and again in the backward pass.
+    With `draw` two more: the variance of the log-prob of a token that is drawn from the softmax, and the largest
+    log-prob. Logits exist for `chunk_tokens` positions at a time, and again in the backward pass.
 
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.
@@ -40,18 +40,18 @@ def token_logprobs(
         logits_cv = lm_head(hidden_ch).float()
         logprobs_cv = (logits_cv if temperature == 1 else logits_cv / temperature).log_softmax(dim=-1)
         logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
+        with torch.no_grad():
+            probs_cv = logprobs_cv.exp()
+            entropies_cv = torch.special.entr(probs_cv, out=probs_cv)  # −p log p, 0 where p is
+            entropy_c = entropies_cv.sum(dim=-1)
+            more: tuple[Tensor, ...] = ()
+            if draw:
+                squares_c = -entropies_cv.mul_(logprobs_cv).nansum(dim=-1)  # 0 · −inf where p is 0
+                more = squares_c - entropy_c.square(), logprobs_cv.amax(dim=-1)
         # Last: the backward pass computes again only what it needs.
         if entropy_gradient and torch.is_grad_enabled():
             entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(dim=-1)
-        else:
-            with torch.no_grad():
-                probs_cv = logprobs_cv.exp()
-                entropies_cv = torch.special.entr(probs_cv, out=probs_cv)  # −p log p, 0 where p is
-                entropy_c = entropies_cv.sum(dim=-1)
-                if variance:
-                    squares_c = -(entropies_cv * logprobs_cv).nansum(dim=-1)  # 0 · −inf where p is 0
-                    return logprobs_c, entropy_c, squares_c - entropy_c.square()
-        return logprobs_c, entropy_c
+        return logprobs_c, entropy_c, *more
 
     chunks = []
     for start in range(0, num_calls * chunk_tokens, chunk_tokens):

@@ -19,6 +19,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.trainer import attention, flops, guards, memory, offload, ulysses
 from hocket.trainer.batching import Make, TrainBatch, unpack
+from hocket.trainer.draws import draw_sums
 from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import Policy, compute_dtype, skeleton
@@ -144,10 +145,11 @@ class Models:
         return entropy_bt
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
-        logprobs_bt, entropy_bt = self.engine.forward(batch)
+        logprobs_bt, entropy_bt, *others = self.engine.forward(batch, True)
         output = self._objective.loss(logprobs_bt, entropy_bt, batch)
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
-        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
+        drawn = draw_sums(batch, logprobs_bt, entropy_bt, *others)
+        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **drawn, **output.metrics})
 
     def _fitted(self) -> int:
         config = self._config
@@ -190,11 +192,11 @@ class Models:
     def plan(self, steps: int) -> None:
         self.engine.plan(steps)
 
-    def update(self, share: Share) -> tuple[list[Update], dict[str, float]]:
+    def update(self, share: Share, max_gap: float) -> tuple[list[Update], dict[str, float]]:
         """Update every learner; return its metrics, too."""
         batches = self._built(share)
         loss_scale = self.engine.loss_scale
-        done = [update(learner, batches, self.ranks) for learner in self.learners]
+        done = [update(learner, batches, self.ranks, max_gap) for learner in self.learners]
         policy = done[0]
         num_tokens = batches[0].num_tokens_global
         positions, computed, operations = self.ranks.total(self._work_of(batches))
@@ -249,7 +251,7 @@ class Models:
         """Return, summed over sampled tokens: 1, |trainer − engine log-prob|, −log p − H, Var(log p)."""
         sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
         for batch in self._built(share):
-            logprobs_bt, entropy_bt, variance_bt = self.engine.forward(batch, True)
+            logprobs_bt, entropy_bt, variance_bt, _ = self.engine.forward(batch, True)
             gap_bt = (logprobs_bt - batch.rollout_logprobs_bt).abs()
             columns = (batch.mask_bt, gap_bt, -logprobs_bt - entropy_bt, variance_bt)
             sums += torch.stack([column_bt.sum(dtype=torch.float64) for column_bt in columns])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hocket.algorithm.losses import LossOutput
+from hocket.errors import SyncError, differ
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.ranks import Ranks
@@ -39,18 +40,18 @@ class Update:
     bad_gradients: Sequence[str] = ()  # parameters
 
 
-def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:
-    """Take one optimiser step; retry a non-finite one once, then skip it."""
+def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, max_gap: float) -> Update:
+    """Take one optimiser step; retry a non-finite one once, then skip it. Raise as `accumulate`."""
     engine = learner.engine
     loss_scale = engine.loss_scale
-    totals = accumulate(learner, batches, ranks)
+    totals = accumulate(learner, batches, ranks, max_gap)
     if not learner.learns():
         return Update(learner=learner, totals=totals, outcome="idle", grad_norm=0.0)
     grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
     is_faulty = grad_norm is None and engine.loss_scale == loss_scale
     bad_gradients: Sequence[str] = ()
     if is_faulty:  # try again: errors of the hardware rarely repeat
-        totals = accumulate(learner, batches, ranks)
+        totals = accumulate(learner, batches, ranks, max_gap)
         bad_gradients = engine.broken_gradients()  # read before the step, which clears the gradients
         grad_norm = engine.step(rescale=False)
     if grad_norm is not None:
@@ -58,8 +59,11 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
     return Update(learner=learner, totals=totals, outcome="skipped", is_faulty=is_faulty, bad_gradients=bad_gradients)
 
 
-def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> dict[str, float]:
-    """Leave this rank's gradients in the engine, if it learns; return `Update.totals`."""
+def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, max_gap: float) -> dict[str, float]:
+    """Leave this rank's gradients in the engine, if it learns; return `Update.totals`.
+
+    Raise SyncError, on every rank, where the engine's log-probs are off by more than `max_gap`.
+    """
     learns = learner.learns()
     shares: list[Tensor] = []
     totals: dict[str, float] = {}
@@ -72,6 +76,8 @@ def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) ->
         last = index == len(batches) - 1
         if last:
             totals = dict(zip(share, ranks.total(torch.stack(shares).sum(dim=0).tolist()), strict=True))
+            if totals.get("logprob_gap", 0.0) > max_gap:
+                raise SyncError(differ(totals["logprob_gap"], max_gap))
             if not math.isfinite(totals["loss"]):
                 loss = loss * math.nan  # an infinite loss may have finite gradients; NaN ones skip the step
         if learns:

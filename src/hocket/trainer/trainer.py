@@ -15,7 +15,7 @@ from hocket.common.tasks import note, seed_of
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import TrainerError
-from hocket.observe.metrics import over_updates
+from hocket.observe.metrics import DRAWN, over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, weight_group
 from hocket.trainer import batching, flops, guards
 from hocket.trainer.engine import whole_shape
@@ -133,10 +133,19 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """Have the learning rate's schedule end after `steps`, not trainer.steps."""
         self._together(Models.plan, steps)
 
-    def step(self, samples: Sequence[TrainSample], *, number: int = 0, keep: Path | None = None) -> dict[str, float]:
+    def step(
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        number: int = 0,
+        keep: Path | None = None,
+        max_gap: float = math.inf,
+    ) -> dict[str, float]:
         """Take one update for each mini-batch of step `number`; return the means of their metrics.
 
         One that is not finite is skipped, its samples written to `keep`; too many steps of these raise TrainerError.
+        `max_gap`: of the first one's log-probs, above which sync.on_mismatch=stop raises SyncError, before any update;
+        inf: they are no fresh draws.
         """
         batching.check_fits(samples, self.micro_batch_tokens)
         start = time.perf_counter()
@@ -148,9 +157,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         stop_kl = self._config.algorithm.stop_kl or math.inf
         seed = seed_of(self._config.trainer.seed, "minibatches", number)
         objective = self._objective
+        bound = max_gap if self._config.sync.on_mismatch == "stop" else math.inf
         for places in batching.minibatches(groups, epochs=objective.epochs, count=objective.minibatches, seed=seed):
             part = [samples[place] for place in places]
-            done, measured = self._on_each(Models.update, self._shares(part))
+            done, measured = self._on_each(Models.update, self._shares(part, bound))
+            bound = math.inf  # later ones compare other weights
             metrics.append(measured)
             outcomes |= {one.group: done[0].outcome for one in part if outcomes[one.group] != "updated"}
             if any(update.is_faulty for update in done):
@@ -164,6 +175,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         seconds = note("time/train", start)
         measured = over_updates(metrics, seconds, by_batch="old_logprobs" in self.models.columns)
         measured |= {"train/learning_rate": learning_rate, "time/train": seconds}
+        if max_gap < math.inf:
+            measured |= {f"sampling/{name}": metrics[0][f"train/{name}"] for name in DRAWN}
         if len(faults) == len(metrics):
             self._count_skipped(faults[-1], keep)
         elif measured["train/skipped"] < 1:  # else by too high a loss scale

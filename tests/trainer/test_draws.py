@@ -1,0 +1,67 @@
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tests.trainer.builders import make_rollouts, make_trainer, same, sample_of, sequence, weights_of
+from transformers import AutoModelForCausalLM
+
+from hocket.errors import SyncError
+from hocket.trainer.ranks import Ranks
+
+
+def greedy_ids(folder: Path, count: int) -> list[int]:
+    """Returns a prompt of two tokens and what a model continues greedily."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = [5, 7]
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids
+
+
+def test_the_first_update_measures_what_was_drawn(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+    rollouts = make_rollouts(4, longest=30, seed=3)
+    with make_trainer(ranks, tied_model, "algorithm.epochs=2", "algorithm.correction=none") as trainer:
+        trainer.export(tmp_path)
+        greedy = sequence(greedy_ids(tmp_path, 5))
+        certain = dataclasses.replace(greedy, logprobs=(0.0, 0.0, *(-0.1 for _ in range(5))))  # counted by the engine's
+        samples = [sample_of(one, group=place) for place, one in enumerate([*rollouts, greedy, certain])]
+        samples[:2] = [dataclasses.replace(one, witness=True) for one in samples[:2]]
+        _, _, surprise, variance = trainer.surprise(samples[:2])
+        (row,) = trainer.logprobs(samples[4:5])
+        found = trainer.step(samples, max_gap=100.0)
+        assert found["sampling/surprise"] == pytest.approx(surprise, rel=1e-4)
+        assert found["sampling/variance"] == pytest.approx(variance, rel=1e-4)
+        assert found["sampling/greedy"] == pytest.approx(math.log1p(math.exp(-math.fsum(row)) / 7), rel=1e-4)
+        assert not {"sampling/greedy", "train/greedy", "train/variance"} & trainer.step(samples).keys()  # nobody checks
+
+
+@pytest.mark.parametrize("setting", ["trainer.zero_stage=0", "trainer.zero_stage=1", "critic.warmup_steps=1"])
+def test_above_the_gap_that_is_allowed_no_model_learns(ranks: Ranks, tied_model: str, setting: str) -> None:
+    samples = [sample_of(one, 1.0, group=place) for place, one in enumerate(make_rollouts(4, longest=30, seed=3))]
+    settings = ("algorithm.minibatches=2", setting)
+    if "critic" in setting:
+        settings += ("algorithm.preset=ppo",)
+        samples = [
+            dataclasses.replace(one, columns={name: (0.0,) * len(one.advantages) for name in ("values", "returns")})
+            for one in samples
+        ]
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        learners = trainer.models.learners
+        held = [one for of_model in trainer.models.tensors for one in of_model() if not one.is_meta]
+        before = [one.clone() for one in held]
+        counters = [learner.engine.counters() for learner in learners]
+        with pytest.raises(SyncError, match=r"is more than 0\.001 .* Nothing was trained on them"):
+            trainer.step(samples, max_gap=1e-3)
+        assert all(map(torch.equal, held, before))
+        assert [learner.engine.counters() for learner in learners] == counters
+
+
+def test_where_a_mismatch_is_a_warning_the_step_is_taken(ranks: Ranks, tied_model: str) -> None:
+    samples = [sample_of(one, 1.0) for one in make_rollouts(4, longest=30, seed=3)]
+    with make_trainer(ranks, tied_model, "sync.on_mismatch=warn") as trainer:
+        before = weights_of(trainer)
+        assert trainer.step(samples, max_gap=1e-3)["train/grad_norm"] > 0
+        assert not same(before, weights_of(trainer))
