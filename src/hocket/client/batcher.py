@@ -13,6 +13,7 @@ from contextlib import aclosing
 from weakref import WeakKeyDictionary
 
 from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
+from hocket.common.tasks import note
 from hocket.errors import ServerError
 from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
 
@@ -106,6 +107,7 @@ class Batcher:
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server play turns; those that it loses wait again."""
         todo = dict.fromkeys(turns)
+        start = time.perf_counter()
         self._requests[member] += 1
         member.in_flight += sum(turn.tokens for turn in todo)
         try:
@@ -131,6 +133,7 @@ class Batcher:
         except Exception as error:  # noqa: BLE001 - the same
             _fail(todo, error)
         finally:
+            note(f"{len(turns)} turns", start, who=member.url)
             self._requests[member] -= 1
             member.in_flight -= sum(turn.tokens for turn in todo)
 

@@ -32,6 +32,7 @@ from hocket.observe.owner import owning
 from hocket.observe.rows import DAMAGED, lines_of, rollout_of, sample_of
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.observe.timeline import Timeline
+from hocket.observe.trace import Trace
 from hocket.protocol import GenerateRequest
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
@@ -189,6 +190,8 @@ def _run(
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
     folder.after_step.append(stack.enter_context(Timeline(folder.path, servers.states)).step)
+    if config.observe.trace is not None:
+        folder.after_step.append(stack.enter_context(Trace(folder.path, config.observe.traced)).step)
     publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}

@@ -120,21 +120,25 @@ def retrieve(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
+MAIN = "trainer, rank 0"
+
+
 class Span(NamedTuple):
     """What took how long: from `start` to `end` by time.perf_counter."""
 
     name: str  # "time/train"
     start: float
     end: float
+    who: str = MAIN
 
 
 LISTENERS: list[Callable[[Span], None]] = []
 """Are told of each span, in the thread that took it; they must be quick, and never raise."""
 
 
-def note(name: str, start: float, end: float | None = None) -> float:
+def note(name: str, start: float, end: float | None = None, who: str = MAIN) -> float:
     """Tell the listeners of a span, which ends now if not told otherwise; return its seconds."""
-    span = Span(name, start, time.perf_counter() if end is None else end)
+    span = Span(name, start, time.perf_counter() if end is None else end, who)
     for listener in LISTENERS:
         listener(span)
     return span.end - start

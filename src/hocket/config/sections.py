@@ -363,5 +363,12 @@ class ObserveConfig(Section):
     """Port of the page, or the next free one."""
     tokens: bool = False
     """Log-prob and entropy of each trained token, for the page; one forward pass more."""
+    trace: str | None = Field(None, pattern=r"^\d+(\.\.\d+)?$")
+    """Steps of trace.json, first..last: what each process did when, for ui.perfetto.dev."""
     loggers: Annotated[tuple[Annotated[LoggerSpec, _or_name], ...], or_one] = ()
     """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options (observe.md)."""
+
+    @property
+    def traced(self) -> range:
+        first, _, last = (self.trace or "0").partition("..")
+        return range(int(first), int(last or first) + 1)

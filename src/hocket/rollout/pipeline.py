@@ -94,7 +94,7 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         metrics["time/generate"] = note("time/generate", start, generated)
         metrics["time/reward"] = note("time/reward", generated)
         if batch.groups:
-            metrics["time/batch"] = note("time/batch", batch.started, batch.generated)
+            metrics["time/batch"] = note("time/batch", batch.started, batch.generated, "rollouts")
         if plan.at_most > plan.wanted:
             metrics["rollout/oversampling"] = batch.num_drawn / plan.wanted
         if version is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from hocket.algorithm.choices import choose
 from hocket.algorithm.losses import LossOutput
 from hocket.common.machine import return_freed_memory
 from hocket.common.registry import load_plugins
-from hocket.common.tasks import seed_of
+from hocket.common.tasks import LISTENERS, Span, note, seed_of
 from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
@@ -79,6 +80,9 @@ class Models:
         self.fitted_for: int | None = None  # hash of what micro_batch_tokens=auto depends on
         self._longest = 1  # positions of this rank's longest sequence in the work of now
         self.away: offload.Offloaded = ()
+        self._spans: list[Span] = []  # that rank 0 has not heard of
+        if config.observe.trace is not None and not ranks.is_main:
+            LISTENERS.append(self._spans.append)
         with ranks.deadline("loading the models"), self._naming_memory("start"):
             self._load()
 
@@ -165,8 +169,12 @@ class Models:
         """Run a method of this class as this rank's part of common work."""
         self._longest = 0
         self.ranks.use_this_thread()
-        with self.ranks.deadline(f"doing the common {work.__name__}"), self._naming_memory(work.__name__):
-            return work(self, *args, **own)
+        name = work.__name__
+        start = time.perf_counter()
+        with self.ranks.deadline(f"doing the common {name}"), self._naming_memory(name):
+            done = work(self, *args, **own)
+        note(name, start, who=f"trainer, rank {self.ranks.rank}")
+        return done
 
     @contextlib.contextmanager
     def _naming_memory(self, work: str) -> Iterator[None]:
@@ -234,6 +242,16 @@ class Models:
             learner.engine.end_step()
         if self.ranks.device.type == "cpu":
             return_freed_memory()
+        if self._config.observe.trace is not None:
+            self._tell_spans()
+
+    def _tell_spans(self) -> None:
+        """Have rank 0 hear what the other ranks did, by the clock of their machines."""
+        unix = time.time() - time.perf_counter()
+        own = [span._replace(start=span.start + unix, end=span.end + unix) for span in self._spans]
+        self._spans.clear()
+        for span in itertools.chain(*self.ranks.gather(own)):
+            note(span.name, span.start - unix, span.end - unix, span.who)
 
     @torch.no_grad()
     def numbers(self, share: Share, names: Sequence[str]) -> Numbers:
