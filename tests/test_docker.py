@@ -1,5 +1,6 @@
 """The files of docker/ as a table of facts, the containers' shell, `docker compose config` where there is a docker."""
 
+import json
 import os
 import re
 import shlex
@@ -13,14 +14,15 @@ import pytest
 import yaml
 
 from hocket import config
+from hocket.observe.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 COMPOSE, GPU = (ROOT / "docker" / name for name in ("compose.yaml", "compose.gpu.yaml"))
 VARIABLE = re.compile(r"\$\{(\w+):([-+])((?:[^{}]|\$\{\w+:-\})*)\}")  # in it may be another, without a default
 
 
-def services(path: Path, **variables: str) -> dict[str, dict[str, Any]]:
-    """Return the services with nothing but these variables set in the environment."""
+def services(path: Path, profile: str = "", **variables: str) -> dict[str, dict[str, Any]]:
+    """Return the services of a profile with nothing but these variables set in the environment."""
 
     def value(match: re.Match[str]) -> str:
         name, kind, other = match.groups()
@@ -31,7 +33,7 @@ def services(path: Path, **variables: str) -> dict[str, dict[str, Any]]:
     text = VARIABLE.sub(value, re.sub("#.*", "", path.read_text(encoding="utf-8")))
     assert "$" not in text  # each variable has a default
     found: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
-    return found
+    return {name: each for name, each in found.items() if each.get("profiles", []) == ([profile] if profile else [])}
 
 
 @pytest.mark.parametrize("name", ["server", "trainer"])
@@ -80,6 +82,34 @@ def test_compose_starts_the_quickstart_with_nothing_set_and_opens_no_port_to_oth
         assert (ROOT / each["build"]["dockerfile"]).name == f"{name}.Dockerfile"
         gpus = services(GPU)[name]["deploy"]["resources"]["reservations"]["devices"]
         assert gpus == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
+
+
+def test_the_profile_observe_shows_the_quickstart_to_this_machine_alone() -> None:
+    found = services(COMPOSE, "observe")
+    assert list(found) == ["watch", "prometheus", "grafana"]
+    assert found["watch"]["command"] == "watch runs/docker --host 0.0.0.0 --port 8090"
+    ports = [port for each in found.values() for port in each.get("ports", [])]
+    assert ports == ["127.0.0.1:8090:8090", "127.0.0.1:3000:3000"]
+    assert all(re.search(r":v?\d+\.\d+\.\d+$", found[name]["image"]) for name in ("prometheus", "grafana"))
+    jobs = yaml.safe_load((ROOT / "docker" / "prometheus.yaml").read_text())["scrape_configs"]
+    (token,) = found["prometheus"]["configs"]
+    assert [job["authorization"]["credentials_file"] for job in jobs] == [token["target"]] * 2
+    assert jobs[0]["static_configs"] == [{"targets": ["watch:8090"]}]
+    assert jobs[1]["dns_sd_configs"] == [{"names": ["server"], "type": "A", "port": 8000}]
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    grafana = ROOT / "docker" / "grafana"
+    (source,) = yaml.safe_load((grafana / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    board = json.loads((grafana / "dashboards" / "hocket.json").read_text())
+    asked = {target["expr"] for panel in board["panels"] for target in panel["targets"]}
+    ours = {f"hocket_{re.sub('[^a-z0-9]', '_', metric.name)}" for metric in METRICS if "NAME" not in metric.name}
+    ours |= {"hocket_alarm", "hocket_phase_seconds", "hocket_seen_timestamp_seconds", "hocket_step"}
+    ours |= {"hocket_server_up", "hocket_weight_version", "hocket_in_flight"}  # of servers
+    named = {name for expression in asked for name in re.findall(r"hocket_\w+", expression)}
+    assert named <= ours
+    assert len(named) > 20
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
 
 
 def test_the_config_decides_how_weights_travel_and_where_servers_are_unless_a_variable_does() -> None:

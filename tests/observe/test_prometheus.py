@@ -24,7 +24,7 @@ def samples(run_dir: Path) -> Samples:
     """Returns each sample by its name and labels but `run`."""
     parser = pytest.importorskip("prometheus_client.parser")
     found: Samples = {}
-    for family in parser.text_string_to_metric_families(prometheus.text(run_dir)):
+    for family in parser.text_string_to_metric_families(prometheus.text([run_dir])):
         assert family.type == "gauge"
         assert family.documentation
         for sample in family.samples:

@@ -68,7 +68,7 @@ def test_every_answer_forbids_what_the_page_does_not_need_and_the_data_needs_the
         page = http.get("/")
         assert "question" not in page.text
         assert page.headers["content-security-policy"] == f"{policy(WITH_SELF)}; frame-ancestors 'none'"
-        for path in ("/data", "/events?since=[]", "/curves", "/rollouts", "/tokens", "/health", "/docs"):
+        for path in ("/data", "/events?since=[]", "/curves", "/rollouts", "/tokens", "/metrics", "/health", "/docs"):
             assert http.get(path).status_code == 401
         http.headers["Authorization"] = "Bearer a secret token"
         told = http.get("/data")
@@ -77,6 +77,7 @@ def test_every_answer_forbids_what_the_page_does_not_need_and_the_data_needs_the
         assert http.get("/rollouts?run=0&name=../metrics").json() == []
         rows = http.get("/rollouts?run=0&name=step_000001&group=g0").json()
         assert [row["completion"] for row in rows] == [f"{HOSTILE}0", f"{HOSTILE}1"]
+        assert f'hocket_step{{run="{tmp_path.name}"}} 1.0' in http.get("/metrics").text.splitlines()
         assert http.get("/openapi.json").status_code == http.post("/data").status_code - 1 == 404
 
 

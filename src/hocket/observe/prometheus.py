@@ -1,8 +1,8 @@
-"""Say what a run is at in the text format of Prometheus, from the newest records of its folder."""
+"""Say what runs are at in the text format of Prometheus, from the newest records of their folders."""
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = Mapping[str, str]
 
 
-def text(run_dir: Path) -> str:
+def text(run_dirs: Iterable[Path]) -> str:
     """Return each metric's newest value, phases, alarms and servers; all are gauges with the label `run`."""
     families: dict[str, list[str]] = {}
-    for name, labels, value, meaning in _samples(run_dir):
-        name = "hocket_" + re.sub(r"\W", "_", name)
-        told = ",".join(f'{key}="{_escaped(one)}"' for key, one in {"run": run_dir.resolve().name, **labels}.items())
-        lines = families.setdefault(name, [f"# HELP {name} {_escaped(meaning)}", f"# TYPE {name} gauge"])
-        lines.append(f"{name}{{{told}}} {_number(value)}")
+    for folder in run_dirs:
+        for name, labels, value, meaning in _samples(folder):
+            name = "hocket_" + re.sub(r"\W", "_", name)
+            told = {"run": folder.resolve().name, **labels}.items()
+            lines = families.setdefault(name, [f"# HELP {name} {_escaped(meaning)}", f"# TYPE {name} gauge"])
+            quoted = ",".join(f'{key}="{_escaped(one)}"' for key, one in told)
+            lines.append(f"{name}{{{quoted}}} {_number(value)}")
     return "".join(line + "\n" for lines in families.values() for line in lines)
 
 

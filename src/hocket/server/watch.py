@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 
 from hocket.common.machine import url_of
-from hocket.observe import browse
+from hocket.observe import browse, prometheus
 from hocket.observe.page import data_of, html, policy
 from hocket.observe.reader import RunReader
 from hocket.server.main import bind, http_server
@@ -75,6 +75,10 @@ def make_app(runs: Sequence[RunReader]) -> FastAPI:
     @app.get("/tokens")
     def tokens(run: int, name: str, id: str) -> Response:
         return _json(browse.tokens(runs[run].folder, name, id))
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(prometheus.text(run.folder for run in runs), media_type=prometheus.CONTENT_TYPE)
 
     return app
 
