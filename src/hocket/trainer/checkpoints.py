@@ -23,7 +23,7 @@ from hocket.protocol.manifest import COMPLETE_FILE
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run keeps
-_LOGS = ("tensorboard", "wandb", "skipped", "trained")
+_LOGS = ("trace.json", "tensorboard", "wandb", "skipped", "trained")
 _FILES = (*GROWING, *_LOGS, "summary.json", "report.html", "plugins", "plugins.json")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
 _NUMBER = "[0-9]" * 6
