@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from PIL import Image
 from shared import ROOT, parser
 
 if __name__ == "__main__":
@@ -105,7 +106,7 @@ def measure(folder: Path, steps: int) -> None:
         shown = f"document.querySelector('.prompt').innerText.startsWith('{middle} and')"
         print(f"another step after {timed(tab, typed(step, middle), shown):.3f} s")
         few = "document.querySelectorAll('.prompt').length == 1"
-        print(f"a filter after {timed(tab, typed('input[type=search]', 'and 7'), few):.3f} s")
+        print(f"a filter after {timed(tab, typed('input[type=search]', 'and 0'), few):.3f} s")
         articles = "document.querySelectorAll('article').length == 10"
         opened = timed(tab, "document.querySelector('.prompt').click()", articles)
         print(f"a prompt's rollouts after {opened:.3f} s")
@@ -121,7 +122,7 @@ def take_pictures(run: Path, folder: Path) -> None:
     with watching(run) as (url, _), browser() as tab:
         tab.open(url, width=1080, height=640)
         tab.wait(SHOWN)
-        tab.picture(folder / "page.png")
+        save(tab, folder / "page.png")
         before = json.dumps(tab.run("document.querySelector('.prompt').innerText"))
         tab.type("input[type=number]", "20")
         differ = "[...document.querySelectorAll('.prompt')].find(one => /[.]/.test(one.innerText))"
@@ -132,7 +133,13 @@ def take_pictures(run: Path, folder: Path) -> None:
         tab.wait("[...document.querySelectorAll('article')].every(one => one.querySelector('.tokens'))")
         tab.run("document.querySelector('h3 ~ .side').previousElementSibling.scrollIntoView()")
         tab.run("scrollBy(0, -160)")
-        tab.picture(folder / "rollouts.png")
+        save(tab, folder / "rollouts.png")
+
+
+def save(tab: Browser, path: Path) -> None:
+    """Write a small picture of the tab."""
+    tab.picture(path)
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 def main() -> None:

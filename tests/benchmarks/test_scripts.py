@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from batches import played, scorer_of_all
+from browser import PATH
 from hocket import COMMANDS, config
 from hocket.types import Prompt
 from processes import FORKS, Command, Process, free_port
@@ -37,6 +38,15 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         second run: 0 calls, 0 lost; *"""),
     "lies": (ENGINE, "lies --dtype float32 --kind full --rate 2e-4 --lie one_behind",
         "| one_behind | float32 full 2e-4 | 1 parameters / # log-probs | *"),
+    "page": ([pytest.mark.skipif(PATH is None, reason="Chromium is not installed")], "--steps 1000 --rollouts 10",
+        """1000 x 10 rollouts, written in *
+        first page shows after # s
+        second page shows after # s
+        another step after # s
+        a filter after # s
+        a prompt's rollouts after # s
+        single steps of a part of the curves after # s
+        memory of the process that serves it, after 100 more steps: # MiB"""),
     "peer": (WHOLE, f"{TINY} --without-trl --staleness 0 --prompts 2 --tokens 4 --steps 2",
         "hocket, k=0 # s a step, generate #, train #, # tokens/s of # a step, # GiB"),
     "pipeline": (WHOLE, "--staleness 1 trainer.steps=6 rollout.prompts_per_step=2 rollout.group_size=2 "

@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,15 @@ def steps(folder: Path) -> dict[str, list[int]]:
     return {kind: sorted(numbers) for kind, numbers in found.items()}
 
 
-def _rows(folder: Path, name: str, id: str = "", *, numbers: bool = False) -> list[dict[str, Any]]:
-    """Return a step's rollouts, only those that have an id in them; nothing where there is no such step."""
+def _rows(folder: Path, name: str, id: str = "", *, numbers: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield a step's rollouts, only those that have an id in them; nothing where there is no such step."""
     path = folder / "rollouts" / f"{name}.jsonl"
-    if not (_NAME.fullmatch(name) and path.exists()):
-        return []
     mark = json.dumps(id).encode() if id else b""
-    with path.open("rb") as file:
-        lines = [line if numbers else _NUMBERS.sub(b"", line) for line in file if mark in line]
-    return parsed(b"".join(lines).decode(errors="replace"))
+    if _NAME.fullmatch(name) and path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if mark in line:
+                    yield from parsed((line if numbers else _NUMBERS.sub(b"", line)).decode(errors="replace"))
 
 
 def _trained(folder: Path, name: str) -> dict[str, dict[str, Any]]:
