@@ -240,6 +240,8 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
 async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeServer]) -> None:
     servers[1].status = "loading"
     async with make_pool(servers, trainer="mine") as pool:
+        changes: list[list[bool]] = []
+        pool.on_change = lambda: changes.append([member.session is not None for member in pool.members])
         await pool.wait_up()
         seen = {
             "status": "ready",
@@ -253,7 +255,9 @@ async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeSer
             {"url": servers[0].url, "up": True, "out": None, **seen},
             {"url": servers[1].url, "up": False, "out": "it is loading", **seen, "status": "loading"},
         ]
-        pool.mark_lost(pool.members[0], "it broke")
+        for _ in range(2):
+            pool.mark_lost(pool.members[0], "it broke")
+        assert changes == [[True, False], [False, False]]
         assert [state["out"] for state in pool.states()] == ["it broke", "it is loading"]
 
 

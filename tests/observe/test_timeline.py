@@ -16,7 +16,7 @@ def spans(path: Path) -> list[tuple[Any, ...]]:
 
 
 def test_spans_are_those_of_the_step_in_their_order_and_a_batch_played_ahead_began_before(tmp_path: Path) -> None:
-    with Timeline(tmp_path) as timeline:
+    with Timeline(tmp_path, lambda: 0) as timeline:
         begun = time.perf_counter()
         with timed({}, "time/step"), timed({}, "time/train"):
             pass
@@ -38,10 +38,11 @@ def test_spans_are_those_of_the_step_in_their_order_and_a_batch_played_ahead_beg
 
 def test_a_step_says_what_is_known_of_each_server_and_nothing_without_one(tmp_path: Path) -> None:
     there: list[dict[str, Any]] = []
-    with Timeline(tmp_path, lambda: there) as timeline:
+    with Timeline(tmp_path, lambda: 1, lambda: there) as timeline:
         timeline.step(0, {})
         there.append({"url": "http://127.0.0.1:1", "up": False, "out": "it is loading"})
         timeline.step(1, {})
-    (row,) = read_lines(tmp_path / "timeline.jsonl")
-    assert row.pop("time") == pytest.approx(time.time(), abs=60)
-    assert row == {"step": 1, "servers": there}
+        timeline.note_servers()
+    rows = read_lines(tmp_path / "timeline.jsonl")
+    assert [row.pop("time") for row in rows] == [pytest.approx(time.time(), abs=60)] * 2
+    assert rows == [{"step": 1, "servers": there}, {"step": 2, "servers": there}]

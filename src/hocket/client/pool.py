@@ -132,6 +132,7 @@ class ServerPool:
         self.members = [Member(self._client(url)) for url in urls]
         self._not_found: str | None = "none is found yet"  # why the last look-up failed
         self.bring_up: BringUp = _as_they_are  # with the weights they hold
+        self.on_change: Callable[[], None] = lambda: None  # a server was lost, or came (back)
         self._told: set[str] = set()  # of what is left out
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -235,6 +236,7 @@ class ServerPool:
         there = {member: health for member, health in found if health is not None}
         if there:
             await self._bring_up(there)
+            self.on_change()
 
     async def _look(self, member: Member) -> Health | None:
         """Return the health of a server to bring up; else note why it is out."""
@@ -306,10 +308,12 @@ class ServerPool:
             self.say(line)
 
     def mark_lost(self, member: Member, reason: str) -> None:
-        if member.session is not None:
-            self.say(f"lost server {member.url}: {reason}")
+        was_up = member.session is not None
         member.mark_out(reason)
         member.next_look = time.monotonic() + LOST_REST_S  # the others get its work first
+        if was_up:
+            self.say(f"lost server {member.url}: {reason}")
+            self.on_change()
 
     def loses(self, member: Member, error: ServerError) -> bool:
         """Return whether an error means that a server is lost, and mark it."""

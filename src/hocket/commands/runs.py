@@ -189,7 +189,9 @@ def _run(
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
-    folder.after_step.append(stack.enter_context(Timeline(folder.path, servers.states)).step)
+    timeline = stack.enter_context(Timeline(folder.path, lambda: folder.last_step, servers.states))
+    folder.after_step.append(timeline.step)
+    servers.on_change = timeline.note_servers
     if config.observe.trace is not None:
         folder.after_step.append(stack.enter_context(Trace(folder.path, config.observe.traced)).step)
     publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)

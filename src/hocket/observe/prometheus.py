@@ -48,10 +48,9 @@ def _samples(run_dir: Path) -> Iterator[tuple[str, Labels, float | None, str]]:
         yield "alarm", {"metric": name}, name in found, "1: the metric is outside its healthy range"
     seen: dict[str, Any] = {}
     for row in _tail(run_dir / TIMELINE):
-        if "servers" in row:
-            seen = row
-    if seen:
-        yield "seen_timestamp_seconds", {}, seen["time"], "Unix time of the newest finished step"
+        seen |= row
+    if "end" in seen:
+        yield "seen_timestamp_seconds", {}, seen["end"], "Unix time of the end of the newest step"
     for server in seen.get("servers", ()):
         for name in OF_SERVER:
             if name in server:

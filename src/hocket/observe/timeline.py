@@ -1,4 +1,4 @@
-"""Write timeline.jsonl: what servers and trainer did when, and what was known of each server after a step.
+"""Write timeline.jsonl: what servers and trainer did when; what was known of servers, also when one was lost.
 
     {"step": 3, "name": "train", "who": "trainer", "start": 1764000001.5, "end": 1764000002.25}
     {"step": 3, "time": 1764000003.0, "servers": [{"url": "http://127.0.0.1:8000", "up": true, ...}]}
@@ -31,10 +31,16 @@ TRAINER = {
 
 
 class Timeline(AbstractContextManager["Timeline"]):
-    """Writes the spans that it hears of. `servers`: what is known of each one."""
+    """Writes the spans that it hears of. `last_step`: the last finished one; `servers`: what is known of each one."""
 
-    def __init__(self, run_dir: Path, servers: Callable[[], Sequence[Mapping[str, Any]]] = tuple) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        last_step: Callable[[], int],
+        servers: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+    ) -> None:
         self._path = run_dir / TIMELINE
+        self._last_step = last_step
         self._servers = servers
         self._spans: list[Span] = []
         LISTENERS.append(self._spans.append)
@@ -51,10 +57,15 @@ class Timeline(AbstractContextManager["Timeline"]):
                     where = {"step": step, "name": names[span.name], "who": who}
                     rows.append(where | {"start": round(unix + span.start, 6), "end": round(unix + span.end, 6)})
         rows.sort(key=lambda row: row["start"])
+        append(self._path, [*rows, *self._of_servers(step)])
+
+    def note_servers(self) -> None:
+        """Append what is known of the servers, within a step."""
+        append(self._path, self._of_servers(self._last_step() + 1))
+
+    def _of_servers(self, step: int) -> list[dict[str, Any]]:
         servers = self._servers()
-        if servers:
-            rows.append({"step": step, "time": round(time.time(), 6), "servers": servers})
-        append(self._path, rows)
+        return [{"step": step, "time": round(time.time(), 6), "servers": servers}] if servers else []
 
     def __exit__(self, *exc_info: object) -> None:
         LISTENERS.remove(self._spans.append)
