@@ -120,6 +120,7 @@ def test_curves_move_alarms_appear_and_rollouts_are_found_without_a_reload(tab: 
         reward = "document.querySelector('svg[aria-label^=\"Reward,\"]')?.ariaLabel"
         tab.wait(f"{reward}?.includes('step 1: mean 0.1')")
         for step in (2, 3):
+            play(tmp_path, step, "first", HOSTILE)
             record(tmp_path, step)
         tab.wait(f"{reward}.includes('step 3: mean 0.3')")
         assert (
@@ -127,11 +128,13 @@ def test_curves_move_alarms_appear_and_rollouts_are_found_without_a_reload(tab: 
             == 2
         )
         assert "Alarms" not in tab.text()
+        play(tmp_path, 4, "first", HOSTILE)
         record(tmp_path, 4, **{"rollout/truncated": 0.5})
         tab.wait("document.querySelector('.alarms .now')?.innerText.includes('raise rollout.max_tokens')")
         assert tab.run("window.stays")
 
-        assert tab.run("document.querySelectorAll('.prompt').length") == 2
+        tab.wait("document.querySelector('input[type=number]').value == 4")  # the newest step is shown
+        tab.wait("document.querySelectorAll('.prompt').length == 2")
         tab.type("input[type=search]", "first")
         assert tab.run("document.querySelectorAll('.prompt').length") == 1
         assert "2 of 4 rollouts" in tab.text()

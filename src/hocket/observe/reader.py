@@ -83,9 +83,8 @@ class RunReader:
                 self._note(row["step"], server)
 
     def _add(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
-        known = {name: math.nan if value is None else value for name, value in record.items() if name != "step"}
-        known = {name: float(value) for name, value in known.items() if isinstance(value, int | float)}
+        known = {name: math.nan if value is None else float(value) for name, value in record.items()}
+        step = int(known.pop("step"))
         for name, text in alarms(known).items():
             count = self.alarms.get(name, {"count": 0})["count"]
             self.alarms[name] = {"count": count + 1, "last": step, "text": text}

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ HEADERS = {
 
 def watch(folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
     """Serve until Ctrl-C or SIGTERM."""
+    os.nice(10)  # a run comes first
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(bind(host, port, token, section="observe")) as sock:
         runs = [RunReader(folder) for folder in folders]
         _look(runs)  # a long run takes a second
