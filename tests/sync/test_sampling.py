@@ -129,6 +129,15 @@ async def test_by_lot_prompts_are_compared_that_training_does_not_compare_itself
         assert ("sampling/surprise" in check.check_step({})) is ("fair" in unsure)
 
 
+async def test_a_lot_has_its_share_on_average_and_one_prompt_where_training_compares_none() -> None:
+    for trained, expected in (([0], 100), ([], 200)):
+        world = World()
+        for step in range(200):
+            groups = [[rollout(2, id_=f"step {step}/{place}/0")] for place in range(8)]
+            await world.check(share=0.0625).check(groups, trained)
+        assert abs(len(world.asked) - expected * (8 - len(trained)) / 8) <= (30 if trained else 0)
+
+
 async def test_where_a_rollout_is_stale_the_lot_has_the_others_of_all_prompts() -> None:
     world = World()
     groups = [*prompts(1), [rollout(9, version=2, id_="step 1/1/0")]]

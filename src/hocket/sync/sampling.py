@@ -63,7 +63,8 @@ class SamplingCheck:
                 lot = random.Random(groups[0][0].id if groups else "")
                 answers = sampled([[lot.choice(rollouts)] for rollouts in groups])
                 known = trained if self.whole and self.fair and fresh else ()
-                places = lot.sample(range(len(groups)), math.ceil(self.share * len(groups)))
+                less = lot.random() if known else 0.0  # a lot may be empty where training compares others
+                places = lot.sample(range(len(groups)), math.ceil(self.share * len(groups) - less))
                 compared = sampled([groups[place] for place in places if place not in known])
             if wrong := next(filter(None, map(self.claim, answers)), ""):
                 self.proof.fail(f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it")
