@@ -62,6 +62,21 @@ def test_the_exit_status_is_the_commands_own(code: str, status: int) -> None:
     assert subprocess.run(kill_with_parent([sys.executable, "-S", "-c", code]), check=False).returncode == status
 
 
+def test_a_command_ends_with_its_status_though_a_thread_hangs() -> None:
+    code = """
+import threading, time
+from concurrent.futures import ThreadPoolExecutor
+from hocket.common import processes
+processes.EXIT_S = 0.2
+processes.exit_with(lambda argv: ThreadPoolExecutor().submit(time.sleep, 600) and print("done") or 3)
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": "src"}, capture_output=True, text=True, timeout=300
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done\n", "")
+
+
 def test_what_looks_like_a_secret_is_kept_from_the_code_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = (
         "HOCKET_TOKEN", "HF_TOKEN", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD",

@@ -1,13 +1,15 @@
 """Coroutines, threads and tasks."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
+import time
 
 import pytest
 
-from hocket.common.tasks import event_loop, run_in_thread
+from hocket.common.tasks import event_loop, run, run_in_thread
 
 
 async def test_a_cancelled_call_ends_once_its_thread_has() -> None:
@@ -55,3 +57,27 @@ async def test_a_coroutine_runs_inside_a_running_loop_too_and_an_interrupt_cance
         run(work(60))
     signal.signal(signal.SIGINT, before)
     assert ended == [0, 30, 60]
+
+
+def test_what_does_not_end_is_left_behind_at_the_end_of_its_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.common.tasks.END_S", 0.05)
+    may_end = threading.Event()
+
+    async def stubborn() -> None:
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+
+    async def work() -> int:
+        tasks.append(asyncio.create_task(stubborn()))
+        threads.append(asyncio.create_task(asyncio.to_thread(may_end.wait, 600)))
+        await asyncio.sleep(0.01)
+        return 7
+
+    tasks, threads = list[asyncio.Task[None]](), list[asyncio.Task[bool]]()
+    begun = time.monotonic()
+    assert run(work()) == 7
+    assert time.monotonic() - begun < 300  # neither was waited for
+    assert not tasks[0].done()
+    assert threads[0].cancelled()
+    may_end.set()

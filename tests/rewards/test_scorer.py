@@ -58,6 +58,11 @@ def forger(completion):
     os.write(int(sys.argv[1]), json.dumps(answer).encode() + b"\\n")
     time.sleep(3600)
 
+@reward("sleepy")
+def sleepy(completion):
+    time.sleep(3600 if completion == "hang" else 0)
+    return 0.75
+
 @reward("slow_judge")
 async def slow_judge(completion):
     await asyncio.sleep(3600 if completion == "hang" else 0)
@@ -212,6 +217,33 @@ async def test_a_plugin_that_only_loads_here_says_so(scores_of: Scores, tmp_path
     file.unlink()
     for score in await scores_of({"vanishing": 1.0}, "a", "b"):
         assert "can't load it" in str(score.error)
+
+
+@pytest.mark.parametrize("reward", ["slow_judge", "sleepy"])  # async, in a worker
+async def test_a_reward_that_gives_no_result_is_said_while_it_is_waited_for_and_soon_ends_the_run(
+    scorer_of: Scorers,
+    make_rollout: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reward: str,
+) -> None:
+    monkeypatch.setattr("hocket.rewards.scorer.PATIENCE_S", 0.1)
+    monkeypatch.setattr("hocket.rewards.scorer.FIRST_LATE", 2)
+    monkeypatch.setattr("hocket.rewards.scorer.MOST_LATE", 3)
+    hangs = [make_rollout("hang")] * 2
+    scorer = scorer_of({reward: 1.0}, timeout_s=0.3)
+    late = "no result within 0.3 s"
+    with pytest.raises(RewardError, match=f"reward '{reward}' gives no results, call after call: {late}"):
+        await scorer.score_group(hangs)
+    assert f"reward '{reward}': no call has ended for 0.1 s" in caplog.text
+    scorer = scorer_of({reward: 1.0}, timeout_s=60)
+    assert (await scorer.score(make_rollout("well"))).total == 0.75
+    monkeypatch.setattr(scorer._calls, "_timeout_s", 0.3)
+    assert all(late in str(one.error) for one in await scorer.score_group(hangs))
+    with pytest.raises(RewardError, match="go on without its scores"):
+        await scorer.score(hangs[0])
+    scorer = scorer_of({reward: 1.0}, timeout_s=0.3, max_error_rate=1)
+    assert all(late in str(one.error) for one in await scorer.score_group(hangs * 2))
 
 
 def test_too_many_failed_scores_stop_the_run_with_the_first_cause(make_rollout: Make) -> None:

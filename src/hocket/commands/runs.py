@@ -66,7 +66,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         from hocket.trainer.trainer import Trainer
 
         if not dry_run:
-            asyncio.run(Servers(config).clear_gpu())
+            tasks.run(Servers(config).clear_gpu())
         Trainer(config).follow()
         return 0
     with Console(config.trainer.steps) as console, ExitStack() as stack:
@@ -267,7 +267,7 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             console.say(f"completions and their scores: {path}")
             return metrics
 
-        return asyncio.run(run())
+        return tasks.run(run())
 
 
 def roll_out(arguments: Sequence[str]) -> None:
@@ -297,7 +297,7 @@ def roll_out(arguments: Sequence[str]) -> None:
                         console.step(step, batch.metrics)
 
         with RunFolder(config, console.say) as folder:
-            asyncio.run(run())
+            tasks.run(run())
     print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
 
 
@@ -333,7 +333,7 @@ def score_samples(config: Config, file: Path) -> int:
 
     with RewardCalls(config.rewards, config.rewards.functions) as calls:
         scorer = RewardScorer(calls, config.rewards.functions)
-        scores = asyncio.run(score())
+        scores = tasks.run(score())
     for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
         parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
         print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")

@@ -12,10 +12,12 @@ import re
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 GRACE_S = 30  # after a Ctrl-C
+EXIT_S = 10.0  # for a command's threads to end
 LOOK_S = 0.1  # between looks at what a command and its descendants take
 SPARE_TASKS = 2048
 OVER_LIMIT = 100  # exit status where they took too much
@@ -37,6 +39,9 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
         status = 128 + signal.SIGPIPE
     # Quickstart may interrupt a command that is ending: libraries' exit handlers would print tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ending = threading.Timer(EXIT_S, os._exit, [status])
+    ending.daemon = True  # it counts only while Python waits for threads that hang
+    ending.start()
     sys.exit(status)
 
 

@@ -1,6 +1,7 @@
 """Run coroutines, threads and tasks; measure their time, derive their seeds. Standard library only."""
 
 import asyncio
+import ctypes
 import hashlib
 import threading
 import time
@@ -10,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+END_S = 30.0  # that tasks may take to end with their event loop
 _THREADS = ThreadPoolExecutor(32, "hocket")
 _LOOK_UPS = dict[Any, Future[Any]]()  # under way
 P = ParamSpec("P")
@@ -33,7 +35,38 @@ def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
             thread = stack.enter_context(ThreadPoolExecutor(1))
             stack.callback(thread.submit, runner.close)
             runs = partial(_run_in, thread, runner)
+        stack.callback(lambda: runs(_end()))
         yield runs
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return a coroutine's result; asyncio.run would wait for ever for tasks and threads that do not end."""
+    with event_loop() as run_there:
+        result: T = run_there(coroutine)
+        return result
+
+
+async def _end() -> None:
+    """Cancel the tasks of this event loop; leave behind those that do not end, and its threads."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
+    finally:
+        for task in tasks:
+            leave_behind(task)
+
+
+def leave_behind(task: asyncio.Task[Any]) -> None:
+    """Have the event loop not wait for a task at its end."""
+    task.add_done_callback(retrieve)
+    if not task.done():
+        asyncio._unregister_task(task)
+        # Freeing it would throw GeneratorExit into its code.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
 def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hocket.common.tasks import retrieve
 from hocket.rewards.base import RetryError, Reward
-from hocket.rewards.scores import NoScoreError, as_scores, failure
+from hocket.rewards.scores import LateError, NoScoreError, as_scores, failure
 from hocket.types import Score
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class InLoop(Runner):
         try:
             await asyncio.wait({task}, timeout=timeout_s)
             if not task.done():
-                raise NoScoreError(f"no result within {timeout_s:g} s")
+                raise LateError(f"no result within {timeout_s:g} s")
             if task.cancelled():
                 raise NoScoreError("it cancelled itself")
             return task.result()

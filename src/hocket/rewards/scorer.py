@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import logging
 import os
 import pickle
 import secrets
@@ -27,17 +28,21 @@ from typing import IO, TYPE_CHECKING, Any
 from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
 from hocket.common.registry import PLUGIN_PREFIX, load_plugins
 from hocket.errors import ConfigError, RewardError, door
-from hocket.rewards.base import REWARDS, Reward, bind
+from hocket.rewards.base import REWARDS, RetryError, Reward, bind
 from hocket.rewards.runners import Call, Inline, InLoop, Runner, clock, clocked
-from hocket.rewards.scores import NoScoreError, as_score, as_scores, compose, failure, no_score
+from hocket.rewards.scores import LateError, NoScoreError, as_score, as_scores, compose, failure, no_score
 from hocket.types import Group, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.config import RewardsConfig  # would take most of a worker's start
 
+logger = logging.getLogger("hocket")
+
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 START_TIMEOUT_S = 120.0
 KILL_TIMEOUT_S = 30.0
+PATIENCE_S = 10.0  # without the end of a call, before it is said
+FIRST_LATE, MOST_LATE = 8, 32  # late calls in a row that end the run: the first ones, later ones
 TEAR_DOWN_S = 5.0
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
@@ -97,6 +102,10 @@ class RewardCalls:
         self.rewards = {name: bind(name, spec) for name, spec in self.specs.items()}
         self.seconds = {name: clock() for name in self.specs}  # of the last calls, without what they waited for
         self._timeout_s = config.timeout_s
+        self._may_fail = config.max_error_rate == 1
+        self._late = dict.fromkeys(self.specs, MOST_LATE - FIRST_LATE)  # calls in a row
+        self._patience_s = dict.fromkeys(self.specs, PATIENCE_S)
+        self._answered = dict.fromkeys(self.specs, 0.0)  # when the last call ended
         workers = Workers([one for one in self.rewards.values() if one.runs == "worker"])
         self._workers = workers.by_thread
         self._here: dict[str, Runner] = {"inline": Inline(), "worker": workers}
@@ -120,14 +129,31 @@ class RewardCalls:
 
     async def ask(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
         reward = self.rewards[name]
+        silence = asyncio.get_running_loop().call_later(self._patience_s[name], self._tell_silence, name)
+        late = 0
         try:
             arguments = reward.arguments(rollouts)
             call = Call(reward, arguments, len(rollouts), self._timeout_s, self.seconds[name])
             return await self._runner(reward).call(call)
         except RewardError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
-            return [failure(error)] * len(rollouts)
+        except (Exception, SystemExit) as error:
+            late = isinstance(error, LateError | RetryError) * (self._late[name] + 1)
+            if late == MOST_LATE and not self._may_fail:
+                cure = "mend it, raise its timeout_s, or go on without its scores by rewards.max_error_rate=1"
+                raise RewardError(f"reward {name!r} gives no results, call after call: {error}; {cure}") from error
+            return [failure(error)] * len(rollouts)  # whatever a reward raises is the rollout's error
+        finally:
+            silence.cancel()
+            self._late[name] = late
+            self._answered[name] = time.monotonic()
+
+    def _tell_silence(self, name: str) -> None:
+        """Say that no call of a reward ends, next time after twice as long."""
+        seconds = self._patience_s[name]
+        if time.monotonic() - self._answered[name] >= seconds:
+            self._patience_s[name] *= 2
+            logger.warning("reward %r: no call has ended for %g s; its deadline is its timeout_s", name, seconds)
 
     def _runner(self, reward: Reward) -> Runner:
         if reward.runs == "async":
@@ -173,7 +199,10 @@ class Workers(Runner):
             if worker is not None and worker.ready():
                 return worker
             worker = self.by_thread[thread] = Worker(self._printed)
-            (loaded,) = worker.ask(pickle.dumps((_load, self._modules, 1, False)), START_TIMEOUT_S, 1)
+            try:
+                (loaded,) = worker.ask(pickle.dumps((_load, self._modules, 1, False)), START_TIMEOUT_S, 1)
+            except LateError as error:
+                loaded = failure(error)
             if loaded.error and not self._unusable:  # nor can the next one load it
                 self._unusable = f"its worker process can't load it: {loaded.error}"
             if not self._unusable:
@@ -211,7 +240,7 @@ class Worker:
         return True
 
     def ask(self, request: bytes, timeout_s: float, size: int) -> list[Score]:
-        """Return `size` scores. A worker without an answer is killed."""
+        """Return `size` scores. A worker without an answer is killed; raise LateError for one that is late."""
         deadline = time.monotonic() + timeout_s
         number = secrets.token_hex(8)
         answer = b""
@@ -231,8 +260,9 @@ class Worker:
             if (answers, unasked, len(scores)) != (number, b"", size):
                 raise ValueError
             return [as_score(Score(**one)) for one in scores]  # its code may have written them itself
-        except TimeoutError:
-            problem = f"no result within {timeout_s:g} s; its worker process was ended"
+        except TimeoutError as error:
+            self.kill()
+            raise LateError(f"no result within {timeout_s:g} s; its worker process was ended") from error
         except (EOFError, OSError):
             problem = "its worker process ended"
             with contextlib.suppress(subprocess.TimeoutExpired):

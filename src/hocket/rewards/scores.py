@@ -21,6 +21,10 @@ class NoScoreError(Exception):
     """Says why a call gives no score, where its place in the code does not matter."""
 
 
+class LateError(NoScoreError):
+    """Says that a call gave no result within its deadline."""
+
+
 def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
     """Return the score of one rollout, or those of a group."""
     if not of_group:

@@ -6,7 +6,6 @@ Each has a session on one server, and is played again where that is lost.
 import asyncio
 import contextlib
 import copy
-import ctypes
 import dataclasses
 import itertools
 from array import array
@@ -15,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from hocket.client.pool import MAX_LOSSES, Member, ServerPool
-from hocket.common.tasks import retrieve, seed_of
+from hocket.common.tasks import leave_behind, seed_of
 from hocket.data.prompts import opening_of
 from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
@@ -150,12 +149,7 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
     """Cancel a task and return whether it has ended; else abandon it."""
     running.cancel()
     await asyncio.wait([running], timeout=CANCEL_S)
-    running.add_done_callback(retrieve)
-    if not running.done():
-        # asyncio.run would wait for it at its end, and freeing it would throw GeneratorExit into its code: so the loop
-        # forgets it, and nothing ever frees it.
-        asyncio._unregister_task(running)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(running))
+    leave_behind(running)
     return running.done()
 
 

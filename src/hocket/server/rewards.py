@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from hocket.common.registry import load_plugins
+from hocket.common.tasks import run
 from hocket.config import Config
 from hocket.errors import RewardError
 from hocket.observe.rows import rollout_of
@@ -34,7 +35,7 @@ def serve(config: Config) -> None:
         contextlib.closing(bind(config.server.host, config.server.port, config.token)) as sock,
         RewardCalls(config.rewards, config.rewards.functions) as calls,
     ):
-        asyncio.run(_serve(calls, sock, config.own_url, config.server.host, config.token))
+        run(_serve(calls, sock, config.own_url, config.server.host, config.token))
     print("hocket: stopped", flush=True)
 
 
