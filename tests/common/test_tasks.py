@@ -72,12 +72,18 @@ def test_what_does_not_end_is_left_behind_at_the_end_of_its_event_loop(monkeypat
         tasks.append(asyncio.create_task(stubborn()))
         threads.append(asyncio.create_task(asyncio.to_thread(may_end.wait, 600)))
         await asyncio.sleep(0.01)
+        tasks.append(asyncio.create_task(blocks()))
         return 7
 
+    async def blocks() -> None:
+        blocked.append(True)  # the loop, if it began
+
+    blocked: list[bool] = []
     tasks, threads = list[asyncio.Task[None]](), list[asyncio.Task[bool]]()
     begun = time.monotonic()
     assert run(work()) == 7
     assert time.monotonic() - begun < 300  # neither was waited for
     assert not tasks[0].done()
+    assert not blocked
     assert threads[0].cancelled()
     may_end.set()

@@ -235,7 +235,7 @@ async def test_a_reward_that_gives_no_result_is_said_while_it_is_waited_for_and_
     late = "no result within 0.3 s"
     with pytest.raises(RewardError, match=f"reward '{reward}' gives no results, call after call: {late}"):
         await scorer.score_group(hangs)
-    assert f"reward '{reward}': no call has ended for 0.1 s" in caplog.text
+    assert caplog.text.count(f"reward '{reward}': no call has ended for ") == 1
     scorer = scorer_of({reward: 1.0}, timeout_s=60)
     assert (await scorer.score(make_rollout("well"))).total == 0.75
     monkeypatch.setattr(scorer._calls, "_timeout_s", 0.3)

@@ -30,12 +30,12 @@ def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            runs = stack.enter_context(runner).run
+            runs = runner.run
+            stack.callback(_close, runner)
         else:
             thread = stack.enter_context(ThreadPoolExecutor(1))
-            stack.callback(thread.submit, runner.close)
+            stack.callback(thread.submit, _close, runner)
             runs = partial(_run_in, thread, runner)
-        stack.callback(lambda: runs(_end()))
         yield runs
 
 
@@ -46,12 +46,18 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return result
 
 
-async def _end() -> None:
-    """Cancel the tasks of this event loop; leave behind those that do not end, and its threads."""
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
+def _close(runner: asyncio.Runner) -> None:
+    """Cancel the tasks of an event loop; leave behind those that do not end, and its threads."""
+    with runner:
+        loop = runner.get_loop()
+        loop.set_default_executor(ThreadPoolExecutor())
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        runner.run(_end(tasks))
+
+
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
     try:
         if tasks:
             await asyncio.wait(tasks, timeout=END_S)

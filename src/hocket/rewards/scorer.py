@@ -105,7 +105,7 @@ class RewardCalls:
         self._may_fail = config.max_error_rate == 1
         self._late = dict.fromkeys(self.specs, MOST_LATE - FIRST_LATE)  # calls in a row
         self._patience_s = dict.fromkeys(self.specs, PATIENCE_S)
-        self._answered = dict.fromkeys(self.specs, 0.0)  # when the last call ended
+        self._news = dict.fromkeys(self.specs, 0.0)  # when a call ended, or this was said
         workers = Workers([one for one in self.rewards.values() if one.runs == "worker"])
         self._workers = workers.by_thread
         self._here: dict[str, Runner] = {"inline": Inline(), "worker": workers}
@@ -146,13 +146,15 @@ class RewardCalls:
         finally:
             silence.cancel()
             self._late[name] = late
-            self._answered[name] = time.monotonic()
+            self._news[name] = time.monotonic()
 
     def _tell_silence(self, name: str) -> None:
         """Say that no call of a reward ends, next time after twice as long."""
         seconds = self._patience_s[name]
-        if time.monotonic() - self._answered[name] >= seconds:
+        now = time.monotonic()
+        if now - self._news[name] >= seconds:
             self._patience_s[name] *= 2
+            self._news[name] = now
             logger.warning("reward %r: no call has ended for %g s; its deadline is its timeout_s", name, seconds)
 
     def _runner(self, reward: Reward) -> Runner:
