@@ -97,6 +97,7 @@ def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float
     values = {i: min(max(score.total, low), high) for i, score in enumerate(scores) if score.error is None}
     if not spec.normalize:
         return values
+    values = {i: value for i, value in values.items() if abs(value) <= LARGEST}  # others are errors, in `_whole`
     mean = sum(values.values()) / max(len(values), 1)
     squares = sum((value - mean) * (value - mean) for value in values.values())
     deviation = math.sqrt(squares / max(len(values) - 1, 1))
@@ -119,9 +120,9 @@ def _whole(results: Mapping[str, Score], total: float) -> Score:
     note = _plain("\n".join(notes))
     if errors:
         return Score(total=math.nan, parts=parts, error=_plain("; ".join(errors)), note=note)
-    if abs(total) <= LARGEST:
+    if max(map(abs, (total, *parts.values()))) <= LARGEST:
         return Score(total=total, parts=parts, note=note)
-    return no_score(f"the weighted sum is {total}, which is not a finite number within ±{LARGEST:g}: lower the weights")
+    return no_score(f"the weighted sum is {total}, and neither it nor a value may be beyond ±{LARGEST:g}")
 
 
 def _plain(value: object) -> str:
@@ -135,8 +136,8 @@ def _plain(value: object) -> str:
 def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise NoScoreError(f"returned {_kind(value)} instead of a number")
-    if not abs(float(value)) <= LARGEST:  # NaN, too
-        raise NoScoreError(f"returned {value}, which is not a finite number within ±{LARGEST:g}")
+    if not math.isfinite(value):
+        raise NoScoreError(f"returned {float(value)}, which is not a finite number")
     return float(value)
 
 
