@@ -112,9 +112,12 @@ def test_a_logger_gets_config_steps_tables_and_summary_in_a_thread_of_its_own(tm
     ("fails", "said"),
     [("begin", "can't be used, and the run goes on without it: 3"), ("metrics", "could not take a record: no metrics")],
 )
-def test_what_a_logger_fails_at_is_said_once_and_the_run_goes_on(fails: str, said: str, tmp_path: Path) -> None:
+def test_what_a_logger_fails_at_is_said_once_and_the_run_goes_on(
+    fails: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "MAX_WAITING", 20 if fails == "metrics" else 3)
     lines: list[str] = []
-    run(tmp_path, f"[{{name: fake, fails: {fails}}}]", say=lines.append)
+    run(tmp_path, f"[{{name: fake, fails: {fails}}}]", steps=range(10), say=lines.append)
     assert [line for line in lines if line != "logger fake: here"] == [f"logger fake {said}"]
     assert (tmp_path / "runs/mine/report.html").exists()
     assert ("close", False) in Fake.made[0].told or fails == "begin"

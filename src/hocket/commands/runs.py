@@ -95,7 +95,7 @@ def _first_parts(
     """Make the parts whose faults show without server and trainer."""
     refuse_missing(visible_gpus())
     calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
-    loggers.check(config.observe.loggers)
+    loggers.bound(config.observe.loggers)
     parts = Parts(config, console)
     prompts = parts.prompts()
     held_out = parts.held_out()

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -55,23 +56,28 @@ logger = LOGGERS.register
 Say = Callable[[str], None]
 
 
-def check(specs: Sequence[LoggerSpec]) -> None:
-    """Raise ConfigError for an unknown logger, wrong options, or a missing package."""
-    for spec in specs:
-        target: Any = LOGGERS.get(spec.name)
-        options_of(f"logger {spec.name}", target, spec.model_extra or {}, section="observe.loggers", keys=GIVEN)
-        if importlib.util.find_spec(target.package) is None:
-            raise ConfigError(
-                f"the logger {spec.name} needs a package: .venv/bin/pip install {target.package}; or leave it out of "
-                "observe.loggers"
-            )
+def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
+    """Return makers with their options. Raise ConfigError for an unknown logger or option, or a missing package."""
+    return [_bound(spec.name, spec.model_extra or {}) for spec in specs]
+
+
+def _bound(name: str, given: Mapping[str, Any]) -> Callable[..., Logger]:
+    target: Any = LOGGERS.get(name)
+    options = options_of(f"logger {name}", target, given, section="observe.loggers", keys=GIVEN)
+    if importlib.util.find_spec(target.package) is None:
+        advice = f".venv/bin/pip install {target.package}; or leave it out of observe.loggers"
+        raise ConfigError(f"the logger {name} needs a package: {advice}")
+    return partial(target, **options)
 
 
 def started(config: Config, id_of: Callable[[Path], str], say: Say) -> list["InThread"]:
-    """Return the config's loggers. Raise ConfigError as `check`. `id_of`: what stays the same of a resumed run."""
-    check(config.observe.loggers)
+    """Return the config's loggers. Raise ConfigError as `bound`. `id_of`: what stays the same of a resumed run."""
+    specs = config.observe.loggers
     run = {"run_dir": config.run_dir, "config": config.as_dict()}
-    return [InThread(spec, say, run_id=id_of(config.run_dir), **run) for spec in config.observe.loggers]
+    return [
+        InThread(spec, partial(make, run_id=id_of(config.run_dir), **run), say)
+        for spec, make in zip(specs, bound(specs), strict=True)
+    ]
 
 
 class InThread:
@@ -80,10 +86,10 @@ class InThread:
     What fails, or is left out as the logger is slow, is said once.
     """
 
-    def __init__(self, spec: LoggerSpec, say: Say, **run: Any) -> None:
+    def __init__(self, spec: LoggerSpec, make: Callable[[], Logger], say: Say) -> None:
         self._spec = spec
+        self._make = make
         self._say = say
-        self._run = run
         self._told: set[str] = set()
         self._calls = queue.Queue[Callable[[Logger], None]](MAX_WAITING)
         self._open = True
@@ -92,7 +98,7 @@ class InThread:
 
     def _work(self) -> None:
         try:
-            passes_on = LOGGERS.get(self._spec.name)(**self._run, **self._spec.model_extra or {})
+            passes_on = self._make()
             self._say(f"logger {self._spec.name}: {passes_on.where}")
         except BaseException as error:  # noqa: BLE001 - some end the process
             return self._tell("can't be used, and the run goes on without it", error)
@@ -109,6 +115,8 @@ class InThread:
             self._say(f"logger {self._spec.name} {what}: {str(why) or repr(why)}")
 
     def _put(self, call: Callable[[Logger], None], patience_s: float = 0.0) -> None:
+        if not self._thread.is_alive():
+            return
         try:
             self._calls.put(call, patience_s > 0, patience_s)
         except queue.Full:

@@ -1,76 +1,53 @@
-"""Say what runs are at in the text format of Prometheus, from the newest records of their folders."""
+"""Say what runs are at in the text format of Prometheus: gauges with the label `run`."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.metrics import alarms
-from hocket.observe.rows import METRICS, TIMELINE, parsed
+from hocket.observe.reader import RunReader
+from hocket.observe.rows import METRICS
 
-TAIL_BYTES = 1 << 18  # of a growing file: the steps since the last evaluation, mostly
-MEANINGS = {metric.name: metric.meaning for metric in TABLE}
-BOUNDED = {metric.name for metric in TABLE if (metric.low, metric.high) != (None, None)}
-OF_SERVER = ("up", "version", "in_flight", "waiting", "kv_use", "kv_tokens")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Labels = Mapping[str, str]
+PHASE = "seconds of a phase of the newest step: docs/metrics.md"
+ALARM = "1: the metric is outside its healthy range"
+SEEN = "Unix time of the end of the newest step"
+MEANINGS = {metric.name: metric.meaning for metric in TABLE}
+BOUNDED = {metric.name for metric in TABLE if metric.advice}
+Sample = tuple[str, Mapping[str, str], float, str]
 
 
-def text(run_dirs: Iterable[Path]) -> str:
-    """Return each metric's newest value, phases, alarms and servers; all are gauges with the label `run`."""
+def text(runs: Iterable[RunReader]) -> str:
+    """Return metrics, phases, alarms and servers as they were read last."""
     families: dict[str, list[str]] = {}
-    for folder in run_dirs:
-        for name, labels, value, meaning in _samples(folder):
+    for run in runs:
+        for name, labels, value, meaning in _samples(run):
             name = "hocket_" + re.sub(r"\W", "_", name)
-            told = {"run": folder.resolve().name, **labels}.items()
             lines = families.setdefault(name, [f"# HELP {name} {_escaped(meaning)}", f"# TYPE {name} gauge"])
+            told = {"run": run.folder.resolve().name, **labels}.items()
             quoted = ",".join(f'{key}="{_escaped(one)}"' for key, one in told)
-            lines.append(f"{name}{{{quoted}}} {_number(value)}")
+            lines.append(f"{name}{{{quoted}}} {float(value)!r}")
     return "".join(line + "\n" for lines in families.values() for line in lines)
 
 
-def _samples(run_dir: Path) -> Iterator[tuple[str, Labels, float | None, str]]:
+def _samples(run: RunReader) -> Iterator[Sample]:
     """Yield name, labels, value and meaning."""
-    newest: dict[str, Any] = {}
-    for record in _tail(run_dir / METRICS):
-        newest |= record
-    for name, value in newest.items():
+    if run.steps:
+        yield "step", {}, run.steps[-1], "the newest finished step"
+        yield "seen_timestamp_seconds", {}, (run.folder / METRICS).stat().st_mtime, SEEN
+    unhealthy = alarms(run.newest)
+    for name, value in run.newest.items():
         kind, _, rest = name.partition("/")
         if kind == "time":
-            yield "phase_seconds", {"phase": rest}, value, "seconds of a phase of the newest step; docs/metrics.md"
+            yield "phase_seconds", {"phase": rest}, value, PHASE
         else:
-            yield name, {}, value, MEANINGS.get(name, "its newest value; docs/metrics.md")
-    finite = {name: math.nan if value is None else value for name, value in newest.items()}
-    found = alarms(finite)
-    for name in sorted(BOUNDED & finite.keys()):
-        yield "alarm", {"metric": name}, name in found, "1: the metric is outside its healthy range"
-    seen: dict[str, Any] = {}
-    for row in _tail(run_dir / TIMELINE):
-        seen |= row
-    if "end" in seen:
-        yield "seen_timestamp_seconds", {}, seen["end"], "Unix time of the end of the newest step"
-    for server in seen.get("servers", ()):
-        for name in OF_SERVER:
-            if name in server:
-                yield f"server_{name}", {"server": server["url"]}, server[name], "as the trainer knows it"
-
-
-def _tail(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last rows of a growing file; none if it is missing."""
-    try:
-        with path.open("rb") as file:
-            end = file.seek(0, 2)
-            file.seek(max(0, end - TAIL_BYTES))
-            lines = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return
-    yield from parsed(lines)
-
-
-def _number(value: float | None) -> str:
-    return "NaN" if value is None else repr(float(value))
+            yield name, {}, value, MEANINGS.get(name, "its newest value: docs/metrics.md")
+        if name in BOUNDED:
+            yield "alarm", {"metric": name}, name in unhealthy, ALARM
+    for url, server in run.servers.items():
+        for name, value in server.items():
+            if isinstance(value, int | float):
+                yield f"server_{name}", {"server": url}, value, "as the trainer knows it"
 
 
 def _escaped(text: str) -> str:

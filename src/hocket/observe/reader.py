@@ -62,6 +62,7 @@ class RunReader:
         self._timeline = Tail(self.folder / TIMELINE)
         self.steps = array("q")
         self.columns = {name: array("d") for name in TOTALS}  # and metrics: NaN where a step has none
+        self.newest: dict[str, float] = {}  # of each metric the newest value
         self.alarms: dict[str, dict[str, Any]] = {}  # by metric
         self.servers: dict[str, dict[str, Any]] = {}  # by URL
         self._phases: deque[bytes] = deque(maxlen=NUM_PHASES)
@@ -85,6 +86,7 @@ class RunReader:
     def _add(self, record: Mapping[str, Any]) -> None:
         known = {name: math.nan if value is None else float(value) for name, value in record.items()}
         step = int(known.pop("step"))
+        self.newest |= known
         for name, text in alarms(known).items():
             count = self.alarms.get(name, {"count": 0})["count"]
             self.alarms[name] = {"count": count + 1, "last": step, "text": text}

@@ -79,8 +79,9 @@ def make_app(runs: Sequence[RunReader]) -> FastAPI:
         return _json(browse.tokens(runs[run].folder, name, id))
 
     @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(prometheus.text(run.folder for run in runs), media_type=prometheus.CONTENT_TYPE)
+    async def metrics() -> Response:
+        _look(runs)
+        return Response(prometheus.text(runs), media_type=prometheus.CONTENT_TYPE)
 
     return app
 
