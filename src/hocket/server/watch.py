@@ -80,15 +80,15 @@ def make_app(runs: Sequence[RunReader]) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        _look(runs)
-        return Response(prometheus.text(runs), media_type=prometheus.CONTENT_TYPE)
+        return Response(prometheus.text(_look(runs)), media_type=prometheus.CONTENT_TYPE)
 
     return app
 
 
-def _look(runs: Sequence[RunReader]) -> None:
+def _look(runs: Sequence[RunReader]) -> Sequence[RunReader]:
     for run in runs:
         run.look()
+    return runs
 
 
 def _json(content: Any) -> Response:
