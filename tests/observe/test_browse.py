@@ -57,13 +57,14 @@ def test_tokens_have_their_text_and_what_training_knew_of_them(tmp_path: Path) -
     write(tmp_path)
     assert browse.tokens(tmp_path, "step_000001", "g/2") == {}
     plain = {"mask": [0, 1, 1], "token_ids": [1, 70, 75], "logprobs": [0.0, -0.5, -2.0], "texts": None}
-    assert browse.tokens(tmp_path, "step_000001", "g/0") == plain
+    assert browse.tokens(tmp_path, "step_000001", "g/0") == {"g/0": plain}
+    assert browse.tokens(tmp_path, "step_000001", "g") == {"g/0": plain, "g/1": plain}
     known = write(tmp_path / "known")
     (known / "config.yaml").write_text("model: {path: checkpoints/tiny-sort}\n")
     (known / "trained").mkdir()
     row = {"id": "g/0", "advantage": 0.5, "entropy": [0.0, 0.1, 0.2]}
     (known / "trained/step_000001.jsonl").write_text(json.dumps(row) + "\n")
-    told = browse.tokens(known, "step_000001", "g/0")
+    told = browse.tokens(known, "step_000001", "g/0")["g/0"]
     assert told == plain | row | {"texts": told["texts"]}
     assert "".join(told["texts"]) != ""
 

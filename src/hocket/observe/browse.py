@@ -74,13 +74,15 @@ def _range(rows: Sequence[Mapping[str, Any]]) -> float:
     return max(rewards) - min(rewards) if rewards else -1.0  # a group without a score comes last
 
 
-def tokens(folder: Path, name: str, id: str) -> dict[str, Any]:
-    """Return the tokens of a rollout's last sequence with what is known of each; {} without such a rollout."""
+def tokens(folder: Path, name: str, id: str) -> dict[str, dict[str, Any]]:
+    """Return the tokens of a rollout's last sequence, or of each of a group, with what is known of them; by rollout."""
+    trained = _trained(folder, name)
+    found = {}
     for row in _rows(folder, name, id, numbers=True):
-        if row["id"] == id:
+        if id in (row["id"], row["group_id"]):
             known = {key: row[key] for key in ("mask", "token_ids", "logprobs")}
-            return known | _trained(folder, name).get(id, {}) | {"texts": pieces(folder, row["token_ids"])}
-    return {}
+            found[row["id"]] = known | trained.get(row["id"], {}) | {"texts": pieces(folder, row["token_ids"])}
+    return found
 
 
 def pieces(folder: Path, token_ids: Sequence[int]) -> list[str] | None:

@@ -82,7 +82,8 @@ def _embedded(folder: Path, rollouts: Mapping[str, Sequence[int]]) -> dict[str, 
     for place, (name, found) in enumerate(rows.items()):
         telling = browse.most_telling(found)
         left -= sum(row["num_tokens"] for row in telling)
-        if left > 0:
-            tokens |= {f"{name} {row['id']}": browse.tokens(folder, name, row["id"]) for row in telling}
+        if telling and left > 0:
+            of_group = browse.tokens(folder, name, telling[0]["group_id"])
+            tokens |= {f"{name} {id}": told for id, told in of_group.items()}
         rows[name] = telling if place else found[:MAX_ROWS]
     return {"rows": rows, "tokens": tokens, "rollouts": {"step": steps[::-1], "eval": []}}

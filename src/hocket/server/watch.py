@@ -76,7 +76,7 @@ def make_app(runs: Sequence[RunReader]) -> FastAPI:
 
     @app.get("/tokens")
     def tokens(run: int, name: str, id: str) -> Response:
-        return _json(browse.tokens(runs[run].folder, name, id))
+        return _json(browse.tokens(runs[run].folder, name, id).get(id, {}))
 
     @app.get("/metrics")
     async def metrics() -> Response:
