@@ -1,8 +1,10 @@
 """Loggers: what they are told, in whose thread, what failing ones cost, and that the tools read what they wrote."""
 
+import asyncio
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -14,11 +16,13 @@ from typing import Any
 import pytest
 
 from hocket import config as config_module
+from hocket.common.registry import load_plugins
 from hocket.errors import ConfigError
 from hocket.observe import loggers
 from hocket.observe.loggers import COLUMNS, LOGGERS, Table
 from hocket.observe.run_folder import RunFolder
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from service import Answer, Headers, Service
 
 PLAYED = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -0.5), text="ab\u2028\r\n")
 ROLLOUTS = tuple(
@@ -74,9 +78,12 @@ def fake() -> Iterator[type[Fake]]:
     LOGGERS.forget("fake")
 
 
+def settings(tmp_path: Path, chosen: str) -> list[str]:
+    return [f"run.dir={tmp_path}/runs/mine", f"observe.loggers={chosen}", "data.system_prompt=" + HOSTILE]
+
+
 def run(tmp_path: Path, chosen: str, *, steps: range = range(3), say: Callable[[str], None] = print) -> None:
-    settings = [f"run.dir={tmp_path}/runs/mine", f"observe.loggers={chosen}", "data.system_prompt=" + HOSTILE]
-    with RunFolder(config_module.load(None, settings), say) as folder:
+    with RunFolder(config_module.load(None, settings(tmp_path, chosen)), say) as folder:
         for step in steps:
             if step == steps[0]:
                 folder.rollouts(f"eval_{step:06d}", [GROUP])
@@ -169,6 +176,28 @@ def test_a_wrong_choice_is_refused_before_the_run(chosen: str, said: str, tmp_pa
     for key in ("report_to", "observe.tensorboard", "trainer.logger", "use_wandb"):
         with pytest.raises(ConfigError, match=r"observe\.loggers"):
             config_module.load(None, [f"{key}=wandb"])
+
+
+async def test_the_page_s_logger_of_one_s_own_tells_a_chat_of_each_evaluation(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observe.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall("```python\n(.*?)```", page, re.DOTALL) if '@logger("chat")' in block]
+    (tmp_path / "chat.py").write_text(code)
+    load_plugins([str(tmp_path / "chat.py")])
+    told: list[Any] = []
+
+    async def answer(headers: Headers, body: Any) -> Answer:
+        told.append(body)
+        return 200, {}, "ok"
+
+    async with Service(answer).open() as chat:
+        folder = await asyncio.to_thread(
+            RunFolder, config_module.load(None, settings(tmp_path, f"[{{name: chat, url: '{chat.url}'}}]"))
+        )
+        folder.finish(3, {"eval/greedy": 0.5})
+        folder.finish(4, {"reward/mean": 0.5})
+        await asyncio.to_thread(folder.__exit__, None)
+    LOGGERS.forget("chat")
+    assert told == [{"text": "mine, step 3: 0.500"}]
 
 
 def needs(package: str) -> None:

@@ -56,3 +56,5 @@ def test_steps_are_one_or_a_span(told: str, steps: list[int]) -> None:
     assert list(chosen.observe.traced) == steps
     with pytest.raises(ConfigError, match=r"observe\.trace: .*match"):
         config.load(None, [f"observe.trace={told}-7"])
+    with pytest.raises(ConfigError, match=r"trace=5\.\.3 has no steps: write first\.\.last"):
+        config.load(None, ["observe.trace=5..3"])

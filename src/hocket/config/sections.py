@@ -368,6 +368,10 @@ class ObserveConfig(Section):
     loggers: Annotated[tuple[Annotated[LoggerSpec, _or_name], ...], or_one] = ()
     """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options (observe.md)."""
 
+    def refuse(self) -> None:
+        if not self.traced:
+            raise ValueError(f"trace={self.trace} has no steps: write first..last, such as 3..5")
+
     @property
     def traced(self) -> range:
         first, _, last = (self.trace or "0").partition("..")
