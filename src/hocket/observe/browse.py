@@ -30,7 +30,7 @@ def steps(folder: Path) -> dict[str, list[int]]:
 def _rows(folder: Path, name: str, id: str = "", *, numbers: bool = False) -> Iterator[dict[str, Any]]:
     """Yield a step's rollouts, only those that have an id in them; nothing where there is no such step."""
     path = folder / "rollouts" / f"{name}.jsonl"
-    mark = json.dumps(id).encode() if id else b""
+    mark = json.dumps(id, ensure_ascii=False).encode() if id else b""
     if _NAME.fullmatch(name) and path.exists():
         with path.open("rb") as file:
             for line in file:
