@@ -7,8 +7,10 @@ batch as denominator, clip 0.2, no KL, AdamW at 1e-6, gradients clipped to 1, fl
 TRL is installed into a folder of its own below ~/.cache/hocket. It generates with transformers, as it does by default.
 hocket is started by the command `quickstart`. Micro-batches have `--trl-batch` completions, in hocket as many tokens.
 Prints a line for TRL and for each max_staleness of hocket: seconds of a step and of its parts, medians of the steps
-after the first one; tokens per second; GiB of memory, which is what all processes together have in RAM at most, with
-shared pages counted once.
+after the first one; seconds of all processors that a step takes, looked at twice a second; tokens per second; GiB of
+memory, which is what all processes together have in RAM at most, with shared pages counted once.
+
+`--shapes` does so for several lengths, `--held` for five that the docs quote, with hocket's own micro-batches.
 """
 
 import argparse
@@ -34,8 +36,12 @@ if __name__ == "__main__":  # --help does not wait for what follows
         "section.key=value: further settings of hocket",
         layers=(8, "layers of the model"),
         hidden=(512, "width of the model, a multiple of 64"),
-        prompts=(8, "prompts of a step, of 8 completions each"),
+        prompts=(8, "prompts of a step"),
+        prompt=(64, "tokens of a prompt, about"),
         tokens=(128, "tokens of the longest completion"),
+        group=(8, "completions of a prompt"),
+        shapes=("", "PROMPT/TOKENS/GROUP,...: one after the other, in place of --prompt, --tokens and --group"),
+        held=(False, "five shapes that the docs quote, with hocket's defaults"),
         mean=(0.0, "tokens of a completion on average, if none were cut off; 0: all are"),
         updates=(1, "passes over a batch, each with one update"),
         staleness=([0, 1], "values of hocket's pipeline.max_staleness"),
@@ -46,6 +52,7 @@ if __name__ == "__main__":  # --help does not wait for what follows
         as_trl=("", "for its own child process: what is chosen here, as JSON"),
     ).parse_args()
 
+import numpy as np
 import psutil
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -54,15 +61,19 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 from processes import Process
 
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
-VOCABULARY, GROUP, PROMPT_TOKENS = 10_240, 8, 64
+HELD = "20/128/8,64/64/8,256/64/8,512/128/8,512/128/16"
+VOCABULARY = 10_240
+WORD_TOKENS = 4
 COLD_STEPS = 1
 Figures = dict[str, list[float]]  # per step
+Clock = list[tuple[float, float]]  # (Unix time, processor seconds so far)
 
 
 def make_model(folder: Path, options: argparse.Namespace) -> None:
     """Write a model that ends with a constant probability, and its tokenizer, and prompts."""
     draw = random.Random(0)
-    texts = [" ".join("".join(draw.choices(string.ascii_lowercase, k=6)) for _ in range(16)) for _ in range(2048)]
+    words = max(1, options.prompt // WORD_TOKENS)
+    texts = [" ".join("".join(draw.choices(string.ascii_lowercase, k=6)) for _ in range(words)) for _ in range(2048)]
     pieces = Tokenizer(models.BPE())
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<eos>", "<pad>"]
@@ -103,23 +114,28 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters", flush=True)
 
 
-def watched(command: list[str], log: Path, **process: Any) -> float:
-    """Run a command to its end, and return the most GiB of RAM that its processes had together."""
+def watched(command: list[str], log: Path, **process: Any) -> tuple[float, Clock]:
+    """Run a command to its end; return the most GiB of RAM of its processes together, and how long they had worked."""
     largest = 0
+    worked: dict[int, float] = {}  # by process
+    clock: Clock = []
     with Process(command, log, **process) as child:
         while child.popen.poll() is None:
             sizes = []
             for member in child.members():
                 with contextlib.suppress(psutil.Error):
                     sizes.append(member.memory_full_info().pss)
+                    times = member.cpu_times()
+                    worked[member.pid] = times.user + times.system
             largest = max(largest, sum(sizes))
+            clock.append((time.time(), sum(worked.values())))
             time.sleep(0.5)
         if status := child.popen.poll():
             sys.exit(f"{' '.join(command)}\nended with {status}:\n{child.output()[-3000:]}")
-    return largest / 2**30
+    return largest / 2**30, clock
 
 
-def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespace) -> tuple[Figures, float]:
+def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespace) -> tuple[Figures, float, Clock]:
     """Train with hocket's quickstart."""
     settings = [
         f"run.dir={folder}/run",
@@ -129,31 +145,38 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
         "data.answer_column=null",
         "rewards.functions={random: 1}",
         f"rollout.prompts_per_step={options.prompts}",
-        f"rollout.group_size={GROUP}",
+        f"rollout.group_size={options.group}",
         f"rollout.max_tokens={options.tokens}",
         f"algorithm.epochs={options.updates}",
-        f"trainer.micro_batch_tokens={options.trl_batch * (options.tokens + PROMPT_TOKENS)}",
         f"pipeline.max_staleness={staleness}",
         f"trainer.steps={options.steps}",
         "trainer.learning_rate=1e-6",
         "trainer.gradient_checkpointing=false",
         "eval.num_prompts=0",
         "checkpoint.every_steps=0",
-        *options.settings,
     ]
-    memory = watched(["quickstart", *settings], folder / "log")
+    if not options.held:
+        settings.append(f"trainer.micro_batch_tokens={options.trl_batch * (options.tokens + options.prompt)}")
+    memory, clock = watched(["quickstart", *settings, *options.settings], folder / "log")
     steps = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if step.get("time/step")]
+    spans = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
+    ends = {span["step"]: span["end"] for span in spans if span.get("who") == "trainer"}  # the last one's
     generate = "time/generate" if staleness == 0 else "time/batch"
-    return {
-        "step": [step["time/step"] for step in steps],
-        "generate": [step[generate] for step in steps],
-        "train": [step["time/train"] + step.get("time/measure", 0.0) for step in steps],
-        "tokens": [step["rollout/tokens"] for step in steps],
-    }, memory
+    return (
+        {
+            "step": [step["time/step"] for step in steps],
+            "generate": [step[generate] for step in steps],
+            "train": [step.get("time/train", 0.0) + step.get("time/measure", 0.0) for step in steps],
+            "tokens": [step["rollout/tokens"] for step in steps],
+            "end": [ends[step["step"]] for step in steps],
+        },
+        memory,
+        clock,
+    )
 
 
-def trl(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures, float]:
+def trl(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures, float, Clock]:
     """Train with TRL, which is installed into a folder of its own."""
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hocket" / TRL[0]
     if not (home / "complete").exists():
@@ -163,8 +186,8 @@ def trl(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures
         (home / "complete").touch()
     told = {**vars(options), "model": str(model), "output": str(folder)}
     own = {"program": [__file__], "PYTHONPATH": str(home), "WANDB_DISABLED": "true"}
-    memory = watched(["--as-trl", json.dumps(told)], folder / "log", **own)
-    return json.loads((folder / "figures.json").read_text()), memory
+    memory, clock = watched(["--as-trl", json.dumps(told)], folder / "log", **own)
+    return json.loads((folder / "figures.json").read_text()), memory, clock
 
 
 def play_trl(told: dict[str, Any]) -> None:
@@ -173,7 +196,7 @@ def play_trl(told: dict[str, Any]) -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    figures: Figures = {"step": [], "generate": [], "train": [], "tokens": []}
+    figures: Figures = {"step": [], "generate": [], "train": [], "tokens": [], "end": []}
     generated, tokens, last = [0.0], [0], [0.0]
 
     class Timed(GRPOTrainer):  # type: ignore[misc]  # TRL is not there
@@ -198,6 +221,7 @@ def play_trl(told: dict[str, Any]) -> None:
             for name, value in (("step", seconds), ("generate", generated[0]), ("train", seconds - generated[0])):
                 figures[name].append(value)
             figures["tokens"].append(tokens[0])
+            figures["end"].append(time.time())
             generated[0], tokens[0] = 0.0, 0
 
     settings = GRPOConfig(
@@ -206,8 +230,8 @@ def play_trl(told: dict[str, Any]) -> None:
         bf16=False,
         model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=told["trl_batch"],
-        gradient_accumulation_steps=told["prompts"] * GROUP // told["trl_batch"],
-        num_generations=GROUP,
+        gradient_accumulation_steps=told["prompts"] * told["group"] // told["trl_batch"],
+        num_generations=told["group"],
         num_iterations=told["updates"],
         max_completion_length=told["tokens"],
         max_steps=told["steps"] * told["updates"],
@@ -228,17 +252,26 @@ def play_trl(told: dict[str, Any]) -> None:
     Path(told["output"], "figures.json").write_text(json.dumps(figures))
 
 
-def show(name: str, figures: Figures, memory: float) -> float:
-    """Print a row, and return the seconds of a step."""
+def processor_seconds(figures: Figures, clock: Clock) -> float:
+    """Return the seconds that a step takes of all processors together."""
+    ends = figures["end"][COLD_STEPS - 1 :]
+    times, worked = zip(*clock, strict=True)
+    seconds = np.interp([ends[0], ends[-1]], times, worked)
+    return float(seconds[1] - seconds[0]) / (len(ends) - 1)
+
+
+def show(name: str, figures: Figures, memory: float, clock: Clock) -> tuple[float, float]:
+    """Print a row, and return the seconds of a step: of the wall clock, and of all processors."""
     step, generate, train = (statistics.median(figures[key][COLD_STEPS:]) for key in ("step", "generate", "train"))
     speed = sum(figures["tokens"][COLD_STEPS:]) / sum(figures["step"][COLD_STEPS:])
     length = statistics.mean(figures["tokens"][COLD_STEPS:])
+    worked = processor_seconds(figures, clock)
     print(
         f"{name:16} {step:6.2f} s a step, generate {generate:6.2f}, train {train:6.2f}, {speed:6.0f} tokens/s of "
-        f"{length:.0f} a step, {memory:.2f} GiB",
+        f"{length:.0f} a step, {worked:.2f} s of processors, {memory:.2f} GiB",
         flush=True,
     )
-    return step
+    return step, worked
 
 
 def main(options: argparse.Namespace) -> None:
@@ -246,19 +279,29 @@ def main(options: argparse.Namespace) -> None:
         play_trl(json.loads(options.as_trl))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what `watched` has started, too
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model(folder / "model", options)
-        for number in range(options.rounds):
+    shapes = (HELD if options.held else options.shapes) or f"{options.prompt}/{options.tokens}/{options.group}"
+    for shape in shapes.split(","):
+        options.prompt, options.tokens, options.group = map(int, shape.split("/"))
+        print(f"prompt/completion/group {shape}", flush=True)
+        with tempfile.TemporaryDirectory() as name:
+            compare(Path(name), options)
+
+
+def compare(folder: Path, options: argparse.Namespace) -> None:
+    make_model(folder / "model", options)
+    for number in range(options.rounds):
+        if not options.without_trl:
+            (folder / f"trl-{number}").mkdir()
+            theirs = show("TRL", *trl(folder / "model", folder / f"trl-{number}", options))
+        for staleness in options.staleness:
+            own = folder / f"hocket-{number}-{staleness}"
+            own.mkdir()
+            found = show(f"hocket, k={staleness}", *hocket(folder / "model", own, staleness, options))
             if not options.without_trl:
-                (folder / f"trl-{number}").mkdir()
-                theirs = show("TRL", *trl(folder / "model", folder / f"trl-{number}", options))
-            for staleness in options.staleness:
-                own = folder / f"hocket-{number}-{staleness}"
-                own.mkdir()
-                step = show(f"hocket, k={staleness}", *hocket(folder / "model", own, staleness, options))
-                if not options.without_trl:
-                    print(f"{'':16} {theirs / step:.2f} times TRL's steps per second", flush=True)
+                wall, work = (one / other for one, other in zip(theirs, found, strict=True))
+                print(
+                    f"{'':16} {wall:.2f} times TRL's steps per second, {work:.2f} per second of processors", flush=True
+                )
 
 
 if __name__ == "__main__":
