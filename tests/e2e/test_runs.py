@@ -67,6 +67,7 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
         "report.html",
         "rollouts",
         "summary.json",
+        "timeline.jsonl",
         "trained",
         "trainer_id",
         "weights",
