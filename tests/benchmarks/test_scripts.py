@@ -28,6 +28,9 @@ ENGINE, WHOLE = [pytest.mark.engine], [pytest.mark.e2e]
 SENT = "MiB # seconds # prepare # transfer # compare #"
 TINY = "--layers 1 --hidden 64 --rounds 1"
 SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive number, *: anything)
+    "fuzz": ([], "--number 12 --seed 11", """200: #, *
+        12 requests with seed 11, slowest # s: *
+        answers as before: True; 5xx or without an answer: none"""),
     "generate": (ENGINE, "--rounds 1 --prompts 4 --max-tokens 4", """offline: # tokens/s (#..#), # of offline
         engine: # tokens/s *
         /generate: # tokens/s *

@@ -94,6 +94,7 @@ HOSTILE = {
     # what namespaces and limits do not see
     "has a user namespace": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
     "clones into one": f"{CALL}assert call({number('clone')}, 0x10000000 | 17, None, None, None, None) >= 0",
+    "holds memory that others have filled": "import mmap; mmap.mmap(-1, 4096)",
     "holds memory without a page": "import os; os.memfd_create('x')",
     "shares memory": f"{CALL}assert call({number('shmget')}, 0, 4096, 0o1600) >= 0",
     "leaves a key": f"{CALL}assert call({number('add_key')}, b'user', b'hocket', b'data', 4, -4) >= 0",
@@ -106,6 +107,11 @@ HOSTILE = {
     "reads the expected output": "open('/proc/PARENT/mem', 'rb')",
     "takes a file's rights": "import os; os.chmod('SECRET', 0o777)",
     "takes them by number": f"{CALL}assert call(452, -100, b'SECRET', 0o777, 0) == 0",
+    "takes them by a list": "import os, struct\nentries = ((1, 7), (4, 7), (32, 7))\n"
+    "acl = b''.join(struct.pack('<HHI', tag, may, 0xffffffff) for tag, may in entries)\n"
+    "os.setxattr('SECRET', 'system.posix_acl_access', b'\\2\\0\\0\\0' + acl)",
+    "takes a file's group": "import os; os.chown('SECRET', -1, os.getgid())",
+    "flags a file": "import fcntl, os\nfile = open(os.__file__)\nfcntl.ioctl(file, 0x40086602, b'\\0' * 8)",
     "empties a file": "import os; os.truncate('SECRET', 0)",
     "leaves a file": "import os; open('FOLDER/left', 'w')",
 }
@@ -155,6 +161,17 @@ def fails(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert outcome.status not in (0, None), outcome
     assert len(outcome.stdout) <= sandbox.MAX_OUTPUT
     assert secret.read_text() == "token"
+
+
+OF_OTHERS = "ioprio_set sched_setparam shmctl msgctl semctl mq_unlink setxattr fsetxattr lsetxattr removexattr lchown"
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_namespaces_no_call_reaches_what_is_not_the_program_s() -> None:
+    numbers = [number(call) for call in OF_OTHERS.split()] + [463, 466, 469]
+    code = "import ctypes\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
+    code += f"for n in {numbers}: assert (call(n, -1, 0, 0, 0, 0), ctypes.get_errno()) == (-1, 1), n"
+    assert sandbox.run(code) == (0, "", "")
 
 
 @pytest.mark.parametrize("name", LATE)

@@ -128,7 +128,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @contextlib.asynccontextmanager
-async def listening(held: asyncio.Event) -> AsyncIterator[int]:
+async def listening(held: asyncio.Event, free: str = "/health") -> AsyncIterator[int]:
     """Serves /hold, which is answered when `held` is set, and /health behind the guard, on a port."""
 
     async def hold(request: Request) -> PlainTextResponse:
@@ -137,7 +137,7 @@ async def listening(held: asyncio.Event) -> AsyncIterator[int]:
 
     app = Starlette(routes=[Route("/hold", hold), Route("/{path:path}", echo)])
     with main.bind("127.0.0.1", 0, None) as sock:
-        server = main.http_server(Guard(app, host="localhost", token=TOKEN))
+        server = main.http_server(Guard(app, host="localhost", token=TOKEN, free=free))
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
         main.listen(sock)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -194,4 +194,33 @@ async def test_of_too_many_idle_connections_from_an_address_the_oldest_goes(
         for reader in (other, busy):
             assert b" 200 OK" in await reader.readuntil(b"\r\n\r\n")
         for one in (finish, writer, last, *(half for _, half in halves)):
+            one.close()
+
+
+async def test_no_body_of_the_free_route_is_waited_for_and_no_head_is_endless() -> None:
+    held = asyncio.Event()
+    held.set()
+    async with listening(held, free="/hold") as port, asyncio.timeout(20):
+        asks, writer = await sent(port, b"GET /hold HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+        assert b" 200 OK" in await asks.readuntil(b"\r\n\r\n")
+        writer.close()
+        endless, writer = await sent(port, HALF + b"x" * (1 << 20))
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 400 " in await endless.readuntil(b"\r\n")
+        writer.close()
+
+
+async def test_of_too_many_requests_without_the_token_that_never_end_the_oldest_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.server.middleware.MAX_CONNECTIONS", 3)
+    held = asyncio.Event()
+    async with listening(held, free="/hold") as port, asyncio.timeout(20):
+        asked = [await sent(port, b"GET /hold HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(20)]
+        other, last = await sent(port, WHOLE)
+        assert b" 401 " in await other.readuntil(b"\r\n")
+        for reader, _ in asked[:-2]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        for one in (last, *(writer for _, writer in asked)):
             one.close()

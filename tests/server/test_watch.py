@@ -101,6 +101,30 @@ def test_events_tell_what_is_new_and_end_where_the_run_was_resumed(tmp_path: Pat
             assert not [line for line in lines if '"step": [2]' in line]
 
 
+ODD = ["/curves?run=9&first=0&last=1", f"/rollouts?run=0&name=step_{'1' * 300}", "/tokens?run=5&name=a&id=b"]
+ODD += [f"/events?since={since}" for since in ("garbage", "[]", "5", '[[1,"a"]]')]
+
+
+def test_what_is_not_there_or_not_as_a_run_writes_it_is_said_and_the_page_goes_on(tmp_path: Path) -> None:
+    record(tmp_path, 1)
+    play(tmp_path, 1, "hi")
+    with serving(tmp_path) as url, httpx.Client(base_url=url) as http:
+        assert [http.get(path).status_code for path in ODD] == [422] * len(ODD)
+        assert http.get("/data").status_code == 200
+        for row in ('{"step": 1' + "0" * 30 + "}", '{"step": 2, "a": "text"}'):
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write(f"{row}\n")
+            told = http.get("/data")
+            assert (told.status_code, "metrics.jsonl is damaged" in told.text) == (422, True)
+        record(tmp_path, 3)
+        curves = http.get("/data").json()["runs"][0]["curves"]
+        assert (curves["step"], curves["reward/mean"], curves["seconds"]) == ([1, 3], [0.1, 0.3], [1.0, 2.0])
+        (tmp_path / "rollouts/step_000001.jsonl").write_text("{}\n")
+        assert "KeyError: 'id'" in http.get("/rollouts?run=0&name=step_000001").json()["error"]["message"]
+        (tmp_path / "config.yaml").write_text("a: [")
+        assert http.get("/data").status_code == 422
+
+
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Browser]:
     if PATH is None:

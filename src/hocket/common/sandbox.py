@@ -50,13 +50,17 @@ _REFUSED = (
     "setns unshare add_key keyctl request_key memfd_create shmget shmat msgget msgsnd msgrcv semget semop mq_open "
     "socket io_uring_setup bpf perf_event_open userfaultfd ptrace process_vm_readv process_vm_writev pidfd_getfd"
 )
-_REFUSED_ALONE = (  # without namespaces: signals to other processes, changes of files that Landlock lets pass
-    " kill tkill tgkill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpriority sched_setaffinity"
-    " sched_setscheduler sched_setattr truncate chmod fchmod fchmodat utime utimes futimesat utimensat"
+_REFUSED_ALONE = (  # without namespaces: what reaches other processes, changes of files that Landlock lets pass
+    " kill tkill tgkill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpriority ioprio_set sched_setaffinity"
+    " sched_setscheduler sched_setparam sched_setattr shmctl msgctl semctl mq_unlink"
+    " truncate chmod fchmod fchmodat utime utimes futimesat utimensat chown fchown lchown fchownat"
+    " setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 )
-_LATER = (447, 452)  # memfd_secret and fchmodat2, of which libseccomp may not know the names
+# memfd_secret, fchmodat2, setxattrat, removexattrat, file_setattr: libseccomp may not know the names
+_LATER = (447, 452, 463, 466, 469)
 _NEW_USER = 0x10000000  # flag of clone
-_SIGNALS_OTHERS = (("fcntl", 8), ("fcntl", 15), ("ioctl", 0x8901), ("ioctl", 0x8902))  # F_SETOWN and its kin
+_BY_FLAG = [("fcntl", 8), ("fcntl", 15), ("ioctl", 0x8901), ("ioctl", 0x8902)]  # F_SETOWN and its kin
+_BY_FLAG += [("ioctl", 0x40086602), ("ioctl", 0x401C5820)]  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
 _FIX = (
     "use Linux 5.13 or later with Landlock, or let the container make namespaces (docker run --cap-add=SYS_ADMIN "
     "--security-opt=seccomp=unconfined --security-opt=apparmor=unconfined), or serve the reward elsewhere "
@@ -156,8 +160,10 @@ def _confine(refused: str, seen: Sequence[str] = ()) -> list[str]:
     no = seccomp.ERRNO(errno.EPERM)
     for call in [*refused.split(), *_LATER]:
         rules.add_rule(no, call)
-    for call, kind in _SIGNALS_OTHERS:
-        rules.add_rule(no, call, seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, kind))
+    for call, flag in _BY_FLAG:
+        rules.add_rule(no, call, seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, flag))
+    # Memory that is shared without a file stays when who filled it has ended, and then counts nowhere.
+    rules.add_rule(no, "mmap", seccomp.Arg(3, seccomp.MASKED_EQ, 0x21, 0x21))
     rules.add_rule(no, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NEW_USER, _NEW_USER))
     rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags can't be seen; libraries then take clone
     rules.add_rule(no, "prlimit64", seccomp.Arg(0, seccomp.NE, 0))  # limits of another process

@@ -71,33 +71,35 @@ class RunReader:
         """Read what has come."""
         if self._metrics.is_rewritten() or self._timeline.is_rewritten():
             self._restart()
-        for line in self._metrics.lines():
-            record = _parsed(line)
-            if isinstance(record.get("step"), int):
-                self._add(record)
-        for line in self._timeline.lines():
-            if b'"servers": [' not in line:
-                self._phases.append(line)
-                continue
-            row = _parsed(line)
-            for server in row["servers"]:
-                self._note(row["step"], server)
+        with reading(self.folder / METRICS):
+            for line in self._metrics.lines():
+                record = _parsed(line)
+                if isinstance(record.get("step"), int):
+                    self._add(record)
+        with reading(self.folder / TIMELINE):
+            for line in self._timeline.lines():
+                if b'"servers": [' not in line:
+                    self._phases.append(line)
+                    continue
+                row = _parsed(line)
+                for server in row["servers"]:
+                    self._note(row["step"], server)
 
     def _add(self, record: Mapping[str, Any]) -> None:
         known = {name: math.nan if value is None else float(value) for name, value in record.items()}
         step = int(known.pop("step"))
+        self.steps.append(step)  # first: it may be no step
         self.newest |= known
         for name, text in alarms(known).items():
             count = self.alarms.get(name, {"count": 0})["count"]
             self.alarms[name] = {"count": count + 1, "last": step, "text": text}
         for name, of_step in TOTALS.items():
-            so_far = self.columns[name][-1] if self.steps else 0.0
+            so_far = self.columns[name][-1] if self.columns[name] else 0.0
             known[name] = so_far + max(0.0, known.get(of_step, 0.0))  # max: of NaN 0
         for name in known.keys() - self.columns.keys():
-            self.columns[name] = array("d", [math.nan]) * len(self.steps)
+            self.columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
         for name, column in self.columns.items():
             column.append(known.get(name, math.nan))
-        self.steps.append(step)
 
     def _note(self, step: int, server: Mapping[str, Any]) -> None:
         """Remember what is known of a server, and when it was lost or came back."""

@@ -23,7 +23,7 @@ LEDGER = "ledger.jsonl"
 TIMELINE = "timeline.jsonl"
 GROWING = (METRICS, LEDGER, TIMELINE)  # of a run, line by line
 TRAINED = "trained"  # folder of what training made of the rollouts
-DAMAGED = (ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError)
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 """What is raised on reading what is not as it was written."""
 COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
 LISTS = ("token_ids", "logprobs", "dialogue")

@@ -159,7 +159,7 @@ def http_server(app: "ASGIApp") -> "uvicorn.Server":
             http=Connection,
             ws="none",
             reset_contextvars=True,  # a pipelined request would inherit the session of the one before it
-            log_level="warning",
+            log_level="error",  # a warning for each odd request would let strangers fill the disk
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,

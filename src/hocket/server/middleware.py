@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from operator import attrgetter
 from typing import Any
 
+import h11
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hocket.common.tasks import cancel
 from hocket.server.errors import ApiError
@@ -23,35 +24,51 @@ BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
 HEAD_TIMEOUT_S = 20.0  # for request line and headers
-MAX_CONNECTIONS = 4096  # idle, of one address: a trainer has 512 at most, each of its agents some of its own
+MAX_CONNECTIONS = 4096  # without an admitted request, of one address: a trainer has 512, its agents some of their own
+ADMITTED = "hocket_admitted"  # in the state of a request's scope
 UNKNOWN = ("", 0)  # address of a client that has left
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Close what brings no whole head in time, and of too many idle ones from one address the oldest."""
+class Connection(H11Protocol):  # httptools, which some machines have, takes heads of any length
+    """Close what brings no whole head in time, and of too many from one address that nobody admitted the oldest."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.begun = self.loop.time()
         self.address: str = (self.client or UNKNOWN)[0]
         self._expect_head()
         most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        idle = [one for one in self.connections if one.is_idle and one.address == self.address]
-        if len(idle) > most:
-            oldest = min(idle, key=attrgetter("begun"))
+        mine = [one for one in self.connections if isinstance(one, Connection) and one.address == self.address]
+        strangers = [one for one in mine if one.is_strange]
+        if len(strangers) > most:
+            oldest = min(strangers, key=attrgetter("begun"))
             self.connections.remove(oldest)
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.is_idle:  # with a part of the next head
+        if self.is_idle and self._before is not self.cycle:  # a part of the next head, the first
             self._expect_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, but for the rest of a request whose answer has begun; nobody waits for another."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     @property
     def is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_strange(self) -> bool:
+        return self.is_idle or ADMITTED not in self.cycle.scope["state"]
+
     def _expect_head(self) -> None:
+        self._before = self.cycle
         self.loop.call_later(HEAD_TIMEOUT_S, self._close_unless_asked, self.cycle)
 
     def _close_unless_asked(self, before: object) -> None:
@@ -63,7 +80,8 @@ class Guard:
     """Answer, in place of the app, requests that no route may see.
 
     Without a token it refuses pages of other sites; with one, all but GET of `free` that brings neither the token nor a
-    key of its path. It reads each body before the route does, but those of PUT: files, which their routes limit.
+    key of its path. It reads each body before the route does, but that of `free`, and those of PUT: files, which their
+    routes limit.
     """
 
     def __init__(self, app: ASGIApp, *, host: str, token: str | None, free: str = "/health") -> None:
@@ -78,10 +96,14 @@ class Guard:
         if scope["type"] != "http":  # the app's life: servers take no websockets
             return await self.app(scope, receive, send)
         try:
+            is_free = (scope["method"], scope["path"]) == ("GET", self._free)
             if self._token is None:
                 self._require_own_page(Headers(scope=scope))
-            elif (scope["method"], scope["path"]) != ("GET", self._free):
+            elif not is_free:
                 self._require_token(scope["path"], Headers(scope=scope), self._token)
+            if is_free:  # nobody waits for a body of anybody
+                return await self.app(scope, receive, send)
+            scope.setdefault("state", {})[ADMITTED] = True
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
                 for check in self.checks:

@@ -13,9 +13,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 
 from hocket.common.machine import url_of
+from hocket.errors import HocketError
 from hocket.observe import browse, prometheus
 from hocket.observe.page import data_of, html, policy
 from hocket.observe.reader import RunReader
+from hocket.observe.rows import DAMAGED
+from hocket.server.errors import invalid
 from hocket.server.main import bind, http_server
 from hocket.server.middleware import Guard
 
@@ -50,6 +53,8 @@ async def _serve(app: FastAPI, sock: socket.socket, host: str, token: str | None
 
 def make_app(runs: Sequence[RunReader]) -> FastAPI:
     app = FastAPI(title="hocket: page", openapi_url=None)
+    for kind in (*DAMAGED, HocketError, OSError):
+        app.add_exception_handler(kind, _unreadable)
 
     @app.get("/")
     def page() -> Response:
@@ -62,7 +67,8 @@ def make_app(runs: Sequence[RunReader]) -> FastAPI:
 
     @app.get("/events")
     async def events(request: Request, since: str) -> Response:
-        stream = _events(runs, json.loads(since), request)
+        reads, steps = zip(*json.loads(since), strict=True)
+        stream = _events(runs, reads, [*map(int, steps)], request)
         return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
 
     @app.get("/curves")
@@ -96,9 +102,16 @@ def _json(content: Any) -> Response:
     return Response(text.encode(errors="replace"), media_type="application/json", headers=HEADERS)
 
 
-async def _events(runs: Sequence[RunReader], since: Sequence[tuple[int, int]], request: Request) -> AsyncIterator[str]:
-    """Yield what comes after `since`: how often each run was read anew, and its last step. A slow page gets fewer."""
-    reads, steps = zip(*since, strict=True)
+async def _unreadable(request: Request, error: Exception) -> Response:
+    """Answer what asks for nothing that is there, or for a file that is not as a run writes it."""
+    hint = "ask for what the page shows; bring a damaged file back from a copy"
+    return invalid(f"{type(error).__name__}: {error}", hint).response()
+
+
+async def _events(
+    runs: Sequence[RunReader], reads: Sequence[int], steps: Sequence[int], request: Request
+) -> AsyncIterator[str]:
+    """Yield what comes after `steps`, while each run was read anew `reads` times. A slow page gets fewer."""
     before = ""
     while not request.app.state.server.should_exit:
         _look(runs)
