@@ -103,3 +103,8 @@ async def test_a_file_has_a_url_per_line_with_comments_and_is_read_anew(tmp_path
     file.unlink()
     with pytest.raises(ServerError, match=f"server.discover={file} finds no server: .*No such file"):
         await find_servers(str(file))
+
+
+async def test_a_file_without_an_end_is_an_error() -> None:
+    with pytest.raises(ServerError, match="it has 1,048,576 characters or more: is it the right file"):
+        await find_servers("/dev/zero")

@@ -5,7 +5,7 @@ import pytest
 
 from hocket import config
 from hocket.commands import cli
-from hocket.common.redaction import SESSION_KEY, redacted
+from hocket.common.redaction import SESSION_KEY, redacted, secret
 from hocket.observe.console import Console
 from hocket.observe.rows import lines_of
 from hocket.rewards.scores import no_score
@@ -52,3 +52,11 @@ def test_a_command_that_fails_or_is_interrupted_shows_no_token(
         assert TOKEN not in told
         if "the traceback is in " in told:
             assert TOKEN not in Path(told.strip().rpartition(" ")[2]).read_text()
+
+
+@pytest.mark.parametrize(
+    "form", ["k/e+y=of%20mine", "k%2Fe%2By%3Dof%2520mine", "k%2fe%2by%3dof%2520mine", "ay9lK3k9b2YlMjBtaW5l"]
+)
+def test_a_key_that_comes_back_in_a_usual_form_is_taken_out(form: str) -> None:
+    secret("k/e+y=of%20mine", "K")
+    assert redacted(f"no such key: {form}.") == "no such key: [secret]."

@@ -196,3 +196,11 @@ def test_groups_come_back_as_they_were_and_the_sequences_of_an_agent_s_episode_s
     for line, said in (('{"group_id": "g"}', "'completion' must be a text"), ("{", "Expecting")):
         with pytest.raises(ValueError, match=said):
             groups_of([line])
+
+
+def test_a_state_takes_back_no_other_file_than_a_run_s(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/mine").write_text("mine")
+    with RunFolder(settings(tmp_path)) as folder:
+        folder.restore({"step": 0, "bytes": {"../mine": 0}})
+    assert (tmp_path / "runs/mine").read_text() == "mine"

@@ -390,3 +390,8 @@ async def test_a_value_that_is_too_large_spoils_no_other_one_of_its_group(
     spoiled, *others = await scores_of({"value": {"normalize": True}}, "1e308", "1", "3")
     assert "±1e+30" in str(spoiled.error)
     assert [one.total for one in others] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+
+
+def test_a_score_has_no_endless_parts() -> None:
+    parts = {f"part {number}": 0.0 for number in range(1001)}
+    assert as_score(Score(total=1.0, parts=parts)).error == "returned 1,001 parts, more than 1,000: name fewer"

@@ -224,3 +224,21 @@ async def test_of_too_many_requests_without_the_token_that_never_end_the_oldest_
                 assert await reader.read() == b""
         for one in (last, *(writer for _, writer in asked)):
             one.close()
+
+
+async def test_a_request_that_goes_on_as_none_is_closed_without_a_line_in_the_log(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    head = b" /hold HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nAuthorization: "
+    held = asyncio.Event()
+    async with listening(held) as port, asyncio.timeout(20):
+        for method in (b"HEAD", b"POST", b"GET"):
+            for token in (b"none", f"Bearer {TOKEN}".encode()):
+                reader, writer = await sent(port, method + head + token + b"\r\n\r\n-1\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+                writer.close()
+        refused, writer = await sent(port, b"what?\r\n\r\n")
+        assert b" 400 " in await refused.readuntil(b"\r\n")
+        writer.close()
+    assert capfd.readouterr().err == ""

@@ -10,6 +10,7 @@ from hocket.common.tasks import look_up
 from hocket.errors import ServerError
 
 LOOK_UP_S = 10.0
+MAX_CHARACTERS = 1 << 20  # of a file: a device may have no end
 
 
 async def find_servers(where: str) -> list[str]:
@@ -27,11 +28,15 @@ async def find_servers(where: str) -> list[str]:
 
 
 def _in_file(path: str) -> list[str]:
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    with Path(path).open(encoding="utf-8") as file:
+        text = file.read(MAX_CHARACTERS)
+    if len(text) == MAX_CHARACTERS:
+        raise ValueError(f"it has {MAX_CHARACTERS:,} characters or more: is it the right file?")
+    lines = text.splitlines()
     urls = {number: line.partition("#")[0].strip().rstrip("/") for number, line in enumerate(lines, 1)}
     for number, url in urls.items():
         if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-            raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {url}")
+            raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {url[:200]}")
         _ = urlsplit(url).port  # ValueError where it is no number
     return [*filter(None, urls.values())]
 

@@ -1,6 +1,8 @@
 """Take the secrets of a run out of each text that is kept or shown. Standard library only."""
 
+import base64
 import re
+from urllib.parse import quote
 
 from hocket.errors import ConfigError
 
@@ -13,9 +15,10 @@ def secret(value: str, name: str) -> str:
     key = value.strip()
     if not re.fullmatch("[ -~]{8,}", key):
         raise ConfigError(f"{name} needs at least 8 plain ASCII characters")
-    _SECRETS.add(re.escape(key))
+    forms = (key, quote(key, safe=""), base64.b64encode(key.encode()).decode())
+    _SECRETS.update(map(re.escape, forms))
     return key
 
 
 def redacted(text: str) -> str:
-    return text and re.sub("|".join(_SECRETS), "[secret]", text)
+    return text and re.sub("|".join(_SECRETS), "[secret]", text, flags=re.IGNORECASE)

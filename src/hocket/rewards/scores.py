@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hocket.config import RewardSpec  # would take most of a worker's start
 
 MAX_TEXT = 2000  # characters of an error, a note or a part's name
+MAX_PARTS = 1000  # of a score
 LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
 _EPS = 1e-6
 
@@ -48,6 +49,8 @@ def as_score(returned: Any) -> Score:
             score = Score(total=returned)
         if score.error is not None:
             return no_score(score.error, score.note)
+        if len(score.parts) > MAX_PARTS:  # each becomes a metric
+            raise NoScoreError(f"returned {len(score.parts):,} parts, more than {MAX_PARTS:,}: name fewer")
         parts = {_plain(name): _number(value) for name, value in score.parts.items()}
         return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
     except Exception as error:  # noqa: BLE001 - others of its group have their scores

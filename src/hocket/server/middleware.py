@@ -51,12 +51,11 @@ class Connection(H11Protocol):  # httptools, which some machines have, takes hea
             self._expect_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, but for the rest of a request whose answer has begun; nobody waits for another."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        """Answer a head that is no HTTP; a request that goes on as none gets no answer any more."""
+        if self.conn.our_state is h11.IDLE:
             super().send_400_response(msg)
         else:
+            self.cycle.disconnected = True
             self.transport.close()
 
     @property
