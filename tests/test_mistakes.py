@@ -35,6 +35,16 @@ FILES = {
     "null.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": null}\n',
     "tab.yaml": "run:\n\tdir: a\n",
     "colon.yaml": "rewards:\n  functions:\n    length:1\n",
+    "twice.yaml": "trainer:\n  steps: 3\ntrainer:\n  seed: 1\n",
+    "dotted.yaml": "trainer.steps: 3\nmodel.lora.rank: 8\n",
+    "shell.yaml": "run:\n  dir: ${OUT}/a\n",
+    "commas.jsonl": '{"prompt": "a", "answer": "b"},\n',
+    "array.jsonl": '[{"prompt": "a", "answer": "b"}]\n',
+    "rows.csv": "prompt,answer\na,b\n",
+    "bare.py": "from hocket.rewards import reward\n\n@reward\ndef bare(completion):\n    return 1.0\n",
+    "lacks.py": "import levenshtein_nope\n",
+    "plain.py": "from hocket.envs import environment\n\n@environment('plain')\nclass Plain: ...\n",
+    "still.py": "from hocket.envs import *\n\n@environment('still')\nclass Still(Environment): ...\n",
     "fine.yaml": "trainer: {steps: 3}\n",
     "typo.yaml": "trainer: {stps: 3}\n",
     "mine.py": "import time\n\nfrom hocket.rewards import reward\n"
@@ -55,6 +65,14 @@ MARKS = (
 TABLE = """
 config nowhere.yaml | No such file or directory: 'nowhere.yaml'; paths are relative to HERE
 config tab.yaml | in "tab.yaml", line 2, column 1; indent by spaces
+config trainer.steps:5 | relative to HERE, text is UTF-8, settings look like section.key=value
+config twice.yaml | twice.yaml: the key 'trainer' stands here twice: join the two
+config dotted.yaml | dotted.yaml: unknown key 'trainer.steps'; in a file, nest it: trainer: {steps: VALUE}
+config dotted.yaml | in a file, nest it: model: {lora: {rank: VALUE}}
+config shell.yaml | run.dir: ${OUT}/a names a variable: only a shell replaces it
+config launch.trainer=4 | did you mean 'launch.trainers'?
+config model.lora.r=16 | here that is model.lora.rank
+config bf16=true | here that is model.dtype
 config a.yaml b.yaml | one config file at most
 config typo.yaml | typo.yaml: unknown key 'trainer.stps'; did you mean 'trainer.steps'?
 config trainer.lr=1e-5 | unknown key 'trainer.lr'; here that is trainer.learning_rate
@@ -78,6 +96,13 @@ check 'algorithm.correction={name: mask, bounds: [3, 1]}' | algorithm.correction
 check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
 check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are relative to HERE
 check data.source=nowhere.jsonl | data.source=nowhere.jsonl is not a file; paths are relative to HERE
+check data.source=commas.jsonl | commas.jsonl:1: Extra data: line 1 column 31 (char 30); a line is one object
+check data.source=array.jsonl | array.jsonl:1: must be a JSON object, got list; a line is one object in UTF-8, without a
+check data.source=rows.csv | hf:NAME and task:NAME: convert it; a name on the hub needs hf:
+check plugins=[bare.py] | bare.py, line 3: it needs a name: @reward("bare")
+check plugins=[lacks.py] | ; .venv/bin/pip install levenshtein_nope, or, for a file of yours, set PYTHONPATH
+check plugins=[plain.py] | environment 'plain' must be a class of its own: class Mine(Environment)
+check plugins=[still.py] | environment 'still' lacks a method: async def step(self, action) -> Step
 check data.source=rows.jsonl | no column 'prompt', only 'question', 'answer': set data.prompt_column to one of these
 check data.source=broken.jsonl | broken.jsonl:2: Expecting value: line 1 column 12 (char 11)
 check data.source=null.jsonl | 1 of 2 rows of null.jsonl can't be used; repair or remove them (line):
@@ -111,6 +136,11 @@ serve whole | whole is a run, not a config file; as a model: model.path=whole
 sft model.max_length=5 data.limit=9 | shorten them, or raise model.max_length, at most to the model's context
 sft data.source=sharegpt.jsonl | must be {'role': text, 'content': text}, got {'from': 'human', 'value': 'a'}
 sft model.path=many | the tokenizer has ids up to 5
+sft model.path=cut | can't load the model at model.path=cut: Error while deserializing header
+sft model.path=cut | ; copy or download it again, if files lack or are cut off
+sft model.path=mute | model.path=mute has no tokenizer: put the model's tokenizer.json beside its config.json
+plan model.path=no/model | no such folder (paths are relative to HERE), and the hub has no such model
+report plain | plain is no run: it has no config.yaml; give the run folder
 check model.path=plain | put one as chat_template.jinja into its folder, or set data.chat_template=false
 check rollout.max_tokens=512 | rollout.max_tokens=512 leaves no prompt room in the con
 check eval.max_tokens=600 | eval.max_tokens=600 leaves no prompt room in the context of
@@ -126,6 +156,7 @@ launch run.dir=trained | trained holds a run of 3 steps already; choose another 
 launch --dry-run sync.root=empty | runs/default must lie under sync.root=HERE/empty, in no hidden folder
 launch --dry-run launch.share_gpu=true launch.servers=2 | launch.share_gpu is for one server; give several GPUs of
 quickstart fine.yaml run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
+plan --gpus 0 | --gpus 0: a plan needs 1 or more
 plan sft.epochs=2 | a plan is of `train`: leave the section sft out, whose command has no servers
 plan launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0: take more, or
 config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
@@ -149,9 +180,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in (*MARKS.split(), *FILES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(FILES.get(name, ""))
-    for name in ("sort", "many", "plain"):
+    for name in ("sort", "many", "plain", "cut", "mute"):
         shutil.copytree(SORT, tmp_path / name)
     (tmp_path / "plain/chat_template.jinja").unlink()
+    (tmp_path / "cut/model.safetensors").write_bytes((SORT / "model.safetensors").read_bytes()[:5000])
+    (tmp_path / "mute/tokenizer.json").unlink()
     wide = AutoTokenizer.from_pretrained(tmp_path / "many")
     wide.add_tokens([f"<{number}>" for number in range(300)])
     wide.save_pretrained(tmp_path / "many")
@@ -192,7 +225,7 @@ def test_a_mistake_is_answered_by_its_cause_and_the_fix(
         monkeypatch.setattr(parts.Parts, "servers_as_they_are", servers)
         monkeypatch.setattr(parts.Parts, "play", lambda *_: play)
         words += ["rewards.timeout_s=1", "rollout.prompts_per_step=1", "rollout.group_size=2"]
-    named = command in ("config", "ledger", "launch", "export", "select") or "model.path" in typed
+    named = command in ("config", "ledger", "launch", "export", "select", "report") or "model.path" in typed
     assert main([command, *words, *([] if named else ["model.path=sort"])]) == 1
     error = capsys.readouterr().err.partition("error: ")[2]
     assert said.replace("HERE", str(here)) in error

@@ -238,6 +238,8 @@ def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path) -> None:
         key = setting.partition("=")[0]  # the last one, an option, was not set before
         with pytest.raises(ConfigError, match=rf"can't go on from .*step_000010: {key} was .* another run"):
             checkpoints.find(make_config(tmp_path, setting, "checkpoint.resume=true"), print)
+    with pytest.raises(ConfigError, match=r"it is of train; choose another run.dir; model.path=.*/runs/a names"):
+        checkpoints.find(make_config(tmp_path, "checkpoint.resume=true"), print, sft=True)
 
 
 def test_where_there_is_no_checkpoint_the_run_begins_again_and_nothing_is_lost(tmp_path: Path) -> None:

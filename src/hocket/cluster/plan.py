@@ -202,6 +202,8 @@ def report(arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
     size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
     if size not in GPUS:
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
+    if num_gpus < 1:
+        raise ConfigError(f"--gpus {num_gpus}: a plan needs 1 or more")
     gpu = GPUS[size]
     config, _ = read_settings(arguments)
     if "sft" in config.model_fields_set:

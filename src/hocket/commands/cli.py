@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     # Options may stand between settings.
     wrong = [arg for arg in rest if arg.startswith("-")] if "settings" in args else rest
     if wrong:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}; settings look like section.key=value")
     if args.traceback:
         os.environ[TRACEBACK] = "1"  # for children, too
     try:
@@ -294,14 +294,13 @@ def _export(args: argparse.Namespace) -> None:
 def _watch(args: argparse.Namespace) -> None:
     from hocket.server.watch import watch
 
-    watch(_folders(args.RUN), args.host, launch.free_port(args.host, args.port), config_module.Config().token)
+    watch([*map(_run, args.RUN)], args.host, launch.free_port(args.host, args.port), config_module.Config().token)
 
 
-def _folders(runs: list[Path]) -> list[Path]:
-    for folder in runs:
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}: give the run folder, such as runs/quickstart")
-    return runs
+def _run(folder: Path) -> Path:
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder} is no run: it has no config.yaml; give the run folder, such as runs/quickstart")
+    return folder
 
 
 @_command(
@@ -311,7 +310,7 @@ def _folders(runs: list[Path]) -> list[Path]:
 def _report(args: argparse.Namespace) -> None:
     from hocket.observe import page
 
-    runs = _folders(args.RUN)
+    runs = [*map(_run, args.RUN)]
     output = args.output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html"))
     page.write_report(runs, output)
     print(f"wrote {output}")
@@ -342,10 +341,9 @@ def _ledger(args: argparse.Namespace) -> int:
 def _select(args: argparse.Namespace) -> None:
     from hocket.stages.select import select
 
-    if not (args.RUN / "config.yaml").exists():
-        raise ConfigError(f"{args.RUN} is no run: it has no config.yaml; give the run folder")
-    output = args.OUTPUT or args.RUN / "selected.jsonl"
-    print(select(args.RUN, output, min_reward=args.min_reward, per_prompt=args.per_prompt))
+    run = _run(args.RUN)
+    output = args.OUTPUT or run / "selected.jsonl"
+    print(select(run, output, min_reward=args.min_reward, per_prompt=args.per_prompt))
 
 
 @_command(

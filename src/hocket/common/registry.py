@@ -46,7 +46,9 @@ class Registry(Generic[T]):
         self.every.append(self)
 
     def register(self, name: str) -> Callable[[Item], Item]:
-        """Add what is decorated as `name`. Raise ConfigError if that is taken."""
+        """Add what is decorated as `name`. Raise ConfigError if that is taken, or missing."""
+        if not isinstance(name, str):
+            raise ConfigError(f'it needs a name: @{self.kind}("{name.__name__}")')
 
         def add(item: Any) -> Any:
             if self._has(name) and name not in self.unfinished:
@@ -219,6 +221,8 @@ def _load_plugin(path: str) -> Plugin:
         told = "".join(traceback.format_exception(error))
         line = ["1", *re.findall(f'File "{re.escape(str(file))}", line ([0-9]+)', told)][-1]
         cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            cause += f"; .venv/bin/pip install {error.name}, or, for a file of yours, set PYTHONPATH to its folder"
         raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
     registers = [f"{registry.kind} {one}" for registry in Registry.every for one in sorted(_added(registry, before))]
     digest = hashlib.sha256(content).hexdigest()

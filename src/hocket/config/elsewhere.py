@@ -4,7 +4,10 @@ from hocket.common import markdown
 
 NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "model.path": "model_name_or_path pretrain actor_rollout_ref.model.path",
-    "model.lora.rank": "lora_r lora_rank",
+    "model.dtype": "bf16 fp16 torch_dtype",
+    "model.lora.rank": "lora_r lora_rank lora.r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.targets": "target_modules lora_target_modules",
     "data.source: hf:NAME:SUBSET": "subset dataset_config",
     "data.source": "dataset_name prompt_data prompt_dataset train_files",
     "data.prompt_column": "input_key prompt_key",

@@ -32,7 +32,15 @@ PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 
 
 
 class _Loader(yaml.SafeLoader):
-    """Read YAML 1.2."""
+    """Read YAML 1.2; a key that stands twice is an error."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        names = [str(key.value) for key, _ in node.value]
+        if len({*names}) < len(names):
+            problem = f"the key {max(names, key=names.count)!r} stands here twice: join the two"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -69,7 +77,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         advice = "indent by spaces; text with : { or # needs quotes"
         raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read the config {path}: {error}; paths are relative to {Path.cwd()}") from error
+        advice = f"paths are relative to {Path.cwd()}, text is UTF-8, settings look like section.key=value"
+        raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
     if not isinstance(values, dict | None):
         raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
     return values or {}
@@ -166,8 +175,10 @@ def _hint(key: str) -> str:
     if here := name_here(key):
         return f"here that is {here}"
     known = [*dict(_fields())]
+    if key in known:
+        return f"in a file, nest it: {key.replace('.', ': {')}: VALUE{'}' * key.count('.')}"
     same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
-    close = difflib.get_close_matches(key, same or known, 1, SURE) or same
+    close = difflib.get_close_matches(key, known, 1, SURE) or same
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     return "`python run.py config --reference` lists all"

@@ -17,6 +17,8 @@ from hocket.errors import ConfigError
 def _path(text: str) -> str:
     if not text:
         raise ValueError("the path is empty: is a shell variable not set?")
+    if re.search(r"\$\{?[A-Za-z_]", text):
+        raise ValueError(f"{text} names a variable: only a shell replaces it, on its command line")
     return os.path.expanduser(text)
 
 

@@ -24,6 +24,7 @@ PROBE = "hocket-0123456789"  # the made-up turn that shows what the template wri
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
 PART = 1024  # rows
+LINE = "a line is one object in UTF-8, without a comma; a list of objects is a .json file"
 NO_TOKEN = "the tokenizer makes no token of it"
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
@@ -132,9 +133,14 @@ def in_parts(
 
 
 def columns_of(row: Any) -> Mapping[str, Any]:
-    columns = json.loads(row) if isinstance(row, bytes) else row
+    columns = row
+    try:
+        if isinstance(row, bytes):
+            columns = json.loads(row)
+    except ValueError as error:
+        raise ValueError(f"{error}; {LINE}") from error
     if not isinstance(columns, Mapping):
-        raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
+        raise ValueError(f"must be a JSON object, got {type(columns).__name__}; {LINE}")
     return columns
 
 

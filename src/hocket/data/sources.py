@@ -37,7 +37,8 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
         place = str(path)
         if path.suffix not in FILES:
             known = "file.jsonl, file.json, file.parquet, hf:NAME and task:NAME"
-            raise DataError(f"{data.section}.source={data.source} is none of {known}")
+            advice = "convert it; a name on the hub needs hf:"
+            raise DataError(f"{data.section}.source={data.source} is none of {known}: {advice}")
         if not path.is_file():
             raise DataError(f"{data.section}.source={data.source} is not a file; paths are relative to {Path.cwd()}")
         rows = FILES[path.suffix](path)
@@ -65,7 +66,7 @@ def _hugging_face(data: DataConfig) -> Any:
         return _loaded(data.source, data.split)
     except (OSError, ValueError, KeyError) as error:
         what = f"can't load {data.source}, {data.section}.split={data.split}"
-        raise DataError(f"{what}: {error}; choose another{data.otherwise}") from error
+        raise DataError(f"{what}: {error}; choose another{data.otherwise}; without a network, name a file") from error
 
 
 @functools.lru_cache(1)  # asked for its identity, then for its rows

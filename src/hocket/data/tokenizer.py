@@ -16,7 +16,7 @@ def load(path: str, setting: str = "model.path") -> Any:
     """Return the tokenizer of a model folder or hub name. Raise ConfigError without one."""
     from transformers import AutoTokenizer
 
-    _check_is_model(path, setting)
+    check_is_model(path, setting)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # code of its own is never run
     except (OSError, ValueError) as error:
@@ -24,6 +24,8 @@ def load(path: str, setting: str = "model.path") -> Any:
     unused = (tokenizer.pad_token_id, tokenizer.unk_token_id)  # transformers adds them
     size = getattr(_config(path, setting), "vocab_size", math.inf)
     largest = max((id_ for id_ in tokenizer.get_vocab().values() if id_ not in unused), default=-1)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ConfigError(f"{setting}={path} has no tokenizer: put the model's tokenizer.json beside its config.json")
     if largest >= size:
         raise ConfigError(
             f"{setting}={path}: the tokenizer has ids up to {largest}, the model embeds only {size} tokens: "
@@ -32,7 +34,7 @@ def load(path: str, setting: str = "model.path") -> Any:
     return tokenizer
 
 
-def _check_is_model(path: str, setting: str) -> None:
+def check_is_model(path: str, setting: str) -> None:
     """Raise ConfigError unless `path` is a model's folder or known to the hub."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
@@ -50,7 +52,9 @@ def _check_is_model(path: str, setting: str) -> None:
             HfApi().model_info(path, timeout=10)
     except Exception as error:
         missing = f"there is no such folder (paths are relative to {Path.cwd()})"
-        raise ConfigError(f"{setting}={path}: {missing}, and the hub has no such model: {error}") from error
+        raise ConfigError(
+            f"{setting}={path}: {missing}, and the hub has no such model, or is out of reach: {error}"
+        ) from error
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:

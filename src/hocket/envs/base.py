@@ -8,13 +8,14 @@ import inspect
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictStr
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from hocket.common.registry import Registry
 from hocket.config import EnvConfig
+from hocket.errors import ConfigError
 from hocket.protocol import Toolbox, ToolCall
 from hocket.types import FinishReason, Message, Prompt
 
@@ -61,6 +62,9 @@ class Step(Observation):
     done: bool = False
 
 
+E = TypeVar("E", bound="Environment")
+
+
 class Environment:
     """One episode, whose state is the instance's own."""
 
@@ -91,7 +95,20 @@ class Environment:
 
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry("environment")
-environment = ENVIRONMENTS.register  # decorator: @environment("name") on a class
+
+
+def environment(name: str) -> Callable[[type[E]], type[E]]:
+    """Register a subclass of Environment as `name` (decorator). Raise ConfigError for what can't play."""
+    register = ENVIRONMENTS.register(name)
+
+    def add(made: type[E]) -> type[E]:
+        if Environment not in getattr(made, "__mro__", ()):
+            raise ConfigError(f"environment {name!r} must be a class of its own: class Mine(Environment)")
+        if (made.step, made.player) == (Environment.step, Environment.player):
+            raise ConfigError(f"environment {name!r} lacks a method: async def step(self, action) -> Step")
+        return register(made)
+
+    return add
 
 
 CLOSING = "\n</think>\n\n"

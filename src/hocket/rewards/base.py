@@ -116,12 +116,14 @@ def reward(
     RewardError of an async one ends the run.
     """
 
+    register = REWARDS.register(name)
+
     def add(function: F) -> F:
         runs: Runs = "inline" if inline else "worker"
         if inspect.iscoroutinefunction(_called(function)):
             runs = "async"
         made = Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline, check=check)
-        REWARDS.register(name)(made)
+        register(made)
         return function
 
     return add

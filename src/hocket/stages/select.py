@@ -37,7 +37,9 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
             rows += [_demonstration(row, tools) for row in read_lines(path)]
     told = sorted(filter(None, rows), key=lambda row: -row["reward"])
     if not told:
-        raise ConfigError(f"of {len(rows)} rollouts of {run}, none has a score and an end")
+        raise ConfigError(
+            f"of {len(rows)} rollouts of {run}, none has a score and an end: name a run of train or rollout"
+        )
     if min_reward is None:
         min_reward = fmean(row["reward"] for row in told)
     best = defaultdict[str, dict[str, Any]](dict)  # of each prompt: text → row

@@ -44,7 +44,7 @@ def run(config: Config) -> None:
 
 
 def _train(config: Config) -> None:
-    saved = checkpoints.find(config, print)
+    saved = checkpoints.find(config, print, sft=True)
     output = config.run_dir / "model"
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")

@@ -80,7 +80,7 @@ def complete(folder: Path) -> list[Path]:
     return [*numbered(folder, "step_*", COMPLETE_FILE).values()]
 
 
-def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False) -> Saved | None:
+def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, sft: bool = False) -> Saved | None:
     """Return the newest undamaged checkpoint with checkpoint.resume; where there is none at all, `make_room`."""
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
@@ -94,6 +94,10 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False) -
             if not folders:
                 raise
             say(f"WARNING: {error}; the one before is taken")
+    if sft != ("demonstrations" in saved.parts):
+        of = "train" if sft else "sft"
+        advice = f"choose another run.dir; model.path={config.run_dir} names its model"
+        raise ConfigError(f"can't go on from {saved.folder}: it is of {of}; {advice}")
     line = f"going on from {saved.folder}"
     for key, (before, now) in config.changes(saved.config).items():
         if f"{key}.".startswith(_SAME):

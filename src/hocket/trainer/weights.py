@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from transformers.core_model_loading import revert_weight_conversion
@@ -81,11 +82,13 @@ def empty_model(path: str, **options: Any) -> Any:
 
 
 def load_model(path: str, *, random_init: bool = False, **options: Any) -> Any:
+    tokenizers.check_is_model(path, "model.path")
     auto = transformers.AutoModelForCausalLM
     try:
         if random_init:
             architecture = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             return auto.from_config(architecture, trust_remote_code=False, **options)
         return auto.from_pretrained(path, trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't load the model at model.path={path}: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        advice = "copy or download it again, if files lack or are cut off"
+        raise ConfigError(f"can't load the model at model.path={path}: {error}; {advice}") from error
