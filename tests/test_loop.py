@@ -15,6 +15,7 @@ import pytest
 from batches import played
 from hocket import config as config_module
 from hocket.algorithm.samples import KlController, shape
+from hocket.commands.runs import OnStep, ending
 from hocket.data.cache import Prompts
 from hocket.data.curriculum import bind
 from hocket.data.stream import PromptStream
@@ -27,7 +28,7 @@ from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import Columns, OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Columns, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -173,7 +174,7 @@ async def trained(
             folder=folder,
             console=console,
             checkpoints=kept,
-            on_step=on_step,
+            ends=ending(on_step, config.checkpoint.patience, console.say),
             **best,
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()

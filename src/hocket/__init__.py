@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hocket.commands.runs import OnStep
     from hocket.config import Config
-    from hocket.types import OnStep
 
 COMMANDS = {
     "quickstart": "start server and trainer on this machine; without CONFIG, train the small policy that ships here",

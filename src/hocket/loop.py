@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from hocket.algorithm.samples import KlController, Shaped, fate, signal_metrics, train_samples
 from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
@@ -22,12 +20,12 @@ from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
-from hocket.rollout.evaluate import Evaluation, checked
+from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Batches, Pipeline, Replay
 from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group, Metrics, OnStep, TrainSample
+from hocket.types import Group, Metrics, TrainSample
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +49,19 @@ class Run:
     keep: Callable[[int, Metrics], Metrics] = lambda step, metrics: {}  # keeps the weights of the best evaluation
     best: Callable[[], Mapping[str, Any] | None] = lambda: None  # which that is
     on_samples: Callable[[int, Sequence[TrainSample]], None] = lambda step, samples: None  # keeps advantages
-    on_step: OnStep = None  # the user's; True, or numpy's, ends the run
+    ends: Callable[[int, Metrics], bool] = lambda step, metrics: False  # whether a step is the last
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
         await self.servers.wait_up()  # a server is up once it holds the trainer's weights: a broken sync fails here
         if not self.folder.history:
-            before = await self.evaluate(0)
-            self.folder.finish(0, before)
-            self.console.step(0, before)
+            self.record(0, (), await self.evaluate(0))
         async with self.batches(self.new_batch) as batches:
             for step in range(self.folder.last_step + 1, self.config.trainer.steps + 1):
                 if await self.take_step(step, batches):
                     break
         self.publisher.versions.save()
-        known = {"seed": self.config.trainer.seed, "final_version": self.publisher.versions.current}
-        return self.folder.summary(**known, best=self.best())
+        return self.folder.summary(final_version=self.publisher.versions.current, best=self.best())
 
     async def take_step(self, step: int, batches: Pipeline | Replay) -> bool:
         """Take one step; return whether the run ends with it."""
@@ -82,11 +77,7 @@ class Run:
             if last or (self.config.eval.every_steps and step % self.config.eval.every_steps == 0):
                 metrics |= await self.evaluate(step)
         metrics |= step_metrics(metrics)
-        told = self.on_step(step, metrics) if self.on_step is not None else None
-        ends = isinstance(told, bool | np.bool_) and bool(told)
-        if metrics.get("eval/since_best", 0) >= (patience := self.config.checkpoint.patience):
-            self.console.say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
-            ends = True
+        ends = self.ends(step, metrics)
         if ends and "time/eval" not in metrics:
             metrics |= await self.evaluate(step)
         self.record(step, shaped, metrics)
@@ -147,9 +138,7 @@ class Run:
             measured, groups = await self.evaluation.run(f"eval {step}")
         await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
         async with self.publisher.training(publishes=False):
-            greedy, sampled = self.evaluation.comparable(groups, self.config.rollout.temperature)
-            check = self.publisher.check_rollouts
-            metrics |= checked(await check(greedy, None), await check(sampled, None))
+            metrics |= await self.evaluation.check(groups, self.config.rollout, self.publisher.check_rollouts)
             kept = await run_in_thread(self.keep, step, measured)
         return metrics | measured | kept
 

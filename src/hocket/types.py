@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-OnStep = Callable[[int, dict[str, float]], object] | None  # (number of a step, its metrics) → whether to stop
 InFlight = Literal["keep", "drain", "abort"]  # while weights load, requests go on, end before, or are aborted
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Metrics = dict[str, float]

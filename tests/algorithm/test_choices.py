@@ -94,7 +94,7 @@ def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_exampl
         ("baseline=rnk", r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: .*critic, .*; add your own"),
         ("clip=pp0", "there is no objective 'pp0'"),
         ("baseline={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),
-        ("baseline={name: rank, power: x}", "algorithm.baseline.power: Input should be a valid number"),
+        ("baseline={name: rank, power: x}", "algorithm.baseline.power: must be a number, got 'x'"),
         ("clip={name: ppo, dual_clip: 1}", "algorithm.clip.dual_clip: Input should be greater than 1"),
         ("baseline={name: none, discount: 0};scale=none", "algorithm.baseline.discount: Input should be gr"),
         ("baseline={name: none, gae_lambda: 1};scale=none", r"advantage none.* has no option 'gae_lambda'"),

@@ -89,7 +89,7 @@ def run(tmp_path: Path, chosen: str, *, steps: range = range(3), say: Callable[[
                 folder.rollouts(f"eval_{step:06d}", [GROUP])
             folder.rollouts(f"step_{step:06d}", [GROUP])
             folder.finish(step, {"reward/mean": step / 8, "eval/pass@1": 0.5, "train/loss": math.nan})
-        folder.summary(seed=0, final_version=1)
+        folder.summary(final_version=1)
 
 
 def test_a_logger_gets_config_steps_tables_and_summary_in_a_thread_of_its_own(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_run_has_a_copy_of_each_plugin_and_the_next_one_says_which_has_changed
     with RunFolder(config) as folder:
         assert folder.changed_plugins == []
         folder.finish(0, {"eval/greedy": 0.5})
-        summary = folder.summary(seed=0, final_version=1)
+        summary = folder.summary(final_version=1)
     copy = f"plugins/mine-{digest[:8]}.py"
     row = {"path": str(file), "sha256": digest, "registers": ["reward kept_one"], "copy": copy}
     assert summary["plugins"] == json.loads((run / "plugins.json").read_text()) == [row]

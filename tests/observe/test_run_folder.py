@@ -56,7 +56,7 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
         folder.finish(2, {"time/step": 2.0, "time/train": 1.0})
         folder.finish(3, {"time/train": 1.0, "train/skipped": 1.0})
         folder.rollouts("step_000001", [GROUP])
-        summary = folder.summary(seed=0, final_version=2)
+        summary = folder.summary(final_version=2)
     assert read_lines(run / "metrics.jsonl") == [
         {"step": 0, "eval/greedy": 0.25},
         {"step": 1, "eval/greedy": 0.5, "train/grad_norm": None, "time/step": 1.5},
@@ -125,7 +125,7 @@ def test_the_first_file_that_a_full_disk_refuses_is_named_and_nothing_half_writt
             monkeypatch.setattr(Path, "open", opened)
             folder.rollouts("step_000001", [GROUP])
             folder.finish(1, {"x": 1.0}, [{"draw": 0}])
-            folder.summary(seed=0, final_version=1)
+            folder.summary(final_version=1)
 
     with pytest.raises(OSError, match="No space left") as failed:
         work()

@@ -21,7 +21,7 @@ from hocket.common import environment
 from hocket.common.files import kind_of, numbered, unused
 from hocket.common.machine import holder, url_of
 from hocket.common.processes import die_with_parent
-from hocket.config import Config, LaunchConfig
+from hocket.config import Config, LaunchConfig, ObserveConfig
 from hocket.errors import ConfigError, ServerError, door
 from hocket.trainer import checkpoints
 
@@ -105,7 +105,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     gpus = visible_gpus()
     refuse_missing(gpus)
     config.refuse_outside()
-    checkpoints.find(config, lambda line: None, dry_run=True)
+    checkpoints.refuse_taken(config.run_dir, resume=config.checkpoint.resume)
     plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, gpus)
     ports = free_ports(config.server.host, config.server.port, len(plan.servers))
     urls = ",".join(map(config.url_at, ports))
@@ -134,8 +134,10 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     servers: list[Child] = []
-    others = [page_of(config)] if config.observe.page is not False else []
+    others: list[Child] = []
     try:
+        if config.observe.page is not False:
+            others.append(page_of(config.run_dir, config.observe, config.token))
         for log, command, env in commands:
             servers.append(Child(command, env=env, log=log))
         check = functools.partial(refuse_all_dead, [*servers])
@@ -144,13 +146,12 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
         stop([*servers, *others])
 
 
-def page_of(config: Config) -> Child:
+def page_of(run_dir: Path, observe: ObserveConfig, token: str | None) -> Child:
     """Start the page of a run, in a process that reads its folder alone; say where it is."""
-    observe = config.observe
     port = free_port(observe.host, observe.port)
     print(f"page: {url_of(observe.host, port)}/", flush=True)
-    command = ["-m", "hocket", "watch", str(config.run_dir), f"--host={observe.host}", f"--port={port}"]
-    return Child(command, env={"HOCKET_TOKEN": config.token or ""}, log=config.run_dir / "logs" / "page.log")
+    command = ["-m", "hocket", "watch", str(run_dir), f"--host={observe.host}", f"--port={port}"]
+    return Child(command, env={"HOCKET_TOKEN": token or ""}, log=run_dir / "logs" / "page.log")
 
 
 def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:

@@ -28,6 +28,7 @@ from hocket.trainer import checkpoints
 
 DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
 GPUS_PER_NODE = 8
+RUNS = ("quickstart", "launch", "train", "sft")  # commands that make checkpoints
 WHOLE = (0, 3)  # exit statuses of a whole run
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # read as torch is imported; micro-batches differ in length
 Run = Callable[[argparse.Namespace], int | None]
@@ -52,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if "settings" in args:
             args.config, args.arguments = read_settings([*args.settings, *rest], DEFAULTS.get(args.command))
-            args.newest = _newest(args.config)
+            if args.command in RUNS:
+                args.newest = _newest(args.config.run_dir)
         status = args.run(args) or 0
     except KeyboardInterrupt:
         if speaks:
@@ -65,19 +67,19 @@ def main(argv: Sequence[str]) -> int:
             print(redacted(traceback.format_exc()), file=sys.stderr)
         print(redacted(f"error: {_sentence(error)}"), file=sys.stderr)
         status = 1
-    if speaks and status not in WHOLE and "newest" in args and _newest(args.config) != args.newest:
+    if speaks and status not in WHOLE and "newest" in args and _newest(args.config.run_dir) not in (None, args.newest):
         print(redacted(f"checkpointed{_how_to_go_on(args)}"), file=sys.stderr)
     return status
 
 
-def _newest(config: Config) -> Path | None:
-    return max(checkpoints.complete(config.run_dir / checkpoints.FOLDER), default=None)
+def _newest(run_dir: Path) -> Path | None:
+    return max(checkpoints.complete(run_dir / checkpoints.FOLDER), default=None)
 
 
 def _how_to_go_on(args: argparse.Namespace) -> str:
-    if args.command not in ("quickstart", "launch", "train", "sft") or "config" not in args:  # it was being read
+    if "newest" not in args:  # the config was being read
         return ""
-    where = _newest(args.config) or "the start, as there is no checkpoint yet"
+    where = _newest(args.config.run_dir) or "the start, as there is no checkpoint yet"
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
     again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else door()
     return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"

@@ -12,6 +12,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
@@ -42,11 +44,13 @@ from hocket.trainer import checkpoints
 from hocket.trainer.best import Best
 from hocket.trainer.checkpoints import Checkpoints, Saved
 from hocket.trainer.second_tier import copy_to
-from hocket.types import OnStep, Prompt, Rollout, Score
+from hocket.types import Metrics, Prompt, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.loop import Run
 
+OnStep = Callable[[int, dict[str, float]], object] | None
+"""Takes a step's number and metrics; True, or numpy's, ends the run."""
 RunThere = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine in the event loop of the run."""
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
@@ -72,15 +76,19 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     with Console(config.trainer.steps) as console, ExitStack() as stack:
         stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume and not dry_run))
         if config.observe.page and not dry_run:
-            stack.callback(stop, [page_of(config)])
+            stack.callback(stop, [page_of(config.run_dir, config.observe, config.token)])
         saved = checkpoints.find(config, console.say, dry_run=dry_run)
         is_done = saved is not None and saved.step >= config.trainer.steps
         if not (is_done and (config.run_dir / "summary.json").exists()):
             with tasks.event_loop() as run_there:
+                refuse_missing(visible_gpus())
+                calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
+                loggers.bound(config.observe.loggers)
+                parts = Parts(config, console)
                 if dry_run:
-                    _check(config, saved, console, stack, run_there)
+                    _check(parts, calls, saved, stack, run_there)
                     return 0
-                summary = run_there(_train(_run(config, saved, console, stack, serve, on_step, run_there)))
+                summary = run_there(_train(_run(parts, calls, saved, stack, serve, on_step, run_there)))
             console.finish(config.run_dir)
             return 0 if summary["updated"] else NO_UPDATE
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
@@ -90,25 +98,22 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
 
 
 def _first_parts(
-    config: Config, console: Console, stack: ExitStack, run_there: RunThere
-) -> tuple[RewardCalls, Parts, Prompts, Sequence[Prompt], PromptStream, Replay | None]:
-    """Make the parts whose faults show without server and trainer."""
-    refuse_missing(visible_gpus())
-    calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
-    loggers.bound(config.observe.loggers)
-    parts = Parts(config, console)
+    parts: Parts, calls: RewardCalls, run_there: RunThere
+) -> tuple[Prompts, Sequence[Prompt], PromptStream, Replay | None]:
+    """Make what shows its faults without server and trainer."""
     prompts = parts.prompts()
     held_out = parts.held_out()
     stream = parts.stream(prompts)
     run_there(calls.set_up())
-    replay = None if config.pipeline.replay is None else Replay(Path(config.pipeline.replay))
-    return calls, parts, prompts, held_out, stream, replay
+    source = parts.config.pipeline.replay
+    return prompts, held_out, stream, None if source is None else Replay(Path(source))
 
 
-def _check(config: Config, saved: Saved | None, console: Console, stack: ExitStack, run_there: RunThere) -> None:
+def _check(parts: Parts, calls: RewardCalls, saved: Saved | None, stack: ExitStack, run_there: RunThere) -> None:
     """Make the parts of a run and try them, but change nothing."""
-    say = console.say
-    calls, parts, prompts, held_out, stream, replay = _first_parts(config, console, stack, run_there)
+    config = parts.config
+    say = parts.console.say
+    prompts, held_out, stream, replay = _first_parts(parts, calls, run_there)
     say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
     first = prompts[0]
     answer = Transcript(first.token_ids, first.opening)
@@ -165,16 +170,18 @@ async def _train(run: "Run") -> dict[str, Any]:
 
 
 def _run(
-    config: Config,
+    parts: Parts,
+    calls: RewardCalls,
     saved: Saved | None,
-    console: Console,
     stack: ExitStack,
     serve: bool,
     on_step: OnStep,
     run_there: RunThere,
 ) -> "Run":
     """Bring the parts together."""
-    calls, parts, prompts, held_out, stream, replay = _first_parts(config, console, stack, run_there)
+    config = parts.config
+    console = parts.console
+    prompts, held_out, stream, replay = _first_parts(parts, calls, run_there)
     folder = stack.enter_context(RunFolder(config, console.say))
     for change in folder.changed_plugins:
         console.say(change)
@@ -209,6 +216,7 @@ def _run(
         target = Path(config.checkpoint.copy_to) / config.run_dir.name
         after.append(partial(copy_to, target, config.checkpoint.keep, console.say))
     keeper = stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
+    measure = trainer.numbers if config.observe.tokens else None
     run = Run(
         config=config,
         trainer=trainer,
@@ -223,15 +231,27 @@ def _run(
         kl=kl,
         folder=folder,
         console=console,
-        on_step=on_step,
+        on_samples=partial(tokens.keep, folder.path, measure),
+        ends=ending(on_step, config.checkpoint.patience, console.say),
         checkpoints=keeper,
     )
-    measure = trainer.numbers if config.observe.tokens else None
-    run = dataclasses.replace(run, on_samples=partial(tokens.keep, folder.path, measure))
     if config.checkpoint.best is not None and not replay:
         best = Best(config.checkpoint.best, folder.path, folder.history, trainer, keeper)
         run = dataclasses.replace(run, keep=best.keep, best=best.summary)
     return run
+
+
+def ending(on_step: OnStep, patience: float, say: Callable[[str], None]) -> Callable[[int, Metrics], bool]:
+    """Return what calls `on_step` after a step, and says whether the run ends with it."""
+
+    def ends(step: int, metrics: Metrics) -> bool:
+        told = on_step(step, metrics) if on_step is not None else None
+        if metrics.get("eval/since_best", 0) >= patience:
+            say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
+            return True
+        return isinstance(told, bool | np.bool_) and bool(told)
+
+    return ends
 
 
 def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from hocket.common.registry import Registry, options_of
-from hocket.config import Config, LoggerSpec
+from hocket.config import LoggerSpec
 from hocket.errors import ConfigError
 from hocket.observe.rows import row_of
 from hocket.types import Group
@@ -70,14 +70,9 @@ def _bound(name: str, given: Mapping[str, Any]) -> Callable[..., Logger]:
     return partial(target, **options)
 
 
-def started(config: Config, id_of: Callable[[Path], str], say: Say) -> list["InThread"]:
-    """Return the config's loggers. Raise ConfigError as `bound`. `id_of`: what stays the same of a resumed run."""
-    specs = config.observe.loggers
-    run = {"run_dir": config.run_dir, "config": config.as_dict()}
-    return [
-        InThread(spec, partial(make, run_id=id_of(config.run_dir), **run), say)
-        for spec, make in zip(specs, bound(specs), strict=True)
-    ]
+def started(specs: Sequence[LoggerSpec], say: Say, **run: Any) -> list["InThread"]:
+    """Return loggers of a run: its GIVEN. Raise ConfigError as `bound`."""
+    return [InThread(spec, partial(make, **run), say) for spec, make in zip(specs, bound(specs), strict=True)]
 
 
 class InThread:

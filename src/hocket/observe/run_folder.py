@@ -29,8 +29,10 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def __init__(self, config: Config, say: Callable[[str], None] = print) -> None:
         self.path = config.run_dir
-        self.after_step: list[Callable[[int, Mapping[str, float]], None]] = []  # are told its metrics
-        self.loggers = started(config, trainer_id, say)
+        self._seed = config.trainer.seed
+        given = {"run_dir": self.path, "run_id": trainer_id(self.path), "config": config.as_dict()}
+        self.loggers = started(config.observe.loggers, say, **given)
+        self.after_step: list[Callable[[int, Mapping[str, float]], None]] = [one.step for one in self.loggers]
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.to_yaml(config.as_dict()))
         for name in GROWING:
@@ -51,15 +53,13 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         return int(self.history[-1]["step"]) if self.history else -1
 
     def finish(self, step: int, metrics: Mapping[str, float], entries: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Append a step to metrics.jsonl (null: not finite) and the sinks, its entries to ledger.jsonl."""
+        """Append a step to metrics.jsonl (null: not finite), its entries to ledger.jsonl; call `after_step`."""
         self.ledger(step, entries)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.history.append({"step": step, **finite})
         append(self.path / METRICS, self.history[-1:])
-        for logger in self.loggers:
-            logger.step(step, metrics)
-        for told in self.after_step:
-            told(step, metrics)
+        for call in self.after_step:
+            call(step, metrics)
 
     def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
         append(self.path / LEDGER, ({"step": step, **entry} for entry in entries))
@@ -75,7 +75,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.json"
 
-    def summary(self, *, seed: int, final_version: int, best: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def summary(self, *, final_version: int, best: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write summary.json and report.html; return the summary."""
         first, *others = [_evaluation(record) for record in self.history]
         values = {
@@ -84,7 +84,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             "steps": self.last_step,
             "updated": sum(map(_updated, self.history)),  # steps
             "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
-            "seed": seed,
+            "seed": self._seed,
             "final_version": final_version,
             "best": best,
             "plugins": plugin_files.kept(self.path),

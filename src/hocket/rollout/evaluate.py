@@ -4,9 +4,10 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from hocket.client.pool import Deadline
+from hocket.config import RolloutConfig
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Plan, Play, Seat, collect
@@ -54,6 +55,13 @@ class Evaluation:
         greedy = [group.rollouts[:1] for group in groups if temperature == 1]  # the engine's of greedy tokens
         sampled = [group.rollouts[1:] for group in groups if temperature == self.sampling.temperature]
         return greedy, sampled
+
+    async def check(
+        self, groups: Sequence[Group], training: RolloutConfig, check: Callable[[Comparable, None], Awaitable[Metrics]]
+    ) -> Metrics:
+        """Check what is comparable with training; return eval/*."""
+        greedy, sampled = self.comparable(groups, training.temperature)
+        return checked(await check(greedy, None), await check(sampled, None))
 
 
 def checked(greedy: Metrics, sampled: Metrics) -> Metrics:

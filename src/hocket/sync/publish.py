@@ -105,8 +105,7 @@ class Publisher:
             for member in members:
                 check_model(there[member])
             metrics = await self._deliver_and_check(members, came=True)
-        took_s = metrics["sync/prepare_s"] + metrics["sync/transfer_s"]
-        took = f"{metrics['sync/mebibytes']:.1f} MiB in {took_s:.2f} s"
+        took = f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s"
         if "sync/logprob_gap" in metrics:
             took += f", parameters compared, mean |Δ log-prob| up to {metrics['sync/logprob_gap']:.1e}"
         for member in members:

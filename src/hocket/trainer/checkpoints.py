@@ -84,7 +84,10 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, s
     """Return the newest undamaged checkpoint with checkpoint.resume; where there is none at all, `make_room`."""
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
-        make_room(config.run_dir, say, resume=config.checkpoint.resume, dry_run=dry_run)
+        if dry_run:
+            refuse_taken(config.run_dir, resume=config.checkpoint.resume)
+        else:
+            make_room(config.run_dir, say, resume=config.checkpoint.resume)
         return None
     while True:
         try:
@@ -109,17 +112,21 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, s
     return saved
 
 
-def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False, dry_run: bool = False) -> None:
-    """Remove a run without a step, move another aside (`resume`), or raise ConfigError; `dry_run`: only raise."""
-    there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
+def refuse_taken(run_dir: Path, *, resume: bool) -> int:
+    """Return how many steps the run in a folder has; raise ConfigError for any, but to `resume`."""
     with reading(run_dir / METRICS):
         rows = read_lines(run_dir / METRICS)
-        steps = max([0, *numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE), *(row["step"] for row in rows)])
+        steps: int = max([0, *numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE), *(row["step"] for row in rows)])
     if steps and not resume:
         advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
         raise ConfigError(f"{run_dir} holds a run of {steps} steps already; {advice}")
-    if dry_run:
-        return
+    return steps
+
+
+def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
+    """Remove a run without a step, move another one aside (`resume`), or raise ConfigError."""
+    steps = refuse_taken(run_dir, resume=resume)
+    there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
     if steps == 0 and (run_dir / METRICS).exists():
         for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
             if path.is_dir():

@@ -60,10 +60,7 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, max_ga
 
 
 def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, max_gap: float) -> dict[str, float]:
-    """Leave this rank's gradients in the engine, if it learns; return `Update.totals`.
-
-    Raise SyncError, on every rank, where the engine's log-probs are off by more than `max_gap`.
-    """
+    """Leave this rank's gradients in the engine, if it learns; return `Update.totals`. SyncError beyond `max_gap`."""
     learns = learner.learns()
     shares: list[Tensor] = []
     totals: dict[str, float] = {}
