@@ -15,7 +15,7 @@ import pytest
 from batches import played
 from hocket import config as config_module
 from hocket.algorithm.samples import KlController, shape
-from hocket.commands.runs import OnStep, ending
+from hocket.commands.runs import OnStep, ends
 from hocket.data.cache import Prompts
 from hocket.data.curriculum import bind
 from hocket.data.stream import PromptStream
@@ -174,7 +174,7 @@ async def trained(
             folder=folder,
             console=console,
             checkpoints=kept,
-            ends=ending(on_step, config.checkpoint.patience, console.say),
+            ends=functools.partial(ends, on_step, config.checkpoint.patience, console.say),
             **best,
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()

@@ -248,6 +248,17 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="names GPU 7, which nvidia-smi does not show: correct it, or set HOCKET_DEV"):
         launch.launch(config.load(), [], dry_run=True)
     launch.refuse_missing(["1", "0", "MIG-1f2e", "GPU-8932f937"])
+    monkeypatch.setattr(launch.environment, "nvidia_smi", lambda column: [])
+    launch.refuse_missing(["7"])  # a container may have GPUs without nvidia-smi
+
+
+def test_a_page_that_would_let_other_machines_in_ends_a_launch_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "Child", lambda *_, **__: pytest.fail("it was started"))
+    settings = [f"run.dir={tmp_path}/a", "observe.page=true", "observe.host=0.0.0.0"]
+    with pytest.raises(ConfigError, match=r"observe\.host=0\.0\.0\.0 lets other machines in: set server\.token"):
+        launch.launch(config.load(None, settings), settings)
 
 
 def test_a_dry_run_says_what_would_run_where_and_starts_nothing(

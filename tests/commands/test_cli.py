@@ -15,7 +15,7 @@ import pytest
 from safetensors import SafetensorError
 
 import hocket
-from hocket.commands.cli import main
+from hocket.commands.cli import DEFAULTS, main
 from hocket.errors import ServerError
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
@@ -292,6 +292,24 @@ def test_what_ends_a_run_after_a_checkpoint_says_how_to_go_on(
     assert status == (1 if isinstance(ended, Exception) else ended)
     assert main([command, f"run.dir={tmp_path}/run", "trainer.step=1"]) == 1
     assert "to go on" not in capsys.readouterr().err  # a mistake before anything ran
+
+
+def test_checkpoints_of_another_run_are_no_news_of_a_command_that_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DEFAULTS, "quickstart", f"{ROOT}/config/quickstart.yaml")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "quickstart" / "checkpoints"
+
+    def fails(*_: object) -> None:
+        (folder / "step_000001").mkdir(parents=True)
+        (folder / "step_000001" / "COMPLETE").touch()
+        raise ServerError("it is gone", code="unreachable")
+
+    monkeypatch.setattr("hocket.server.main.serve", fails)  # beside a trainer, which goes on
+    monkeypatch.setattr("hocket.cluster.launch.launch", lambda *_: 1)  # in runs/quickstart-2
+    assert main(["serve", "run.dir=runs/quickstart"]) == main(["quickstart"]) == 1
+    assert "checkpointed" not in capsys.readouterr().err
 
 
 PRINTS = {  # a command → what writes far more than a pipe holds, or writes after its reader has gone

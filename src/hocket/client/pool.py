@@ -15,6 +15,7 @@ from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError, door
 from hocket.protocol import Health, HeartbeatRequest, ReloadResponse, meaning
 
+LOAD = {"status", "in_flight", "waiting", "kv_use", "kv_tokens"}  # fields of Health
 MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
 POLL_S = 0.25
 LOOK_S = 3.0
@@ -73,13 +74,9 @@ class Member:
         return self.server.url
 
     def state(self) -> dict[str, Any]:
-        told = {"url": self.url, "up": self.session is not None, "out": self.out, "version": self.version}
-        seen = (
-            {}
-            if self.health is None
-            else self.health.model_dump(include={"status", "in_flight", "waiting", "kv_use", "kv_tokens"})
-        )
-        return told | seen
+        """Return what is known, for people."""
+        load = self.health.model_dump(include=LOAD) if self.health else {}
+        return {"url": self.url, "up": self.session is not None, "out": self.out, "version": self.version, **load}
 
     def mark_ready(self, said: Health | ReloadResponse) -> None:
         self.session = said.session
@@ -200,7 +197,6 @@ class ServerPool:
         return [member for member in self.members if member.session is not None]
 
     def states(self) -> list[dict[str, Any]]:
-        """Return what is known of each server, for people."""
         return [member.state() for member in self.members]
 
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
@@ -294,8 +290,8 @@ class ServerPool:
         elif error.foreign:
             ends_run = self.find is None  # one that is found may be another run's
         elif error.code in ("protocol", "same_server"):  # a proxy answers 5xx while the server starts
-            is_known = self.find or member.held or len(self.members) > 1
-            ends_run = not is_known and error.status in (None, 404)
+            is_only_one = not (self.find or member.held) and len(self.members) == 1
+            ends_run = is_only_one and error.status in (None, 404)
         else:
             if error.code == "unreachable":
                 member.out = "nothing answers there yet"

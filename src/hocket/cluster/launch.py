@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from hocket.common import environment
 from hocket.common.files import kind_of, numbered, unused
-from hocket.common.machine import holder, url_of
+from hocket.common.machine import holder, refuse_open, url_of
 from hocket.common.processes import die_with_parent
 from hocket.config import Config, LaunchConfig, ObserveConfig
 from hocket.errors import ConfigError, ServerError, door
@@ -148,6 +148,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
 
 def page_of(run_dir: Path, observe: ObserveConfig, token: str | None) -> Child:
     """Start the page of a run, in a process that reads its folder alone; say where it is."""
+    refuse_open("observe", observe.host, token)
     port = free_port(observe.host, observe.port)
     print(f"page: {url_of(observe.host, port)}/", flush=True)
     command = ["-m", "hocket", "watch", str(run_dir), f"--host={observe.host}", f"--port={port}"]
@@ -202,8 +203,9 @@ def visible_gpus() -> list[str]:
 
 def refuse_missing(gpus: Sequence[str]) -> None:
     """Raise ConfigError for a number of a GPU that is not there."""
-    missing = set(filter(str.isdecimal, gpus)) - set(environment.nvidia_smi("index"))
-    if missing:
+    shown = environment.nvidia_smi("index")  # none where a container lacks it
+    missing = set(filter(str.isdecimal, gpus)).difference(shown)
+    if shown and missing:
         which = f"GPU {','.join(sorted(missing))}, which nvidia-smi does not show"
         raise ConfigError(f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu")
 

@@ -31,7 +31,7 @@ from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Limits
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
-from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
+from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.rollout.players import Players
 from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
@@ -244,6 +244,10 @@ class Parts:
         )
         play: Play = self.example.player(players)
         return play
+
+    def replay(self) -> Replay | None:
+        source = self.config.pipeline.replay
+        return None if source is None else Replay(Path(source))
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
         trainer = self.config.trainer

@@ -23,10 +23,8 @@ from hocket.common import machine, tasks
 from hocket.common.files import kind_of, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
-from hocket.data.cache import Prompts
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
-from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, DataError, SyncError, door
 from hocket.observe import loggers, tokens
 from hocket.observe.console import SHORT, Console
@@ -39,7 +37,7 @@ from hocket.protocol import GenerateRequest
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
-from hocket.rollout.pipeline import Replay, sampling_params
+from hocket.rollout.pipeline import sampling_params
 from hocket.trainer import checkpoints
 from hocket.trainer.best import Best
 from hocket.trainer.checkpoints import Checkpoints, Saved
@@ -85,6 +83,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
                 calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
                 loggers.bound(config.observe.loggers)
                 parts = Parts(config, console)
+                run_there(calls.set_up())
                 if dry_run:
                     _check(parts, calls, saved, stack, run_there)
                     return 0
@@ -97,24 +96,14 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         return 0
 
 
-def _first_parts(
-    parts: Parts, calls: RewardCalls, run_there: RunThere
-) -> tuple[Prompts, Sequence[Prompt], PromptStream, Replay | None]:
-    """Make what shows its faults without server and trainer."""
-    prompts = parts.prompts()
-    held_out = parts.held_out()
-    stream = parts.stream(prompts)
-    run_there(calls.set_up())
-    source = parts.config.pipeline.replay
-    return prompts, held_out, stream, None if source is None else Replay(Path(source))
-
-
 def _check(parts: Parts, calls: RewardCalls, saved: Saved | None, stack: ExitStack, run_there: RunThere) -> None:
     """Make the parts of a run and try them, but change nothing."""
     config = parts.config
     say = parts.console.say
-    prompts, held_out, stream, replay = _first_parts(parts, calls, run_there)
-    say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
+    prompts = parts.prompts()
+    say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
+    stream = parts.stream(prompts)
+    replay = parts.replay()
     first = prompts[0]
     answer = Transcript(first.token_ids, first.opening)
     answer.text = first.answer or ""
@@ -178,10 +167,13 @@ def _run(
     on_step: OnStep,
     run_there: RunThere,
 ) -> "Run":
-    """Bring the parts together."""
+    """Bring the parts together; first those whose faults show without server and trainer."""
     config = parts.config
     console = parts.console
-    prompts, held_out, stream, replay = _first_parts(parts, calls, run_there)
+    prompts = parts.prompts()
+    held_out = parts.held_out()
+    stream = parts.stream(prompts)
+    replay = parts.replay()
     folder = stack.enter_context(RunFolder(config, console.say))
     for change in folder.changed_plugins:
         console.say(change)
@@ -232,7 +224,7 @@ def _run(
         folder=folder,
         console=console,
         on_samples=partial(tokens.keep, folder.path, measure),
-        ends=ending(on_step, config.checkpoint.patience, console.say),
+        ends=partial(ends, on_step, config.checkpoint.patience, console.say),
         checkpoints=keeper,
     )
     if config.checkpoint.best is not None and not replay:
@@ -241,17 +233,13 @@ def _run(
     return run
 
 
-def ending(on_step: OnStep, patience: float, say: Callable[[str], None]) -> Callable[[int, Metrics], bool]:
-    """Return what calls `on_step` after a step, and says whether the run ends with it."""
-
-    def ends(step: int, metrics: Metrics) -> bool:
-        told = on_step(step, metrics) if on_step is not None else None
-        if metrics.get("eval/since_best", 0) >= patience:
-            say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
-            return True
-        return isinstance(told, bool | np.bool_) and bool(told)
-
-    return ends
+def ends(on_step: OnStep, patience: float, say: Callable[[str], None], step: int, metrics: Metrics) -> bool:
+    """Call `on_step` after a step; return whether the run ends with it."""
+    told = on_step(step, metrics) if on_step is not None else None
+    if metrics.get("eval/since_best", 0) >= patience:
+        say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
+        return True
+    return isinstance(told, bool | np.bool_) and bool(told)
 
 
 def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hocket.errors import ConfigError
+
 psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 
 SMALL_MODEL = 16 << 20  # bytes of weights
@@ -77,6 +79,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def refuse_open(section: str, host: str, token: str | None) -> None:
+    """Raise ConfigError for a section's host that lets other machines in without a token."""
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"{section}.host={host} lets other machines in: set server.token (or HOCKET_TOKEN) to at least 8 "
+            f"characters, or keep {section}.host=127.0.0.1"
+        )
 
 
 def holder(number: int) -> str | None:

@@ -5,7 +5,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,11 @@ def read_text(path: Path) -> str:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file; none if it is missing. Raise DataError for a broken line but the last."""
     lines = read_text(path).split("\n")  # a text may hold other line separators
-    rows = []
-    for number, line in enumerate(lines, 1):
-        found = parsed(line)
-        with reading(path):
-            if not found and number < len(lines):
-                raise ValueError(f"line {number} is no object")
-        rows += found
-    return rows
+    found = [parsed(line) for line in lines]
+    with reading(path):
+        if [] in found[:-1]:
+            raise ValueError(f"line {found.index([]) + 1} is no object")
+    return [*chain.from_iterable(found)]
 
 
 def parsed(text: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from hocket.common.machine import bound_nccl, cpu_threads, holder, is_loopback
+from hocket.common.machine import bound_nccl, cpu_threads, holder, refuse_open
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, door
@@ -112,11 +112,7 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
 
 def bind(host: str, port: int, token: str | None, section: str = "server") -> socket.socket:
     """Take the port of a section at once; until the server listens, the kernel refuses connections."""
-    if token is None and not is_loopback(host):
-        raise ConfigError(
-            f"{section}.host={host} lets other machines in: set server.token (or HOCKET_TOKEN) to at least 8 "
-            f"characters, or keep {section}.host=127.0.0.1"
-        )
+    refuse_open(section, host, token)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
