@@ -176,6 +176,7 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     state = json.loads(older.read_text())
     del state["config"]["model"]["max_length"], state["config"]["data"]
     state["config"]["trainer"]["collective_timeout_s"] = 1800.0  # which this version has no more
+    del state["checked"]
     older.write_text(json.dumps(state))
     (older.parent / "COMPLETE").write_text("")  # nor a checksum
     said: list[str] = []
@@ -214,6 +215,16 @@ def test_of_damaged_checkpoints_none_is_used_and_the_one_before_is(tmp_path: Pat
             ]
     with pytest.raises(ConfigError, match="step_000008 is no complete checkpoint: something has changed its files"):
         checkpoints.find(config, said.append)
+
+
+@pytest.mark.parametrize(("file", "content"), [("COMPLETE", ""), ("state.json", "[" * 100_000)])
+def test_a_checkpoint_with_an_emptied_or_foreign_file_is_refused(tmp_path: Path, file: str, content: str) -> None:
+    train(make_config(tmp_path, "trainer.steps=1"))
+    folder = tmp_path / "runs/a/checkpoints/step_000001"
+    assert checkpoints.read(folder).step == 1
+    (folder / file).write_text(content)
+    with pytest.raises(ConfigError, match="step_000001 is no complete checkpoint"):
+        checkpoints.read(folder)
 
 
 def test_folders_of_a_user_beside_checkpoints_are_none_and_stay(tmp_path: Path) -> None:

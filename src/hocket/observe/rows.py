@@ -110,7 +110,7 @@ def parsed(text: str) -> list[dict[str, Any]]:
     """Return the objects in lines of JSON, without the broken line of a killed run."""
     rows = []
     for line in text.split("\n"):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             rows.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
     return [row for row in rows if isinstance(row, dict)]
 

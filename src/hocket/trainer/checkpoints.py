@@ -16,7 +16,7 @@ from hocket.common.files import complete_folder, numbered, partial_of, remove_fo
 from hocket.common.tasks import note
 from hocket.config import Config
 from hocket.errors import ConfigError, TrainerError, remedy
-from hocket.observe.rows import GROWING, METRICS, read_lines, reading
+from hocket.observe.rows import DAMAGED, GROWING, METRICS, read_lines, reading
 from hocket.protocol import TensorSpec, manifest
 from hocket.protocol.manifest import COMPLETE_FILE
 
@@ -51,6 +51,7 @@ class Saved:
     metrics: Mapping[str, float]
     trainer: Mapping[str, Any]  # the trainer's state beside its tensors
     parts: Mapping[str, Mapping[str, Any]]  # name → state
+    checked: bool = False  # COMPLETE has a checksum; older ones have none
 
     def restore(self, parts: Mapping[str, Part]) -> None:
         if parts.keys() != self.parts.keys():
@@ -68,10 +69,12 @@ def read(folder: Path, *, whole: bool = True) -> Saved:
     try:
         mark = (folder / COMPLETE_FILE).read_text(encoding="utf-8")
         text = (folder / STATE_FILE).read_text(encoding="utf-8")
-        if whole and mark and mark != manifest.total_checksum(manifest.specs(manifest.tensors(folder)), text):
+        saved = Saved(folder=folder, **json.loads(text))
+        has_sum = mark or saved.checked
+        if whole and has_sum and mark != manifest.total_checksum(manifest.specs(manifest.tensors(folder)), text):
             raise ValueError("something has changed its files, or the disk is failing")
-        return Saved(folder=folder, **json.loads(text))
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        return saved
+    except (OSError, SafetensorError, *DAMAGED) as error:
         raise ConfigError(f"{folder} is no complete checkpoint: {error}. Remove it, or name another one") from error
 
 
@@ -206,6 +209,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "config": self._config.as_dict(),
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
             "trainer": self._copied,
+            "checked": True,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
         self._copied = None
