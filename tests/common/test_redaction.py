@@ -60,3 +60,9 @@ def test_a_command_that_fails_or_is_interrupted_shows_no_token(
 def test_a_key_that_comes_back_in_a_usual_form_is_taken_out(form: str) -> None:
     secret("k/e+y=of%20mine", "K")
     assert redacted(f"no such key: {form}.") == "no such key: [secret]."
+
+
+def test_a_secret_that_begins_like_another_one_is_taken_out_whole() -> None:
+    for length in range(8, 40):
+        secret("ours-and-more-of-it-than-anybody-can-hold"[:length], "KEY")
+    assert redacted("ours-and-more-of-it-than-anybody-can-ho!") == "[secret]!"

@@ -124,6 +124,9 @@ async def test_a_page_of_somebody_else_can_not_use_a_server_without_a_token(
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
 WHOLE = HALF + b"y\r\n\r\n"
 REFUSED = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+KEY = f"Authorization: Bearer {TOKEN}\r\n".encode()
+HOLD = b"GET /hold HTTP/1.1\r\nHost: localhost\r\n" + KEY + b"\r\n"
+HALF_BODY = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n" + KEY + b"\r\nx"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -163,8 +166,7 @@ async def test_a_connection_without_a_whole_head_is_closed_and_a_request_that_ta
     monkeypatch.setattr("hocket.server.middleware.HEAD_TIMEOUT_S", 0.2)
     held = asyncio.Event()
     async with listening(held) as port, asyncio.timeout(20):
-        hold = f"GET /hold HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
-        reader, writer = await sent(port, hold)
+        reader, writer = await sent(port, HOLD)
         for parts in [(b"",), (HALF,), (WHOLE, HALF), (REFUSED, b"x")]:
             slow, half = await sent(port, *parts)
             await slow.read()  # ends where it is closed
@@ -174,16 +176,16 @@ async def test_a_connection_without_a_whole_head_is_closed_and_a_request_that_ta
         writer.close()
 
 
+@pytest.mark.parametrize("part", [HALF, HALF_BODY])
 async def test_of_too_many_idle_connections_from_an_address_the_oldest_goes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, part: bytes
 ) -> None:
     monkeypatch.setattr("hocket.server.middleware.MAX_CONNECTIONS", 3)
     held = asyncio.Event()
     async with listening(held) as port, asyncio.timeout(20):
         other, finish = await sent(port, HALF, address="127.0.0.2")
-        hold = f"GET /hold HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
-        busy, writer = await sent(port, hold)
-        halves = [await sent(port, HALF) for _ in range(20)]
+        busy, writer = await sent(port, HOLD)
+        halves = [await sent(port, part) for _ in range(20)]
         answered, last = await sent(port, WHOLE)
         assert b" 200 OK" in await answered.readuntil(b"\r\n\r\n")
         for slow, _ in halves[:-2]:

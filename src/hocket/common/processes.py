@@ -1,8 +1,6 @@
 """End processes with the one that started them, and with it all their descendants. Standard library only.
 
-Each program of a model waits for these imports: without typing it starts 4 ms sooner.
-
-As a program, `processes.py PARENT_PID MAX_PROCESSES MAX_MIB GROUP COMMAND ...` runs one that nothing outlives (Linux).
+As a program, `processes.py PARENT_PID MAX_PROCESSES MAX_MIB COMMAND ...` runs a command that nothing outlives (Linux).
 """
 
 import contextlib
@@ -69,20 +67,13 @@ def without_secrets() -> dict[str, str]:
     return {k: v for k, v in variables if k in passed or not (SECRET_NAME.search(k) or _SECRET_VALUE.search(v))}
 
 
-def kill_with_parent(
-    command: Sequence[str], max_processes: int = 0, max_mib: int = 0, group: bool = False
-) -> list[str]:
-    """Return the command line that contains `command` and ends it with this process; 0: no limit.
-
-    `group`: the kernel counts its memory, mapped or not, if it lets this user make a control group.
-    """
-    limits = map(str, (os.getpid(), max_processes, max_mib, int(group)))
-    return [sys.executable, "-I", "-S", __file__, *limits, *command]
+def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:
+    """Return the command line that contains `command` and ends it with this process; 0: no limit."""
+    return [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), max_processes, max_mib)), *command]
 
 
-def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0, group: bool = False) -> int:
+def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> int:
     """Run a command, kill what it leaves, return its status; a Ctrl-C gives it GRACE_S seconds."""
-    folder = _memory_group(max_mib) if group else ""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes that lose their parent become children of this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
@@ -95,11 +86,10 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0, gr
     if program == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if group:
-            _write(f"{folder}/cgroup.procs", "0")
         if max_processes:
             _limit_tasks()
-        _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, the kernel kills this first
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")  # where memory runs out, the kernel kills this first
         os.execvp(command[0], list(command))
     try:
         while True:
@@ -115,30 +105,6 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0, gr
         for signum in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         _kill_descendants()
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
-
-
-def _memory_group(max_mib: int) -> str:
-    """Return the folder of a new control group that takes no more memory, whether or not there can be one."""
-    mine = dict[str, str]()
-    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as file:
-        mine = dict(line.strip().split(":", 2)[1:] for line in file)
-    root, limits = "/sys/fs/cgroup", ("memory.max", "memory.swap.max")
-    if "memory" in mine:  # the first version
-        root, limits = f"{root}/memory", ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-    beside = os.path.dirname(mine.get("memory") or mine.get("", "/"))  # within it, a group with processes has none
-    folder = f"{root}{beside}/hocket-{os.getpid()}"
-    with contextlib.suppress(OSError):
-        os.mkdir(folder)
-    for limit in limits:
-        _write(f"{folder}/{limit}", str(max_mib << 20))
-    return folder
-
-
-def _write(path: str, text: str) -> None:
-    with contextlib.suppress(OSError), open(path, "w", encoding="ascii") as file:
-        file.write(text)
 
 
 def _limit_tasks() -> None:
@@ -183,4 +149,4 @@ def _kill_descendants() -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]), signal.SIGTERM)
-    sys.exit(contain(sys.argv[5:], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"))
+    sys.exit(contain(sys.argv[4:], int(sys.argv[2]), int(sys.argv[3])))

@@ -21,4 +21,5 @@ def secret(value: str, name: str) -> str:
 
 
 def redacted(text: str) -> str:
-    return text and re.sub("|".join(_SECRETS), "[secret]", text, flags=re.IGNORECASE)
+    patterns = sorted(_SECRETS, reverse=True)  # of two that begin alike the longer one first
+    return text and re.sub("|".join(patterns), "[secret]", text, flags=re.IGNORECASE)

@@ -6,7 +6,6 @@ most containers), Landlock shows it the same files, and it writes none. A filter
 
 import errno
 import functools
-import logging
 import math
 import os
 import subprocess
@@ -16,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, NamedTuple
 
-from hocket.common import confine
 from hocket.common.processes import kill_with_parent
 from hocket.errors import ConfigError
 
@@ -52,19 +50,31 @@ _REFUSED = (
 )
 _REFUSED_ALONE = (  # without namespaces: what reaches other processes, changes of files that Landlock lets pass
     " kill tkill tgkill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpriority ioprio_set sched_setaffinity"
-    " sched_setscheduler sched_setparam sched_setattr shmctl msgctl semctl mq_unlink"
+    " sched_setscheduler sched_setparam sched_setattr shmctl msgctl semctl mq_unlink openat2"
     " truncate chmod fchmod fchmodat utime utimes futimesat utimensat chown fchown lchown fchownat"
     " setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 )
 # memfd_secret, fchmodat2, setxattrat, removexattrat, file_setattr: libseccomp may not know the names
 _LATER = (447, 452, 463, 466, 469)
-_NEW_USER = 0x10000000  # flag of clone
-_BY_FLAG = [("fcntl", 8), ("fcntl", 15), ("ioctl", 0x8901), ("ioctl", 0x8902)]  # F_SETOWN and its kin
-_BY_FLAG += [("ioctl", 0x40086602), ("ioctl", 0x401C5820)]  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
+_REFUSED_IF = (  # call, number of an argument, its mask and value
+    ("clone", 0, 0x10000000, 0x10000000),  # a new user namespace
+    ("mmap", 3, 0x21, 0x21),  # shared, without a file: memory that stays where no process has it, and counts nowhere
+    ("socketpair", 1, 2, 2),  # datagrams: they go to any address
+    ("fcntl", 1, 0xFFFFFFFF, 8),  # F_SETOWN and its kin have other processes signalled
+    ("fcntl", 1, 0xFFFFFFFF, 15),
+    ("ioctl", 1, 0xFFFFFFFF, 0x8901),
+    ("ioctl", 1, 0xFFFFFFFF, 0x8902),
+    ("ioctl", 1, 0xFFFFFFFF, 0x40086602),  # FS_IOC_SETFLAGS
+    ("ioctl", 1, 0xFFFFFFFF, 0x401C5820),  # FS_IOC_FSSETXATTR
+    ("open", 1, 0o1003, 0o1000),  # before Linux 6.2 Landlock lets who opens a file only to read empty it,
+    ("openat", 2, 0o1003, 0o1000),
+    ("open", 1, 3, 3),  # and who opens it neither to read nor to write
+    ("openat", 2, 3, 3),
+)
 _FIX = (
     "use Linux 5.13 or later with Landlock, or let the container make namespaces (docker run --cap-add=SYS_ADMIN "
     "--security-opt=seccomp=unconfined --security-opt=apparmor=unconfined), or serve the reward elsewhere "
-    "(docs/rewards.md), or, if you trust the programs, set rewards.functions.code.sandbox=limits_only"
+    "(docs/rewards.md); the reward code may run programs that you trust with rewards.functions.code.sandbox=limits_only"
 )
 
 
@@ -89,7 +99,7 @@ def run(code: str, stdin: str = "", timeout_s: float = 10.0, *, limits_only: boo
             limits += ["--nofile=256", "--core=0"]
             command = [*way(limits_only), *limits, *_PYTHON, "-c", source.decode()]
             process = subprocess.Popen(
-                kill_with_parent(command, MAX_PROCESSES, MAX_MIB, group=True),
+                kill_with_parent(command, MAX_PROCESSES, MAX_MIB),
                 stdin=given,
                 stdout=out,
                 stderr=err,
@@ -116,25 +126,21 @@ def _start_of(file: IO[bytes]) -> str:
 def way(limits_only: bool = False) -> list[str]:
     """Return the beginning of a command that contains a program, up to prlimit. Raise ConfigError if there is none.
 
-    `limits_only`: then drop what can be dropped.
+    `limits_only`: only drop the rights that can be dropped.
     """
     unshare = ["unshare", "-Urmpnui", "--kill-child", "sh", "-c", _ENTER, "sandbox"]
     drop = ["setpriv", "--inh-caps=-all", "--no-new-privs"]
-    limit = ["prlimit", f"--nproc={4 * MAX_PROCESSES}"]
     users = [drop]
     if os.geteuid() == 0:
         unshare[1] = "-mpnui"
         other = [*drop, "--reuid=65534", "--regid=65534", "--clear-groups"]
         users = [other, [*drop, "--bounding-set=-all"]]  # where root alone can read Python, root without its rights
-    try:
-        namespaces = [*unshare, *users[0], "--bounding-set=-all", *_confine(_REFUSED), *limit]
-        alone = _confine(_REFUSED + _REFUSED_ALONE, _SEEN)
-        return _first(namespaces, *([*user, *alone, "prlimit"] for user in users))
-    except ConfigError as error:
-        if not limits_only:
-            raise
-        logging.getLogger("hocket").warning("programs of the model run with limits alone: %s", error)
-    return _first(*([*user, "env", "-i", "prlimit"] for user in [*users, []]))
+    if limits_only:
+        return _first(*([*user, "env", "-i", "prlimit"] for user in [*users, []]))
+    namespaces = [*unshare, *users[0], "--bounding-set=-all", *_confine(_REFUSED)]
+    alone = _confine(_REFUSED + _REFUSED_ALONE, _SEEN)
+    first = [*namespaces, "prlimit", f"--nproc={4 * MAX_PROCESSES}"]
+    return _first(first, *([*user, *alone, "prlimit"] for user in users))
 
 
 def _first(*ways: list[str]) -> list[str]:
@@ -160,17 +166,14 @@ def _confine(refused: str, seen: Sequence[str] = ()) -> list[str]:
     no = seccomp.ERRNO(errno.EPERM)
     for call in [*refused.split(), *_LATER]:
         rules.add_rule(no, call)
-    for call, flag in _BY_FLAG:
-        rules.add_rule(no, call, seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, flag))
-    # Memory that is shared without a file stays when who filled it has ended, and then counts nowhere.
-    rules.add_rule(no, "mmap", seccomp.Arg(3, seccomp.MASKED_EQ, 0x21, 0x21))
-    rules.add_rule(no, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NEW_USER, _NEW_USER))
+    for call, argument, mask, value in _REFUSED_IF:
+        rules.add_rule(no, call, seccomp.Arg(argument, seccomp.MASKED_EQ, mask, value))
     rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags can't be seen; libraries then take clone
     rules.add_rule(no, "prlimit64", seccomp.Arg(0, seccomp.NE, 0))  # limits of another process
-    rules.add_rule(no, "socketpair", seccomp.Arg(1, seccomp.MASKED_EQ, 2, 2))  # datagrams: they go to any address
     with TemporaryFile() as file:
         rules.export_bpf(file)
         file.seek(0)
         code = file.read().hex()
     number = str(seccomp.resolve_syscall(seccomp.Arch.NATIVE, "seccomp"))
-    return [*_PYTHON, "-S", "-c", Path(confine.__file__).read_text("utf-8"), number, code, ":".join(seen)]
+    program = Path(__file__).with_name("confine.py").read_text("utf-8")
+    return [*_PYTHON, "-S", "-c", program, number, code, ":".join(seen)]

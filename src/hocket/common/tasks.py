@@ -54,16 +54,12 @@ def _close(runner: asyncio.Runner) -> None:
         tasks = asyncio.all_tasks(loop)
         for task in tasks:
             task.cancel()
-        runner.run(_end(tasks))
-
-
-async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    try:
-        if tasks:
-            await asyncio.wait(tasks, timeout=END_S)
-    finally:
-        for task in tasks:
-            leave_behind(task)
+        try:
+            if tasks:
+                runner.run(asyncio.wait(tasks, timeout=END_S))
+        finally:
+            for task in tasks:
+                leave_behind(task)
 
 
 def leave_behind(task: asyncio.Task[Any]) -> None:

@@ -104,7 +104,6 @@ class RewardCalls:
         self._timeout_s = config.timeout_s
         self._may_fail = config.max_error_rate == 1
         self._late = dict.fromkeys(self.specs, MOST_LATE - FIRST_LATE)  # calls in a row
-        self._patience_s = dict.fromkeys(self.specs, PATIENCE_S)
         self._news = dict.fromkeys(self.specs, 0.0)  # when a call ended, or this was said
         workers = Workers([one for one in self.rewards.values() if one.runs == "worker"])
         self._workers = workers.by_thread
@@ -129,7 +128,7 @@ class RewardCalls:
 
     async def ask(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
         reward = self.rewards[name]
-        silence = asyncio.get_running_loop().call_later(self._patience_s[name], self._tell_silence, name)
+        silence = asyncio.get_running_loop().call_later(PATIENCE_S, self._tell_silence, name)
         late = 0
         try:
             arguments = reward.arguments(rollouts)
@@ -149,13 +148,10 @@ class RewardCalls:
             self._news[name] = time.monotonic()
 
     def _tell_silence(self, name: str) -> None:
-        """Say that no call of a reward ends, next time after twice as long."""
-        seconds = self._patience_s[name]
         now = time.monotonic()
-        if now - self._news[name] >= seconds:
-            self._patience_s[name] *= 2
+        if now - self._news[name] >= PATIENCE_S:
             self._news[name] = now
-            logger.warning("reward %r: no call has ended for %g s; its deadline is its timeout_s", name, seconds)
+            logger.warning("reward %r: no call has ended for %g s; its deadline is its timeout_s", name, PATIENCE_S)
 
     def _runner(self, reward: Reward) -> Runner:
         if reward.runs == "async":

@@ -102,12 +102,12 @@ class Guard:
                 self._require_token(scope["path"], Headers(scope=scope), self._token)
             if is_free:  # nobody waits for a body of anybody
                 return await self.app(scope, receive, send)
-            scope.setdefault("state", {})[ADMITTED] = True
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
                 for check in self.checks:
                     await check(scope["path"], body)
                 receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
+            scope.setdefault("state", {})[ADMITTED] = True
             await self.app(scope, receive, send)
         except ClientDisconnect:
             pass
