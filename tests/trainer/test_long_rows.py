@@ -23,12 +23,11 @@ def test_tiles_and_copies_on_the_cpu_change_no_step(
         def __init__(self) -> None:
             super().__init__(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)
 
-    monkeypatch.setattr(long_rows, "kept_on_cpu", Watched)
+    monkeypatch.setattr("hocket.trainer.policy.kept_on_cpu", Watched)
     path = request.getfixturevalue(model)
     samples = make_groups(path, prompt=9)
     found: list[Any] = []
     for how in ("true", "long"):
-        monkeypatch.setattr("hocket.trainer.policy.kept_on_cpu", Watched)
         with make_trainer(ranks, path, f"trainer.gradient_checkpointing={how}") as trainer:
             stats = trainer.step(measured(trainer, samples))
             found.append((stats["train/loss"], stats["train/grad_norm"], weights_of(trainer), gap_of(trainer, samples)))
@@ -40,16 +39,20 @@ def test_tiles_and_copies_on_the_cpu_change_no_step(
     assert len(kept) > 2
 
 
-def test_an_mlp_sees_no_more_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scores", [False, True])
+def test_an_mlp_sees_no_more_than_a_tile(scores: bool) -> None:
     seen = list[int]()
 
-    def forward(hidden: Tensor) -> Tensor:
+    def forward(hidden: Tensor) -> Any:
         seen.append(hidden.shape[1])
-        return 2 * hidden
+        return (2 * hidden, 3 * hidden[0]) if scores else 2 * hidden
 
-    tiled: Callable[[Tensor], Tensor] = long_rows._in_tiles(forward)
+    tiled: Callable[[Tensor], Any] = long_rows._in_tiles(forward)
     hidden = torch.randn(1, 10_000, 1, requires_grad=True)
     result = tiled(hidden)
+    if scores:
+        result, others = result
+        torch.testing.assert_close(others, 3 * hidden[0])
     torch.testing.assert_close(result, 2 * hidden)
     assert seen == [4096, 4096, 1808]
     result.sum().backward()

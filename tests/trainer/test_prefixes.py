@@ -57,6 +57,10 @@ def test_beginnings_too_short_are_not_shared() -> None:
     samples = group((1, 2), (3, 4), prompt=BEGIN[:7]) + group((1, 2), (3, 4), prompt=BEGIN[:8])
     [[batch]] = pack(samples, share=True)
     assert batch.segments.starts == (0, 0, 0, 8)
+    # Nor are they for a small part of the sequence, whose keys would all be copied.
+    long = tuple(range(100, 400))
+    [[batch]] = pack(group((1, *long), (2, *long[:100]), (3, *long)), share=True)
+    assert batch.segments.starts == (0, 12, 0)
 
 
 def trees(count: int, seed: int) -> list[TrainSample]:
@@ -120,7 +124,7 @@ def test_numbers_and_gradients_are_those_of_packing(architecture: str, kind: typ
 
 
 def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "WORTH_SHARING", 1)
+    monkeypatch.setattr(prefixes, "is_worth_sharing", lambda common, length: common > 0)
     samples = trees(30, 7)
     [[batch]] = pack(samples, share=True)
     beginnings = {s.sequence.token_ids[:n] for s in samples for n in range(1, len(s.sequence.token_ids))}

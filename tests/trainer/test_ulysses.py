@@ -1,46 +1,64 @@
-"""Rows that several ranks compute together: the steps of one rank, of every loss and ZeRO stage."""
+"""Rows that several ranks compute together; test_ranks.py trains on them."""
 
-import json
-from pathlib import Path
+import concurrent.futures
+import threading
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from tests.trainer import worker
-from tests.trainer.builders import make_trainer
-from tests.trainer.test_ranks import run_together
+import torch
+from tests.trainer.builders import CPU, make_trainer
+from torch import Tensor, nn
 
 from hocket.errors import ConfigError
+from hocket.trainer import ulysses
+from hocket.trainer.attention import Segments, attend
 from hocket.trainer.ranks import Ranks
-
-pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def splits(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    root = tmp_path_factory.mktemp("splits")
-    for size in (1, 2, 4):
-        run_together(size, root / str(size), [("splits", tied_model)])
-    return {size: root / str(size) / "splits-tied" for size in (1, 2, 4)}
+from hocket.trainer.ulysses import Split
 
 
-@pytest.mark.parametrize(("size", "parts"), [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("name", worker.SPLITS)
-def test_ranks_that_divide_rows_train_like_one_rank(splits: dict[int, Path], name: str, size: int, parts: int) -> None:
-    alone, folder = splits[1] / f"1 {name}", splits[size] / f"{parts} {name}"
-    expected, found = (json.loads((one / "found.json").read_text()) for one in (alone, folder))
-    for before, now in zip(expected["stats"], found["stats"], strict=True):
-        timed = ("tokens_per_s", "mfu", "time/", "positions_per_s", "micro_batches", "shared")
-        compared = {key: value for key, value in before.items() if not any(word in key for word in timed)}
-        assert {key: now[key] for key in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5, nan_ok=True)
-    assert found["gap"] == pytest.approx(expected["gap"], abs=1e-6)
-    file = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
-    weights, theirs = (load_file(one / file) for one in (alone, folder))
-    for key, tensor in weights.items():
-        gap = (theirs[key] - tensor).abs()
-        assert int((gap > 1e-5).sum()) < 5  # AdamW makes a step of rounding where a gradient is near 0
-        assert float(gap.max()) < 5e-4
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 2, 2), (4, 2, 4), (4, 1, 2), (6, 3, 2), (12, 4, 6)])
+def test_attention_of_ranks_is_that_of_one(
+    heads: int, key_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    barrier = threading.Barrier(size, timeout=60)
+    sent: dict[int, Tensor] = {}
+
+    def exchange(_: Tensor, parts: Tensor, group: int) -> Tensor:
+        """Stands for all_to_all among threads; the group is the rank's number."""
+        sent[group] = parts
+        barrier.wait()
+        received = torch.stack([sent[rank][group] for rank in range(size)])
+        barrier.wait()
+        return received
+
+    monkeypatch.setattr(ulysses, "all_to_all_single", exchange)
+    layout: Any = ((8, 10, 6), CPU, (0, 0, 4), torch.cat([torch.arange(18), torch.arange(4), torch.arange(18, 24)]))
+    query, key, value = (torch.randn(1, n, 24, 8, requires_grad=True) for n in (heads, key_heads, key_heads))
+    sinks = torch.randn(heads, requires_grad=True)
+
+    def attended(part: slice, segments: Segments) -> Tensor:
+        parts = (tensor[:, :, part] for tensor in (query, key, value))
+        return attend(nn.Module(), *parts, None, scaling=0.3, segments=segments, sliding_window=7, s_aux=sinks)[0]
+
+    def of_rank(rank: int) -> Tensor:
+        own = slice(rank * 24 // size, (rank + 1) * 24 // size)
+        return attended(own, Segments(*layout, Split(size, rank, group=rank)))
+
+    expected = attended(slice(None), Segments(*layout))
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        found = torch.cat(list(pool.map(of_rank, range(size))), dim=1)
+    torch.testing.assert_close(found, expected)
+    weights, inputs = torch.randn_like(expected), (query, key, value, sinks)
+    gradients = [torch.autograd.grad((result * weights).sum(), inputs) for result in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
-def test_parts_that_do_not_divide_the_ranks_are_refused(ranks: Ranks, tied_model: str) -> None:
+def test_parts_that_do_not_divide_the_ranks_or_the_heads_of_any_model_are_refused(
+    ranks: Ranks, tied_model: str
+) -> None:
     with pytest.raises(ConfigError, match="sequence_parallel=2 does not divide the 1 ranks: set a divisor"):
         make_trainer(ranks, tied_model, "trainer.sequence_parallel=2")
+    model = make_trainer(ranks, tied_model).policy.model
+    with pytest.raises(ConfigError, match=f"sequence_parallel=3 does not divide the 4 attention heads of {tied_model}"):
+        ulysses.check_heads(3, model)

@@ -36,7 +36,7 @@ from tests.trainer.builders import (
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
-from hocket.trainer import engine, flops, policy, ranks
+from hocket.trainer import engine, flops, long_rows, policy, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Objective
 from hocket.trainer.ranks import Ranks
@@ -71,6 +71,7 @@ MATRIX = {
     "ZeRO-3": "zero_stage=3",
     "ZeRO-3, smallest micro-batches, whole logits": "zero_stage=3 micro_batch_tokens=19",
     "ZeRO-3, offloaded, recomputed, reversed": "zero_stage=3 offload_optimizer=true gradient_checkpointing=true",
+    "ZeRO-3, MLPs in tiles": "zero_stage=3 gradient_checkpointing=long",
 }
 
 
@@ -256,13 +257,16 @@ SPLITS = {
 }
 
 
+SPLITS_OF_FOUR = ("2 sequence mask", "2 ZeRO-3", "4 ZeRO-3")
+
+
 def splits(model: str, output: Path, ranks: Ranks) -> None:
     """Two steps on groups with a common prompt, of rows that 1, 2 or 4 ranks compute together."""
-    cells = {
-        f"{size} {name}": (f"trainer.sequence_parallel={size}", *settings.split())
-        for name, settings in SPLITS.items()
-        for size in (2, 4)[: ranks.size // 2] or (1,)
-    }
+    names = SPLITS_OF_FOUR if ranks.size == 4 else [f"{ranks.size} {name}" for name in SPLITS]
+    cells = {}
+    for name in names:
+        size, _, cell = name.partition(" ")
+        cells[name] = (f"trainer.sequence_parallel={size}", *SPLITS[cell].split())
     for name, trainer in led(model, ranks, cells):
         groups = make_groups(model, prompt=9)
         stats = [trainer.step(measured(trainer, groups, returns=1.0), number=step) for step in range(2)]
@@ -349,6 +353,7 @@ def main(arguments: Sequence[str]) -> None:
         fail(*words)
         return
     policy.CHUNK_TOKENS = 4
+    long_rows.TILE = 2
     flops.peak_flops = lambda device, dtype: 1e11  # see conftest.py
     together = Ranks(timeout_s=60)
     for name, model in zip(words[::2], words[1::2], strict=True):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,35 @@ from transformers import AttentionInterface
 
 from hocket.errors import TrainerError
 
-if TYPE_CHECKING:
-    from hocket.trainer.ulysses import Split
-
 NAME = "hocket_segments"
 _ROUND = 32  # without a kernel, segments whose lengths round up alike go together
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPart:
+    """A rank's part of a row: here all of it (`ulysses.Split`: ranks divide it)."""
+
+    size: int = 1  # ranks that compute it together
+    number: int = 0  # of this part
+
+    def of_row(self, row_br: Tensor) -> Tensor:
+        """Return this rank's positions, of [1, row]."""
+        return row_br.chunk(self.size, dim=1)[self.number]
+
+    def by_heads(self, tensor_bhrd: Tensor) -> Tensor:
+        """Return all positions of this rank's heads, [row, heads, d], from all heads of its positions."""
+        return tensor_bhrd[0].transpose(0, 1)
+
+    def by_positions(self, tensor_rhd: Tensor) -> Tensor:
+        """Return all heads of this rank's positions, [1, row, heads, d], from all positions of its heads."""
+        return tensor_rhd[None]
+
+    def whole(self, column_bt: Tensor) -> Tensor:
+        """Return numbers of all positions, from one with 0 where others have theirs."""
+        return column_bt
+
+
+WHOLE = RowPart()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +57,7 @@ class Segments:
     device: torch.device
     starts: tuple[int, ...] = ()  # shared positions before each; (): none
     shared: Tensor | None = None  # places in the row of the positions that each segment sees, one segment after another
-    split: "Split | None" = None  # the ranks that divide the row
+    part: RowPart = WHOLE  # of the row
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
@@ -46,9 +70,10 @@ class Segments:
 
     @functools.cached_property
     def positions_br(self) -> Tensor:
-        """Places within sequences, [1, row]."""
+        """Places within sequences, [1, row], of this rank's part."""
         spans = zip(self.lengths, self.ends, strict=True)
-        return self._there(torch.cat([torch.arange(end - length, end) for length, end in spans])[None])
+        row_br = torch.cat([torch.arange(end - length, end) for length, end in spans])[None]
+        return self._there(self.part.of_row(row_br))
 
     @functools.cached_property
     def offsets(self) -> Tensor:
@@ -146,17 +171,15 @@ def attend(
     segments = segments or Segments((query.shape[2],), query.device)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    split = segments.split
-    if split is not None:
-        query, key, value = map(split.by_heads, (query, key, value))
-        s_aux = None if s_aux is None else split.of_heads(s_aux)
-    query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    part = segments.part
+    query_rhd, key_rhd, value_rhd = (part.by_heads(tensor).to(dtype) for tensor in (query, key, value))
+    s_aux = None if s_aux is None else s_aux.chunk(part.size)[part.number]
     window = segments.longest if sliding_window is None else min(sliding_window, segments.longest)
     if s_aux is None and has_kernel(query_rhd, key_rhd, value_rhd):
         result_rhd = _by_kernel(query_rhd, key_rhd, value_rhd, segments, scaling, window)
     else:
         result_rhd = _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window, s_aux)
-    return (result_rhd[None] if split is None else split.by_positions(result_rhd[None])), None
+    return part.by_positions(result_rhd), None
 
 
 def choose_kernel(device: torch.device) -> str:

@@ -21,9 +21,8 @@ from torch import Tensor
 from hocket.algorithm.losses import LossBatch
 from hocket.errors import TrainerError
 from hocket.trainer import prefixes
-from hocket.trainer.attention import Segments
-from hocket.trainer.prefixes import Order, Run, Size
-from hocket.trainer.ulysses import Split
+from hocket.trainer.attention import WHOLE, RowPart, Segments
+from hocket.trainer.prefixes import Run, Sizes
 from hocket.types import TokenSequence, TrainSample
 
 PIECES = (1, 2, 4, 8)  # least number of a rank's runs of samples
@@ -42,11 +41,10 @@ class TrainBatch(LossBatch):
     lengths: tuple[int, ...]  # of the sequences, along t
     witness_bt: Tensor  # True on sampled tokens of witnesses
     places: tuple[int, ...]  # of the sequences among the packed samples
-    split: Split | None  # how ranks divide the row
     max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
 
 
-Make = Callable[..., TrainBatch]  # builds a micro-batch, on any rank: (device, its Split of the row)
+Make = Callable[..., TrainBatch]  # builds a micro-batch, on any rank: (device, its part of the row)
 
 
 def num_positions(sample: TrainSample) -> int:
@@ -96,46 +94,45 @@ def divide(
     run similar ones at a time. One with fewer runs a masked position. `cost`: of a sequence by its positions.
     `key_share`: memory of a key and a value as a part of a position's: each sequence has copies of what it shares.
     """
+    order: Sequence[int] = range(len(samples))
+    if share:
+        order = prefixes.order([sample.sequence.token_ids for sample in samples])
+    samples = [samples[place] for place in order]
     lengths = list(map(num_positions, samples))
+    starts = prefixes.starts(list(map(_read, samples))) if share else [0] * len(samples)
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": len(trained) - trained.count(0)}
     nothing = (0.0, 0.0)
     blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(samples[0].columns, nothing))
-    read = [sample.sequence.token_ids[:-1] for sample in samples]
-    order = prefixes.order(read) if share else prefixes.unshared(len(samples))
-
-    def own_cost(place: int, start: int) -> float:
-        return cost(lengths[place]) - cost(start)
-
-    def room(place: int, start: int) -> float:
-        copies = lengths[place] if start else 0
-        return lengths[place] - start + key_share * copies
-
+    spans = list(zip(lengths, starts, strict=True))
+    costs = Sizes(list(map(cost, lengths)), [cost(length) - cost(start) for length, start in spans])
+    added = [length - start + key_share * length if start else length for length, start in spans]
     plans = []
-    for runs in _deal(order, own_cost, num_ranks):
-        rows = _fill(order, runs, room, micro_batch_tokens)
-        plans.append(sorted(rows, key=lambda row: -sum(cost(lengths[place]) for place in row)))
+    for runs in _deal(costs, num_ranks):
+        rows = _fill(Sizes(lengths, added), runs, micro_batch_tokens)
+        plans.append(sorted(rows, key=lambda row: -sum(costs.first[number] for number in row)))
     result: list[list[Make]] = [[] for _ in plans]
     for row_of_each in itertools.zip_longest(*plans, fillvalue=[]):
-        max_tokens = max(sum(trained[place] for place in row) for row in row_of_each)
+        max_tokens = max(sum(trained[number] for number in row) for row in row_of_each)
         for part, row in zip(result, row_of_each, strict=True):
-            places = tuple(order.in_order(row)) if share else tuple(row)
-            own = [samples[place] for place in places] or [blank]
+            numbers = sorted(row) if share else row
+            own = [samples[number] for number in numbers] or [blank]
+            places = tuple(order[number] for number in numbers)
             part.append(functools.partial(_build, own, places, share, {**counts, "max_tokens": max_tokens}))
     return result
 
 
-def _deal(order: Order, cost: Size, num_ranks: int) -> list[list[Run]]:
+def _deal(costs: Sizes, num_ranks: int) -> list[list[Run]]:
     """Return the runs of each rank: longer ones share more, shorter ones can be dealt more evenly."""
+    everything = range(len(costs.first))
     if num_ranks == 1:
-        return [order.runs(order.places, cost, math.inf)]
-    whole = order.size(order.places, cost)
+        return [costs.runs(everything, math.inf)]
     dealt = []
     for pieces in PIECES:
-        runs = order.runs(order.places, cost, whole / (pieces * num_ranks))
-        costs = [order.size(run, cost) for run in runs]
-        parts = balance(costs, num_ranks)
-        most = max(sum(costs[index] for index in part) for part in parts)
+        runs = costs.runs(everything, costs.of(everything) / (pieces * num_ranks))
+        sums = list(map(costs.of, runs))
+        parts = balance(sums, num_ranks)
+        most = max(sum(sums[index] for index in part) for part in parts)
         dealt.append((most, [[runs[index] for index in part] for part in parts]))
     return min(dealt, key=operator.itemgetter(0))[1]
 
@@ -146,48 +143,51 @@ def _build(
     share: bool,
     counts: Mapping[str, int],
     device: torch.device,
-    split: Split | None = None,
+    part: RowPart = WHOLE,
 ) -> TrainBatch:
-    parts = list(map(_arrays, samples))
+    own = list(map(_arrays, samples))
 
     def along(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([arrays[name][1:] for arrays in parts]))[None]
+        return torch.from_numpy(np.concatenate([arrays[name][1:] for arrays in own]))[None]
 
     def there(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    read = [arrays["token_ids"][:-1] for arrays in parts]
-    starts = [0, *(prefixes.in_common(*both) if share else 0 for both in itertools.pairwise(read))]
-    if split is not None:
-        read.append(split.padding(sum(map(len, read)) - sum(starts)))
-        starts.append(0)
+    read = list(map(_read, samples))
+    starts = prefixes.starts(read) if share else [0] * len(read)
+    size = sum(map(len, read)) - sum(starts)
+    read.append(np.zeros(-size % part.size, np.int64))  # parts have the same size
+    starts.append(0)
     rows = prefixes.places([len(ids) for ids in read], starts)
     added = [ids[start:] for ids, start in zip(read, starts, strict=True)]
     lengths = tuple(map(num_positions, samples))
     mask_bt = along("mask")
     trained_n = mask_bt[0].nonzero()[:, 0]
-    row_n = torch.from_numpy(np.concatenate(rows))[trained_n]
-    input_ids_br = torch.from_numpy(np.concatenate(added))[None]
-    if split is not None:
-        input_ids_br, trained_n, row_n = split.own(input_ids_br, trained_n, row_n)
+    input_ids_br = part.of_row(torch.from_numpy(np.concatenate(added))[None])
+    size = input_ids_br.shape[1]
+    row_n = torch.from_numpy(np.concatenate(rows))[trained_n] - part.number * size
+    is_here = (row_n >= 0) & (row_n < size)
     sample_bt = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))[None]
     return TrainBatch(
-        segments=prefixes.segments(rows, starts, device, split),
+        segments=prefixes.segments(rows, starts, device, part),
         input_ids_br=there(input_ids_br),
         target_ids_bt=there(along("token_ids")),
         mask_bt=there(mask_bt),
         rollout_logprobs_bt=there(along("rollout_logprobs")),
         advantages_bt=there(along("advantages")),
         columns={name: there(along(name)) for name in samples[0].columns},
-        trained_n=there(trained_n),
-        row_n=there(row_n),
+        trained_n=there(trained_n[is_here]),
+        row_n=there(row_n[is_here]),
         sample_bt=there(sample_bt),
         witness_bt=there(torch.tensor([sample.witness for sample in samples])[sample_bt] & mask_bt),
         lengths=lengths,
         places=places,
-        split=split,
         **counts,
     )
+
+
+def _read(sample: TrainSample) -> np.ndarray:
+    return np.array(sample.sequence.token_ids[:-1], np.int64)
 
 
 def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
@@ -221,17 +221,17 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _fill(order: Order, runs: Sequence[Run], size: Size, most: float) -> list[list[int]]:
-    """Return places in rows of at most `most`, by first-fit decreasing of what begins alike."""
-    parts = [part for run in runs for part in order.runs(run, size, most)]
-    sizes = [order.size(part, size) for part in parts]
+def _fill(sizes: Sizes, runs: Sequence[Run], most: float) -> list[list[int]]:
+    """Return sequences in rows of at most `most`, by first-fit decreasing of what begins alike."""
+    parts = [part for run in runs for part in sizes.runs(run, most)]
+    needs = list(map(sizes.of, parts))
     rows: list[list[int]] = []
     left: list[float] = []  # of each
-    for index in sorted(range(len(parts)), key=sizes.__getitem__, reverse=True):
-        chosen = next((i for i, free in enumerate(left) if free >= sizes[index]), len(left))
+    for index in sorted(range(len(parts)), key=needs.__getitem__, reverse=True):
+        chosen = next((i for i, free in enumerate(left) if free >= needs[index]), len(left))
         if chosen == len(left):
             rows.append([])
             left.append(most)
         rows[chosen] += parts[index]
-        left[chosen] -= sizes[index]
+        left[chosen] -= needs[index]
     return rows

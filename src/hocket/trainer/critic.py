@@ -38,7 +38,7 @@ class ValueModel(Policy):
         values_n1: Tensor = self.model.get_output_embeddings()(hidden_brh[0].index_select(0, batch.row_n))
         zeros_t = torch.zeros(batch.mask_bt.numel(), device=values_n1.device)
         values_bt = zeros_t.index_copy(0, batch.trained_n, values_n1.squeeze(-1).float())[None]
-        return values_bt if batch.split is None else batch.split.whole(values_bt)
+        return batch.segments.part.whole(values_bt)
 
 
 def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:

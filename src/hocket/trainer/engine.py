@@ -125,6 +125,8 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
         "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,  # `step` does it there
         "steps_per_print": 10**9,
     }
+    if config.gradient_checkpointing == "long":  # ranks have rows, and so MLPs have tiles, of different numbers
+        zero["leaf_module"] = {"name_suffixes": ["mlp"]}  # whose weights are gathered once for all of them
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         values["zero_force_ds_cpu_optimizer"] = False  # it would be compiled; torch's AdamW runs there too

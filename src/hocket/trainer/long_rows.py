@@ -23,9 +23,10 @@ def _in_tiles(forward: Any) -> Any:
         if hidden_brh.shape[1] <= TILE:
             return forward(hidden_brh)
         tiles = [checkpoint(forward, tile, use_reentrant=False) for tile in torch.split(hidden_brh, TILE, dim=1)]
-        if not isinstance(tiles[0], Tensor):  # some experts return more
-            return forward(hidden_brh)
-        return torch.cat(tiles, dim=1)
+        if isinstance(tiles[0], Tensor):
+            return torch.cat(tiles, dim=1)
+        hidden, scores = zip(*tiles, strict=True)  # of some experts, with their router's of [positions, experts]
+        return torch.cat(hidden, dim=1), torch.cat(scores)
 
     return tiled
 

@@ -14,6 +14,7 @@ from torch import nn
 from hocket.common import machine
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
+from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.logprobs import CHUNK_TOKENS
@@ -21,7 +22,6 @@ from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
-from hocket.trainer.ulysses import Split
 from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
@@ -177,7 +177,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def fit_micro_batch(
-    learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int, split: Split | None = None
+    learners: Sequence[Learner], ranks: Ranks, part: RowPart = WHOLE, *, leaves: float, longest: int
 ) -> int:
     """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes of others.
 
@@ -185,10 +185,10 @@ def fit_micro_batch(
     """
     size = CHUNK_TOKENS
     for learner in learners:  # the first run allocates what libraries keep
-        rehearse(learner, size, ranks, longest, split)
+        rehearse(learner, size, ranks, longest, part)
     room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves)
     for _ in range(MAX_TRIES):
-        peak = max(_peak_bytes(learner, size, ranks, longest, split) for learner in learners)
+        peak = max(_peak_bytes(learner, size, ranks, longest, part) for learner in learners)
         fits = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak)))
         if size <= fits < WORTH_A_TRY * size:
             return size
@@ -201,7 +201,7 @@ def fit_micro_batch(
     )
 
 
-def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int, split: Split | None = None) -> None:
+def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int, part: RowPart = WHOLE) -> None:
     """Run made-up sequences with a gradient that is not finite: nothing changes."""
     samples = []
     for start in range(0, num_positions, longest):
@@ -209,16 +209,16 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int, s
         sequence = TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros)
         samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
     [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
-    learner.engine.backward(learner.loss(make(ranks.device, split)).loss * math.nan, last=True)
+    learner.engine.backward(learner.loss(make(ranks.device, part)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
         raise TrainerError("a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number")
 
 
-def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int, split: Split | None) -> int:
+def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int, part: RowPart) -> int:
     torch.cuda.synchronize(ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
     before = torch.cuda.memory_allocated(ranks.device)
-    rehearse(learner, num_positions, ranks, longest, split)
+    rehearse(learner, num_positions, ranks, longest, part)
     torch.cuda.synchronize(ranks.device)
     return torch.cuda.max_memory_allocated(ranks.device) - before
 

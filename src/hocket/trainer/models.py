@@ -94,9 +94,11 @@ class Models:
         model = self._config.model
         self.attention = attention.choose_kernel(device)
         self.estimate = memory.check(objective.models(model), settings, self.setup.dtype, self.ranks)
-        self.policy = self.load(model, Policy)
-        self.split = ulysses.split(settings.sequence_parallel, self.ranks, self.policy.model.config)
         self.ranks.copies = settings.sequence_parallel
+        self.part = attention.WHOLE
+        if settings.sequence_parallel > 1:
+            self.part = ulysses.split(settings.sequence_parallel, self.ranks)
+        self.policy = self.load(model, Policy)
         self.flops = flops.model_flops(skeleton(model))
         self.key_share = Shape.of(self.policy.model).key_share
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
@@ -129,7 +131,7 @@ class Models:
         """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
         algorithm = self._config.algorithm
         settings = self.setup.config
-        return kind(
+        loaded = kind(
             model,
             dtype=self.setup.parameter_dtype(),
             temperature=self._objective.temperature,
@@ -139,6 +141,8 @@ class Models:
             seed=settings.seed,
             loads=self.ranks.is_main or self.setup.stage < 3,
         )
+        ulysses.check_heads(settings.sequence_parallel, loaded.model)
+        return loaded
 
     def policy_logprobs(self, batch: TrainBatch) -> Tensor:
         logprobs_bt: Tensor = self.engine.forward(batch)[0]
@@ -163,7 +167,7 @@ class Models:
         )
         self.fitted_for = seed_of(used, leaves, self.ranks.size, torch.cuda.get_device_name(self.ranks.device))
         longest = tokenizers.context_length(config.model) - 1
-        return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest, split=self.split)
+        return memory.fit_micro_batch(self.learners, self.ranks, self.part, leaves=leaves, longest=longest)
 
     def run(self, work: Callable[..., Any], args: Sequence[Any], **own: Any) -> Any:
         """Run a method of this class as this rank's part of common work."""
@@ -193,7 +197,7 @@ class Models:
             ) from error
 
     def _built(self, share: Share) -> list[TrainBatch]:
-        batches = [make(self.ranks.device, self.split) for make in share]
+        batches = [make(self.ranks.device, self.part) for make in share]
         self._longest = max(batch.segments.longest for batch in batches)
         return batches
 

@@ -6,68 +6,61 @@ a row is these ends, one after another, and a sequence's places in it are those 
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hocket.trainer.attention import Segments
-from hocket.trainer.ulysses import Split
+from hocket.trainer.attention import RowPart, Segments
 
-WORTH_SHARING = 8  # positions: each sequence gets a copy of the keys that it shares
-Run = list[int]
-"""Places of sequences that begin alike, in order."""
-Size = Callable[[int, int], float]
-"""Size of a sequence's part from a position on: (its place, the position)."""
+Run = Sequence[int]
+"""Numbers of sequences, one after another in the order of tokens."""
 
 
-class Order(NamedTuple):
-    """Sequences by their places among all, in the order of their tokens."""
+class Sizes(NamedTuple):
+    """By sequence, in the order of tokens: its size alone, and that of what it adds to the one before."""
 
-    places: list[int]
-    starts: list[int]  # by place: positions that it shares with the one before
+    first: Sequence[float]
+    added: Sequence[float]
 
-    def in_order(self, places: Sequence[int]) -> Run:
-        rank = {place: number for number, place in enumerate(self.places)}
-        return sorted(places, key=rank.__getitem__)
+    def of(self, run: Run) -> float:
+        return self.first[run[0]] + sum(self.added[number] for number in run[1:])
 
-    def runs(self, places: Sequence[int], size: Size, most: float) -> list[Run]:
-        """Divide places that are in order into runs of at most `most`; a single sequence may be more."""
-        runs: list[Run] = []
+    def runs(self, run: Run, most: float) -> list[Run]:
+        """Divide a run, where nothing is saved or more than `most` would be together; one alone may be more."""
+        runs: list[list[int]] = []
         total = math.inf
-        for place in places:
-            total += size(place, self.starts[place])
-            if self.starts[place] == 0 or total > most:
+        for number in run:
+            total += self.added[number]
+            if self.added[number] >= self.first[number] or total > most:
                 runs.append([])
-                total = size(place, 0)
-            runs[-1].append(place)
-        return runs
-
-    def size(self, run: Sequence[int], size: Size) -> float:
-        """Return the size of places that are in order, where the first one shares nothing."""
-        return size(run[0], 0) + sum(size(place, self.starts[place]) for place in run[1:])
+                total = self.first[number]
+            runs[-1].append(number)
+        return list(runs)
 
 
-def unshared(number: int) -> Order:
-    return Order(list(range(number)), [0] * number)
+def order(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Return the places of sequences in the order of their tokens."""
+    return sorted(range(len(sequences)), key=lambda place: tuple(sequences[place]))
 
 
-def order(sequences: Sequence[Sequence[int]]) -> Order:
-    ids = [np.array(sequence, ">u4") for sequence in sequences]  # whose bytes are in the order of the numbers
-    places = sorted(range(len(ids)), key=lambda place: ids[place].tobytes())
-    starts = [0] * len(ids)
-    for before, place in itertools.pairwise(places):
-        starts[place] = in_common(ids[before], ids[place])
-    return Order(places, starts)
+def starts(sequences: Sequence[np.ndarray]) -> list[int]:
+    """Return how many positions each sequence begins like the one before."""
+    return [0, *(in_common(*both) for both in itertools.pairwise(sequences))]
 
 
 def in_common(before: np.ndarray, ids: np.ndarray) -> int:
-    """Return how many positions begin alike; 0 where they are too few."""
+    """Return how many positions of `ids` begin alike; 0 where they are too few."""
     least = min(len(before), len(ids))
     differing = np.flatnonzero(before[:least] != ids[:least])
     common = int(differing[0]) if len(differing) else least
-    return common if common >= WORTH_SHARING else 0
+    return common if is_worth_sharing(common, len(ids)) else 0
+
+
+def is_worth_sharing(common: int, length: int) -> bool:
+    """Judge the price: a copy of the keys and, on a CPU, attention of twice the cost, of the whole sequence."""
+    return common >= 8 and common * 16 >= length
 
 
 def places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
@@ -80,13 +73,11 @@ def places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
     return rows[1:]
 
 
-def segments(
-    rows: Sequence[np.ndarray], starts: Sequence[int], device: torch.device, split: Split | None = None
-) -> Segments:
+def segments(rows: Sequence[np.ndarray], starts: Sequence[int], device: torch.device, part: RowPart) -> Segments:
     """Return how `places` divide their row; a sequence that adds nothing to it has no segment."""
     adding = [(row, start) for row, start in zip(rows, starts, strict=True) if len(row) > start]
     lengths = tuple(len(row) - start for row, start in adding)
     if not any(starts):
-        return Segments(lengths, device, split=split)
+        return Segments(lengths, device, part=part)
     seen = torch.from_numpy(np.concatenate([row for row, _ in adding]))
-    return Segments(lengths, device, tuple(start for _, start in adding), seen, split)
+    return Segments(lengths, device, tuple(start for _, start in adding), seen, part)
