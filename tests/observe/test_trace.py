@@ -10,6 +10,7 @@ import pytest
 from hocket import config
 from hocket.common.tasks import LISTENERS, Span, note, timed
 from hocket.errors import ConfigError
+from hocket.observe.timeline import Timeline
 from hocket.observe.trace import Trace, events
 
 
@@ -38,11 +39,12 @@ def test_what_is_done_at_the_same_time_has_a_lane_of_its_own_and_parts_lie_withi
 
 def test_the_chosen_steps_are_written_by_the_clock_of_all_and_no_others(tmp_path: Path) -> None:
     chosen = config.load(None, ["observe.trace=2..3"]).observe
-    with Trace(tmp_path, chosen.traced) as trace:
+    with Timeline(tmp_path, lambda: 0) as timeline:
+        timeline.also.append(Trace(tmp_path, chosen.traced).step)
         for step in range(5):
             with timed({}, "time/step"):
                 note(f"{step}", time.perf_counter(), who="http://a")
-            trace.step(step, {})
+            timeline.step(step, {})
             assert (tmp_path / "trace.json").exists() == (step >= 2)
     assert not LISTENERS
     written: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

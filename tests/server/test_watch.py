@@ -178,6 +178,36 @@ def test_curves_move_alarms_appear_and_rollouts_are_found_without_a_reload(tab: 
         assert tab.events == []
 
 
+def test_a_prompt_opens_while_another_step_loads_and_what_the_server_refuses_is_said(
+    tab: Browser, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        play(tmp_path, step, f"of {step}")
+        record(tmp_path, step)
+    with serving(tmp_path) as url:
+        tab.open(url)
+        tab.wait(
+            "document.querySelector('input[type=number]').value == 2 && document.querySelector('.prompt') !== null"
+        )
+        tab.run("""opened = new Promise(resolve => { open_gate = resolve; });
+            real = fetch;
+            fetch = (path, more) => path.includes("group=") ? real(path, more) : opened.then(() => real(path, more))""")
+        tab.type("input[type=number]", "1")
+        tab.click(".prompt")
+        tab.wait("document.querySelectorAll('article').length == 2")
+        tab.run("open_gate()")
+        tab.run("ask('rollouts?run=0&name=step_000001').then(() => 1)")  # as long as the step's answer
+        assert "of 20" in tab.run("document.querySelector('article').innerText")
+        assert tab.run("document.querySelector('input[type=number]').value") == "2"
+        (tmp_path / "rollouts/step_000001.jsonl").write_text("{}\n")
+        tab.type("input[type=number]", "1")
+        tab.wait("document.querySelector('#link').innerText.includes('bring a damaged file back')")
+        (tmp_path / "config.yaml").write_text("a: [")
+        tab.open(f"{url}/?")
+        tab.wait("document.body.innerText.includes('ParserError')")
+        tab.events.clear()  # the refused requests
+
+
 def test_a_token_behind_the_hash_opens_the_page_and_without_it_the_page_says_so(tab: Browser, tmp_path: Path) -> None:
     record(tmp_path, 1)
     with serving(tmp_path, token="a secret token") as url:

@@ -294,6 +294,7 @@ def _export(args: argparse.Namespace) -> None:
     _option("--port", type=int, default=8090, help="default 8090, or another that is free"),
 )
 def _watch(args: argparse.Namespace) -> None:
+    os.nice(10)  # a run comes first, also while this imports for a second
     from hocket.server.watch import watch
 
     watch([*map(_run, args.RUN)], args.host, launch.free_port(args.host, args.port), config_module.Config().token)

@@ -192,7 +192,7 @@ def _run(
     folder.after_step.append(timeline.step)
     servers.on_change = timeline.note_servers
     if config.observe.trace is not None:
-        folder.after_step.append(stack.enter_context(Trace(folder.path, config.observe.traced)).step)
+        timeline.also.append(Trace(folder.path, config.observe.traced).step)
     publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}

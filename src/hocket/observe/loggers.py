@@ -76,7 +76,7 @@ def started(specs: Sequence[LoggerSpec], say: Say, **run: Any) -> list["InThread
 
 
 class InThread:
-    """A logger in a thread of its own, which is told of each record and never waited for, but for CLOSE_S at the end.
+    """A logger in a thread of its own, which gets each record and is never waited for, but for CLOSE_S at the end.
 
     What fails, or is left out as the logger is slow, is said once.
     """

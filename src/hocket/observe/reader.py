@@ -11,11 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
 from hocket.observe import browse, plugin_files
 from hocket.observe.metrics import alarms
-from hocket.observe.rows import METRICS, TIMELINE, read_text, reading
+from hocket.observe.rows import METRICS, TIMELINE, parsed, read_text, reading
 
 MAX_COLUMNS = 800  # of curves, at once: means of several steps each in a longer run
 SILENCE_S = 60.0  # after which an owner without a sign of life is gone
@@ -38,14 +36,14 @@ class Tail:
             return file.read(len(self._last)) != self._last
         return self._at > 0
 
-    def lines(self) -> Iterator[bytes]:
+    def lines(self) -> Iterator[str]:
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._at)
             for line in file:
                 if line.endswith(b"\n"):  # else it is being written
                     self._last = line
                     self._at += len(line)
-                    yield line
+                    yield line.decode(errors="replace")
 
 
 class RunReader:
@@ -65,7 +63,7 @@ class RunReader:
         self.newest: dict[str, float] = {}  # of each metric the newest value
         self.alarms: dict[str, dict[str, Any]] = {}  # by metric
         self.servers: dict[str, dict[str, Any]] = {}  # by URL
-        self._phases: deque[bytes] = deque(maxlen=NUM_PHASES)
+        self._phases: deque[str] = deque(maxlen=NUM_PHASES)
 
     def look(self) -> None:
         """Read what has come."""
@@ -73,17 +71,17 @@ class RunReader:
             self._restart()
         with reading(self.folder / METRICS):
             for line in self._metrics.lines():
-                record = _parsed(line)
-                if isinstance(record.get("step"), int):
-                    self._add(record)
+                for record in parsed(line):
+                    if isinstance(record.get("step"), int):
+                        self._add(record)
         with reading(self.folder / TIMELINE):
             for line in self._timeline.lines():
-                if b'"servers": [' not in line:
+                if '"servers": [' not in line:
                     self._phases.append(line)
                     continue
-                row = _parsed(line)
-                for server in row["servers"]:
-                    self._note(row["step"], server)
+                for row in parsed(line):
+                    for server in row["servers"]:
+                        self._note(row["step"], server)
 
     def _add(self, record: Mapping[str, Any]) -> None:
         known = {name: math.nan if value is None else float(value) for name, value in record.items()}
@@ -130,7 +128,7 @@ class RunReader:
             "summary": summary,
             "alarms": self.alarms,
             "servers": self.servers,
-            "phases": [*map(_parsed, self._phases)],
+            "phases": parsed("".join(self._phases)),
             "curves": self.curves(step + 1),
         }
 
@@ -146,14 +144,6 @@ class RunReader:
             **{name: [_mean(column[part]) for part in parts] for name, column in self.columns.items()},
             **{name: [_short(self.columns[name][part.stop - 1]) for part in parts] for name in TOTALS},
         }
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the object in a line of JSON; {} where it is none."""
-    with suppress(ValueError):
-        row = from_json(line)  # several times as fast as json
-        return row if isinstance(row, dict) else {}
-    return {}
 
 
 def _mean(values: Sequence[float]) -> float | None:

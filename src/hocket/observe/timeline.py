@@ -16,22 +16,21 @@ from typing import Any
 from hocket.common.tasks import LISTENERS, Span
 from hocket.observe.rows import TIMELINE, append
 
-SERVERS = {"time/batch": "generate", "time/eval": "eval"}
-TRAINER = {
-    "time/generate": "wait",  # for tokens
-    "time/reward": "reward",  # for scores alone
-    "time/turn": "turn",
-    "time/check": "check",
-    "time/measure": "measure",
-    "time/train": "train",
-    "time/sync": "sync",
-    "time/checkpoint": "checkpoint",
-}
-"""Span → name in the file."""
+TRAINER = "trainer"
+NAMES = {
+    "time/batch": ("servers", "generate"),
+    "time/eval": ("servers", "eval"),
+    "time/generate": (TRAINER, "wait"),  # for tokens
+    "time/reward": (TRAINER, "reward"),  # for scores alone
+} | {f"time/{name}": (TRAINER, name) for name in ("turn", "check", "measure", "train", "sync", "checkpoint")}
+"""Span → who and name in the file."""
 
 
 class Timeline(AbstractContextManager["Timeline"]):
-    """Writes the spans that it hears of. `last_step`: the last finished one; `servers`: what is known of each one."""
+    """Writes the spans that it hears of. `last_step`: the last finished one; `servers`: what is known of each one.
+
+    `also` get a step and all spans since the step before.
+    """
 
     def __init__(
         self,
@@ -42,6 +41,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         self._path = run_dir / TIMELINE
         self._last_step = last_step
         self._servers = servers
+        self.also: list[Callable[[int, Sequence[Span]], None]] = []
         self._spans: list[Span] = []
         LISTENERS.append(self._spans.append)
 
@@ -51,13 +51,14 @@ class Timeline(AbstractContextManager["Timeline"]):
         del self._spans[: len(spans)]  # and none that another thread adds meanwhile
         unix = time.time() - time.perf_counter()
         rows: list[dict[str, Any]] = []
-        for who, names in {"servers": SERVERS, "trainer": TRAINER}.items():
-            for span in spans:
-                if span.name in names:
-                    where = {"step": step, "name": names[span.name], "who": who}
-                    rows.append(where | {"start": round(unix + span.start, 6), "end": round(unix + span.end, 6)})
-        rows.sort(key=lambda row: row["start"])
+        for span in sorted(spans, key=lambda span: span.start):
+            if span.name in NAMES:
+                who, name = NAMES[span.name]
+                where = {"step": step, "name": name, "who": who}
+                rows.append(where | {"start": round(unix + span.start, 6), "end": round(unix + span.end, 6)})
         append(self._path, [*rows, *self._of_servers(step)])
+        for told in self.also:
+            told(step, spans)
 
     def note_servers(self) -> None:
         """Append what is known of the servers, within a step."""

@@ -2,37 +2,29 @@
 
 import json
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hocket.common.files import write_atomically
-from hocket.common.tasks import LISTENERS, Span
+from hocket.common.tasks import Span
 
 FILE = "trace.json"
 
 
-class Trace(AbstractContextManager["Trace"]):
+class Trace:
     """Keeps the spans of the chosen steps; each process is a row, with as many lanes as it does things at a time."""
 
     def __init__(self, run_dir: Path, steps: range) -> None:
         self._path = run_dir / FILE
         self._steps = steps
-        self._heard: list[Span] = []
         self._spans: list[Span] = []
-        LISTENERS.append(self._heard.append)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, spans: Sequence[Span]) -> None:
         """Write what is known so far, if the step is one of them."""
-        heard = self._heard[:]
-        del self._heard[: len(heard)]  # and none that another thread adds meanwhile
         if step in self._steps:
-            self._spans += heard
+            self._spans += spans
             write_atomically(self._path, json.dumps({"traceEvents": events(self._spans)}))
-
-    def __exit__(self, *exc_info: object) -> None:
-        LISTENERS.remove(self._heard.append)
 
 
 def events(spans: list[Span]) -> list[dict[str, Any]]:

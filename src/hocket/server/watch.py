@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -35,7 +34,6 @@ HEADERS = {
 
 def watch(folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    os.nice(10)  # a run comes first
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(bind(host, port, token, section="observe")) as sock:
         runs = [RunReader(folder) for folder in folders]
         _look(runs)  # a long run takes a second
