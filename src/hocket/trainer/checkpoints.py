@@ -107,9 +107,8 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, s
     line = f"going on from {saved.folder}"
     for key, (before, now) in config.changes(saved.config).items():
         if f"{key}.".startswith(_SAME):
-            advice = "set it as it was, or choose another run.dir"
-            what = f"can't go on from {saved.folder}: {key} was {before!r}, {now!r} is another run"
-            raise ConfigError(f"{what}; {advice}")
+            what = f"{key} was {before!r}, {now!r} is another run; set it as it was, or choose another run.dir"
+            raise ConfigError(f"can't go on from {saved.folder}: {what}")
         line += f"; {key} was {before!r} and is {now!r}"
     say(line)
     return saved
