@@ -5,8 +5,7 @@ import hashlib
 import hmac
 import re
 import resource
-from collections.abc import Awaitable, Callable, Coroutine
-from operator import attrgetter
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 import h11
@@ -26,7 +25,6 @@ CLIENT_CLOSED_REQUEST = 499
 HEAD_TIMEOUT_S = 20.0  # for request line and headers
 MAX_CONNECTIONS = 4096  # without an admitted request, of one address: a trainer has 512, its agents some of their own
 ADMITTED = "hocket_admitted"  # in the state of a request's scope
-UNKNOWN = ("", 0)  # address of a client that has left
 
 
 class Connection(H11Protocol):  # httptools, which some machines have, takes heads of any length
@@ -35,13 +33,13 @@ class Connection(H11Protocol):  # httptools, which some machines have, takes hea
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.begun = self.loop.time()
-        self.address: str = (self.client or UNKNOWN)[0]
+        self.address = self.client and self.client[0]  # None: it has left
         self._expect_head()
         most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        mine = [one for one in self.connections if isinstance(one, Connection) and one.address == self.address]
-        strangers = [one for one in mine if one.is_strange]
+        here: Collection[Any] = self.connections
+        strangers = [one for one in here if one.address == self.address and one.is_strange]
         if len(strangers) > most:
-            oldest = min(strangers, key=attrgetter("begun"))
+            oldest = min(strangers, key=lambda one: one.begun)
             self.connections.remove(oldest)
             oldest.transport.abort()
 
