@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 import uvicorn
 
 from browser import PATH, Browser, browser
+from hocket.cluster.launch import page_of, stop
+from hocket.config import ObserveConfig
 from hocket.observe.page import policy
 from hocket.observe.reader import RunReader
 from hocket.observe.rows import lines_of
 from hocket.server import watch
 from hocket.server.middleware import Guard
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from processes import ROOT, START_S, free_port
 
 HOSTILE = "<script>alert(1)</script></style>\x1b[31m\u202e" + "x" * (1 << 20)
 WITH_SELF = "'self'"
@@ -42,6 +46,12 @@ def play(folder: Path, step: int, *texts: str) -> None:
         scores = tuple(Score(total=float(i), parts={"even": 1.0 - i}) for i in range(2))
         groups.append(Group(id=f"g{number}", rollouts=rollouts, scores=scores))
     (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines_of(groups), encoding="utf-8")
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/").is_success
+    return False
 
 
 @contextlib.contextmanager
@@ -79,6 +89,22 @@ def test_every_answer_forbids_what_the_page_does_not_need_and_the_data_needs_the
         assert [row["completion"] for row in rows] == [f"{HOSTILE}0", f"{HOSTILE}1"]
         assert f'hocket_step{{run="{tmp_path.name}"}} 1.0' in http.get("/metrics").text.splitlines()
         assert http.get("/openapi.json").status_code == http.post("/data").status_code - 1 == 404
+
+
+def test_the_page_of_a_run_that_has_not_begun_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    port = free_port()
+    page = page_of(tmp_path / "run", ObserveConfig(port=port), None)
+    try:
+        until = time.monotonic() + START_S
+        while not answers(port):
+            assert page.poll() is None, page.last_words("the page")
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        told = httpx.get(f"http://127.0.0.1:{port}/data").json()
+    finally:
+        stop([page])
+    assert told["runs"][0]["state"] == "stopped"
 
 
 def test_a_page_of_another_site_gets_nothing(tmp_path: Path) -> None:

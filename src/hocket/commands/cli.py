@@ -297,7 +297,8 @@ def _watch(args: argparse.Namespace) -> None:
     os.nice(10)  # a run comes first, also while this imports for a second
     from hocket.server.watch import watch
 
-    watch([*map(_run, args.RUN)], args.host, launch.free_port(args.host, args.port), config_module.Config().token)
+    runs = [run if (run / "logs").exists() else _run(run) for run in args.RUN]  # a launch's begins later
+    watch(runs, args.host, launch.free_port(args.host, args.port), config_module.Config().token)
 
 
 def _run(folder: Path) -> Path:
