@@ -49,9 +49,9 @@ def as_score(returned: Any) -> Score:
             score = Score(total=returned)
         if score.error is not None:
             return no_score(score.error, score.note)
-        if len(score.parts) > MAX_PARTS:  # each becomes a metric
-            raise NoScoreError(f"returned {len(score.parts):,} parts, more than {MAX_PARTS:,}: name fewer")
         parts = {_plain(name): _number(value) for name, value in score.parts.items()}
+        if len(parts) > MAX_PARTS:  # each becomes a metric
+            raise NoScoreError(f"returned {len(parts):,} parts, more than {MAX_PARTS:,}: name fewer")
         return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
     except Exception as error:  # noqa: BLE001 - others of its group have their scores
         return failure(error)
