@@ -167,7 +167,7 @@ def bare(config: configs.Config) -> Step:
     loop = Loop(policy, config)
 
     def share(batch: TrainBatch) -> LossOutput:
-        logprobs, entropy = policy(batch)
+        logprobs, entropy, *_ = policy(batch)
         return loop.loss(logprobs, entropy, batch)
 
     def step(samples: Sequence[TrainSample]) -> None:
@@ -299,7 +299,7 @@ def logprob_step(num_tokens: int, vocabulary: int, in_chunks: bool) -> None:
     targets = torch.zeros(1, num_tokens, dtype=torch.long, device=DEVICE)
     if in_chunks:
         every = torch.arange(num_tokens, device=DEVICE)
-        logprobs, _ = token_logprobs(
+        logprobs, *_ = token_logprobs(
             hidden,
             head,
             targets,

@@ -49,7 +49,7 @@ class World:
         self.keep: list[Path] = []
         self.publishes: list[bool] = []  # each time that the trainer is held
         self.checked: list[list[int]] = []  # rollouts of each prompt, in each check
-        self.trained: list[list[int] | None] = []  # of these, which are trained
+        self.trains: list[bool | None] = []  # whether some of these are trained
         self.reference = reference  # its log-probs of every completion
         self.untrained = {1: "its update was not finite"}  # of the second group of each step
 
@@ -67,9 +67,9 @@ class World:
         self.publishes.append(publishes)
         yield {}
 
-    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]], trained: list[int] | None) -> dict[str, float]:
+    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> dict[str, float]:
         self.checked.append([len(rollouts) for rollouts in groups])
-        self.trained.append(trained)
+        self.trains.append(trains)
         if self.lie in {rollout.id for rollouts in groups for rollout in rollouts}:
             raise SyncError("a server lies")
         return {"sampling/logprob_gap": 0.25, "sync/max_gap": 0.5}
@@ -284,7 +284,7 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
     ]
     assert world.publishes == [False, True]  # in the first one rollouts are checked alone
     assert world.checked == [[2, 2], [2, 2]]  # with or without a signal
-    assert world.trained == [[], [0, 1]]
+    assert world.trains == [False, True]
     assert metrics[1]["rollout/zero_variance"] == 1.0
     assert "train/loss" not in metrics[1]
     assert summary["final_version"] == 6

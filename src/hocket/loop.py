@@ -117,8 +117,7 @@ class Run:
         metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.uses_pass_rates else "")
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
-            places = [place for place, one in enumerate(shaped) if one.reason is None]
-            metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], places)
+            metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], bool(groups))
             if groups:
                 metrics |= await self.train_policy(step, groups, metrics.get("sync/max_gap", math.inf))
             metrics |= self.publisher.check_step(metrics)

@@ -365,10 +365,3 @@ def test_witnesses_are_a_fair_draw_though_groups_are_trained_by_their_rewards() 
     assert of_trained > 0.2  # those whose group has a signal hold more of the rare answers
     mean, square, variance, _ = moments(settings("scale=tokens"))  # equal rewards are trained, too
     assert (mean, square, variance) == pytest.approx((0.0, 3 * 0.494387, 3 * 0.494387), abs=1e-5)
-
-
-@pytest.mark.parametrize("setting", ["mask_truncated=true", "reward_range=[.1,.9]"])
-def test_where_an_answer_decides_that_it_is_trained_there_are_no_witnesses(setting: str) -> None:
-    samples, _ = sampled([group("a", [0.0, 1.0, 0.0, 1.0])], settings(setting))
-    assert samples
-    assert not any(one.witness for one in samples)

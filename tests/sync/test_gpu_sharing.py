@@ -97,7 +97,8 @@ class Parts:
         prompts = [Prompt(id="c", token_ids=(1,))]
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
         run: Any = SimpleNamespace(config=self.config, console=console, check_server=lambda health: None)
-        self.publisher = hocket.commands.parts.Parts.publisher(run, ExitStack(), self.world, self.pool, prompts, [])
+        known: Any = (self.world, self.pool, prompts, SimpleNamespace(rewards={}), [])
+        self.publisher = hocket.commands.parts.Parts.publisher(run, ExitStack(), *known)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:

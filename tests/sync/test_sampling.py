@@ -1,13 +1,18 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hocket import config as config_module
+from hocket.client.pool import ServerPool
+from hocket.commands import parts
 from hocket.errors import SyncError
-from hocket.sync.sampling import SamplingCheck, certain_odds, contradiction, equal_pairs, farthest, sums_of
+from hocket.sync.sampling import SamplingCheck, certain_odds, contradiction, equal_pairs, farthest
 from hocket.types import Prompt, Rollout, TokenSequence, TrainSample
 
 PROMPT = Prompt(id="p", token_ids=(1,))
@@ -30,7 +35,7 @@ class World:
     """A trainer that measures `found` of all samples, and a proof whose bound is 3e-5."""
 
     def __init__(self, *found: float) -> None:
-        self.found = found or (10, 1e-6, 0, 1)
+        self.found = found or (10, 1e-6, 0, 1, 0)
         self.asked: list[TrainSample] = []
         self.failed: list[str] = []
         self.stops = True
@@ -74,18 +79,18 @@ def test_the_expected_number_of_equal_rollouts_is_right_on_average() -> None:
 def test_z_is_bernsteins_and_colder_the_share_of_the_temperature() -> None:
     # -9 / sqrt(9 + 9 * 3 / 3) where tokens surprise too little, 9 / sqrt(9 + 9 * 10 / 3) where they do too much
     cold, hot = ({"sampling/surprise": value, "sampling/variance": 9.0} for value in (-9.0, 9.0))
-    assert farthest([sums_of(cold)], 4) == {
+    assert farthest([cold], 4) == {
         "sampling/z": pytest.approx(-9 / math.sqrt(18)),
         "sampling/colder": pytest.approx(1.0),
         "sampling/greedy_odds": 0.0,
         "sampling/equal_z": 0.0,
     }
-    assert farthest([sums_of(hot)], 4)["sampling/z"] == pytest.approx(9 / math.sqrt(39))
+    assert farthest([hot], 4)["sampling/z"] == pytest.approx(9 / math.sqrt(39))
 
 
 def test_equal_z_counts_an_excess_of_equal_rollouts_alone() -> None:
     more, fewer = (
-        farthest([sums_of({"sampling/equal": equal, "sampling/equal_expected": 11 - equal})], 4)["sampling/equal_z"]
+        farthest([{"sampling/equal": equal, "sampling/equal_expected": 11 - equal}], 4)["sampling/equal_z"]
         for equal in (10.0, 1.0)
     )
     assert (more, fewer) == (pytest.approx(9 / math.sqrt(4 * (0.5 + 3))), 0)
@@ -111,45 +116,71 @@ def prompts(count: int, size: int = 4) -> list[list[Rollout]]:
     return [[rollout(index + 2, id_=f"step 1/{group}/{index}") for index in range(size)] for group in range(count)]
 
 
-async def test_by_lot_prompts_are_compared_that_training_does_not_compare_itself() -> None:
-    world = World(4, 8e-6, -1, 2)
-    metrics = await world.check().check(prompts(8), [])
-    assert len(world.asked) == 16  # half of eight prompts
+WITNESSES = {"sampling/surprise": -3.0, "sampling/variance": 4.0, "sampling/greedy": 5.0}  # as training has them
+
+
+@pytest.mark.parametrize(("fair", "stale", "counted"), [(True, [], -3), (False, [], -1), (True, [2], -1)])
+async def test_the_lot_counts_where_witnesses_are_no_fair_draw(fair: bool, stale: list[int], counted: float) -> None:
+    world = World(4, 8e-6, -1, 2, 0)
+    check = world.check(share=1.0, fair=fair)
+    metrics = await check.check([*prompts(8), [rollout(9, version=one, id_="step 1/8/0") for one in stale]], True)
+    assert {sample.sequence.version_min for sample in world.asked} <= {3}
     assert metrics["sampling/logprob_gap"] == pytest.approx(2e-6)
-    assert metrics["sync/max_gap"] == 3e-5
+    assert metrics.get("sync/max_gap") == (None if stale else 3e-5)
     assert metrics["time/check"] > 0
-    assert "sampling/surprise" not in metrics  # of prompts that are there since their rewards are equal: no fair draw
-    await world.check().check(prompts(8), range(8))
-    assert len(world.asked) == 16
-    for unsure in ({"whole": False}, {"fair": False}):
-        world.asked.clear()
-        check = world.check(**unsure)
-        await check.check(prompts(8), range(8))
-        assert len(world.asked) == 16
-        assert ("sampling/surprise" in check.check_step({})) is ("fair" in unsure)
+    assert check.check_step(WITNESSES)["sampling/surprise"] == counted
 
 
-async def test_a_lot_has_its_share_on_average_and_one_prompt_where_training_compares_none() -> None:
-    for trained, expected in (([0], 100), ([], 200)):
-        world = World()
-        for step in range(200):
-            groups = [[rollout(2, id_=f"step {step}/{place}/0")] for place in range(8)]
-            await world.check(share=0.0625).check(groups, trained)
-        assert abs(len(world.asked) - expected * (8 - len(trained)) / 8) <= (30 if trained else 0)
+async def test_where_all_rollouts_are_stale_only_answers_that_are_surely_greedy_count() -> None:
+    check = World().check()
+    await check.check([[rollout(9, version=2, p=0.6)]], True)
+    found = check.check_step(WITNESSES)
+    assert found["sampling/z"] == 0
+    assert found["sampling/greedy"] == certain_odds(rollout(9, p=0.6).sequences)
 
 
-async def test_where_a_rollout_is_stale_the_lot_has_the_others_of_all_prompts() -> None:
+@pytest.mark.parametrize(
+    ("setting", "of_group", "fair"),
+    [
+        ("algorithm.minibatches=2", False, True),
+        ("algorithm.mask_truncated=true", False, False),
+        ("algorithm.reward_range=[.1,.9]", False, False),
+        ("algorithm.minibatches=2", True, False),  # a reward of all answers has those before one depend on it
+    ],
+)
+def test_witnesses_are_a_fair_draw_where_answers_have_no_say_in_who_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, of_group: bool, fair: bool
+) -> None:
+    monkeypatch.setattr(parts.tokenizers, "end_ids", lambda path, tokenizer: ())
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", setting])
+    own: Any = SimpleNamespace(config=config, console=SimpleNamespace(say=print, alarmed=()), check_server=None)
+    own.tokenizer = SimpleNamespace(decode=decode)
+    calls: Any = SimpleNamespace(rewards={"one": SimpleNamespace(of_group=of_group)})
+    found = parts.Parts.publisher(own, ExitStack(), own, ServerPool(()), [PROMPT], calls, [])
+    assert found.check_step.__self__.fair is fair  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("trains", "fair", "least", "expected"), [(True, True, 0, 100), (False, True, 1, 200), (True, False, 1, 200)]
+)
+async def test_a_lot_has_its_share_on_average_and_one_prompt_where_training_is_no_check(
+    trains: bool, fair: bool, least: int, expected: int
+) -> None:
     world = World()
-    groups = [*prompts(1), [rollout(9, version=2, id_="step 1/1/0")]]
-    metrics = await world.check(share=1.0).check(groups, [0, 1])
-    assert [sample.sequence.version_min for sample in world.asked] == [3] * 4
-    assert "sync/max_gap" not in metrics
+    sizes = []
+    for step in range(200):
+        groups = [[rollout(2, id_=f"step {step}/{place}/0")] for place in range(8)]
+        world.asked.clear()
+        await world.check(share=0.0625, fair=fair).check(groups, trains)
+        sizes.append(len(world.asked))
+    assert (min(sizes), max(sizes)) == (least, 1)
+    assert abs(sum(sizes) - expected) <= 30
 
 
 async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -> None:
     before = {"sampling/surprise": -50.0, "sampling/variance": 1.0}
     groups = [[rollout(index, id_=f"eval 1/0/{index}") for index in range(4)]]
-    world = World(4, 8e-6, -9, 9)
+    world = World(4, 8e-6, -9, 9, 0)
     metrics = await world.check(history=[before]).check([*groups, []], None)
     assert len(world.asked) == 4
     assert metrics["sampling/z"] == pytest.approx(-9 / math.sqrt(18))
@@ -158,7 +189,7 @@ async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -
 async def test_a_version_that_was_never_published_fails_whoever_is_compared() -> None:
     world = World()
     with pytest.raises(SyncError, match="a server says that version 4 sampled a rollout, but 3 is the newest"):
-        await world.check(share=0.0).check([[rollout(5, version=4)]], [])
+        await world.check(share=0.0).check([[rollout(5, version=4)]], False)
 
 
 async def test_the_lot_depends_on_the_prompts_name_alone() -> None:
@@ -169,18 +200,18 @@ async def test_the_lot_depends_on_the_prompts_name_alone() -> None:
         numbered = [
             [dataclasses.replace(one, sequences=rollout(place).sequences)] for place, (one,) in enumerate(groups)
         ]
-        await world.check().check(numbered, [])
+        await world.check().check(numbered, False)
         chosen.append([sample.sequence.token_ids[1] for sample in world.asked])
     assert chosen[0] == chosen[1] != list(range(8))
 
 
 @pytest.mark.parametrize("gap", [3.1e-4, math.nan])
 async def test_a_gap_beyond_the_bound_fails_before_anything_is_trained(gap: float) -> None:
-    world = World(10, gap, 0, 1)
+    world = World(10, gap, 0, 1, 0)
     with pytest.raises(SyncError, match=r"mean \|Δ log-prob\| .* is more than 3e-05 .*Nothing was trained on them"):
-        await world.check().check([[rollout(5)]], [])
+        await world.check().check([[rollout(5)]], False)
     world.stops = False
-    assert (await world.check().check([[rollout(5)]], []))["sync/max_gap"] == 3e-5
+    assert (await world.check().check([[rollout(5)]], False))["sync/max_gap"] == 3e-5
     assert len(world.failed) == 2
 
 
@@ -195,7 +226,7 @@ def test_odds_of_greedy_answers_are_one_on_average_and_rise_with_them() -> None:
 async def test_an_answer_that_contradicts_its_tokens_fails() -> None:
     world = World()
     with pytest.raises(SyncError, match="contradicts its tokens: no"):
-        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check([[rollout(5)]], [0])
+        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check([[rollout(5)]], True)
 
 
 def decode(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -26,7 +26,7 @@ def numbers_of(policy: Policy, count: int, device: str = "cpu") -> list[Tensor]:
     samples = [sample_of(rollout) for rollout in make_rollouts(count, longest=20, seed=count)]
     [[batch]] = pack(samples, torch.device(device))
     policy.zero_grad()
-    logprobs_bt, _ = policy(batch)
+    logprobs_bt, *_ = policy(batch)
     (logprobs_bt * torch.arange(logprobs_bt.numel(), device=device).sin()).sum().backward()
     return [logprobs_bt.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
 

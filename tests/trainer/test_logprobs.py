@@ -40,7 +40,7 @@ def test_values_and_gradients_equal_those_of_all_logits(
 
     options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "entropy_gradient": entropy_gradient}
     options["trained_n"] = mask.flatten().nonzero()[:, 0]
-    logprobs, entropy = found_by(hidden, head, targets, **options)
+    logprobs, entropy, *_ = found_by(hidden, head, targets, **options)
     torch.testing.assert_close(logprobs, expected)
     torch.testing.assert_close(entropy, expected_entropy)
     assert entropy.requires_grad == entropy_gradient
@@ -57,7 +57,7 @@ def test_the_variance_of_a_draws_log_prob_is_that_of_the_softmax_without_impossi
     logits = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]]).log().clamp_min(-1e4)
     targets = torch.zeros(1, 1, dtype=torch.long)
     with torch.no_grad():
-        _, entropy, variance, highest = found_by(logits, head, targets, draw=True)
+        _, entropy, variance, highest = found_by(logits, head, targets)
     log2 = torch.tensor(2.0).log()
     found = entropy[0, 0], variance[0, 0], highest[0, 0]
     torch.testing.assert_close(found, (1.5 * log2, 0.25 * log2**2, -log2))
@@ -70,7 +70,7 @@ def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backwa
         hidden, targets = torch.randn(1, tokens, 4, requires_grad=True), torch.zeros(1, tokens, dtype=torch.long)
 
         def work(hidden: torch.Tensor = hidden, targets: torch.Tensor = targets) -> None:
-            logprobs, _ = found_by(hidden, head, targets, temperature=0.7, chunk_tokens=32)
+            logprobs, *_ = found_by(hidden, head, targets, temperature=0.7, chunk_tokens=32)
             logprobs.sum().backward()
 
         peaks.append(peak_bytes(work))
@@ -89,7 +89,7 @@ def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> 
     head.register_forward_hook(count)
     for masked in (mask, torch.zeros_like(mask)):
         calls, trained_n = 0, masked.flatten().nonzero()[:, 0]
-        logprobs, _ = found_by(hidden, head, targets, trained_n=trained_n, max_tokens=33)
+        logprobs, *_ = found_by(hidden, head, targets, trained_n=trained_n, max_tokens=33)
         assert calls == 5  # ⌈33 / 7⌉
         logprobs.sum().backward()
         assert calls == 10  # and again in the backward pass
@@ -98,6 +98,6 @@ def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> 
 
 def test_an_impossible_token_gives_minus_infinity_but_a_finite_entropy() -> None:
     logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
-    logprobs, entropy = found_by(logits, torch.nn.Identity(), torch.tensor([[2]]))
+    logprobs, entropy, *_ = found_by(logits, torch.nn.Identity(), torch.tensor([[2]]))
     assert logprobs.item() == -torch.inf
     assert entropy.item() == pytest.approx(torch.tensor(2.0).log().item())

@@ -39,7 +39,7 @@ def loss_and_gradient(
     total = 0.0
     for batches in pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks):
         for batch in batches:
-            output = policy_loss(*policy(batch), batch, config)
+            output = policy_loss(*policy(batch)[:2], batch, config)
             output.loss.backward()
             total += output.loss.item()
     return total, [p.grad.clone() for p in policy.parameters() if p.grad is not None]
@@ -85,7 +85,7 @@ def test_a_float32_head_computes_logits_in_float32_whatever_the_dtype(
         logits = hidden.double() @ policy.model.lm_head.weight.double().T / 0.7
         expected = logits.log_softmax(-1).gather(-1, batch.target_ids_bt[..., None]).squeeze(-1)
         with torch.autocast("cpu", torch.bfloat16, enabled=exact):  # ZeRO-0 computes so; the head stays out of it
-            logprobs, _ = policy(batch)
+            logprobs, *_ = policy(batch)
         found[exact] = (logprobs - expected)[batch.mask_bt].abs().max().item()
         logprobs.sum().backward()
         assert policy.model.lm_head.weight.grad.dtype == torch.bfloat16
@@ -156,5 +156,5 @@ def test_from_a_batch_to_its_gradient_nothing_waits_for_the_device(
     device = torch.device("meta")
     policy = make_policy(tied_model).to(device)
     [[batch, *_]] = pack(samples, device, micro_batch_tokens=100)
-    policy_loss(*policy(batch), batch, preset_loss(preset)).loss.backward()
+    policy_loss(*policy(batch)[:2], batch, preset_loss(preset)).loss.backward()
     assert all(p.grad is not None and p.grad.device == device for p in policy.parameters())

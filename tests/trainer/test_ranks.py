@@ -229,6 +229,7 @@ def test_two_ranks_train_the_adapter_of_one(runs: dict[int, Path]) -> None:
         ("main_dies", [-9, 1], 1, "TrainerError: rank 1 lost the other ranks while waiting for work from rank 0"),
         ("rank_is_full", [1, 1], 0, "stopped while doing the common update, for rank 1 failed: TrainerError: out of"),
         ("rank_waits_for_ever", [1, 1], 0, "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory"),
+        ("log_probs_differ", [1, 1], 0, "SyncError: the servers' log-probs of these rollouts are not the trainer's"),
     ],
 )
 def test_a_failure_ends_all_ranks_with_the_reason(

@@ -236,7 +236,8 @@ def test_the_surprise_of_samples_is_the_sum_over_their_sampled_tokens(trainer: T
         variance = (rows.exp() * (rows + entropy[:, None]) ** 2).sum(-1)
         gap = (own - torch.tensor(rollout.logprobs)[mask]).abs()
         expected += torch.stack([torch.tensor(len(own)), gap.sum(), (-own - entropy).sum(), variance.sum()])
-    found = trainer.surprise([sample_of(rollout, 0.0) for rollout in rollouts])
+    *found, greedy = trainer.surprise([sample_of(rollout, 0.0, witness=True) for rollout in rollouts])
+    assert greedy == 0
     assert found == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-3)
 
 

@@ -312,6 +312,8 @@ FAILURES: dict[str, dict[str, Callable[[], object]]] = {
     "rank_is_full": {"1": no_room},
     # likewise, while rank 0 is within a call that no lost connection ends, as those of NCCL may be
     "rank_waits_for_ever": {"0": hang, "1": no_room},
+    # before a step's optimiser, for what the ranks have together
+    "log_probs_differ": {},
 }
 """By scenario, what happens on which rank; there are no ranks for another scenario after it."""
 
@@ -326,10 +328,12 @@ def fail(scenario: str, model: str) -> None:
     def deadly(logprobs_bt: torch.Tensor, entropy_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
         if next(micro_batches) == 2 and not between:
             happen()
-        return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={})
+        gap = torch.tensor(0.3 if os.environ["RANK"] == "1" else 0.0)  # of each micro-batch
+        return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={"logprob_gap": gap})
 
+    stage, max_gap = (3, 0.5) if scenario == "log_probs_differ" else (2, math.inf)
     timeout_s = 20 if cut_off or scenario == "rank_hangs" else 60
-    settings = ("trainer.micro_batch_tokens=20", f"sync.timeout_s={timeout_s / 6}", "trainer.zero_stage=2")
+    settings = ("trainer.micro_batch_tokens=20", f"sync.timeout_s={timeout_s / 6}", f"trainer.zero_stage={stage}")
     trainer = Trainer(make_config(model, *settings), objective=Objective(loss=deadly))
     if not trainer.is_main:
         if between:
@@ -338,7 +342,7 @@ def fail(scenario: str, model: str) -> None:
         return
     with trainer:
         for step in range(3):
-            trainer.step(make_samples(step))
+            trainer.step(make_samples(step), max_gap=max_gap)
             if between:
                 happen()
 

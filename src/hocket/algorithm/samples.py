@@ -53,7 +53,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
         if score.error is None:
             penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
-            sure = algorithm.draws_fairly and not (needs and are_equal(rewards))
+            sure = not (needs and are_equal(rewards))
             rewards.append(score.total - penalty)
             scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure))
     equal = are_equal(rewards)

@@ -288,6 +288,7 @@ class Parts:
         trainer: "Trainer",
         servers: ServerPool,
         prompts: Sequence[Prompt],
+        calls: RewardCalls,
         history: Sequence[Mapping[str, float | None]],
     ) -> Publisher:
         """Choose the weights' way and checks, by which the pool brings up servers."""
@@ -317,14 +318,10 @@ class Parts:
         )
         publisher.check = proof.check
         if config.sync.check_share and config.pipeline.replay is None:
-            check = SamplingCheck(
-                proof,
-                config.sync.check_share,
-                config.rollout.group_size,
-                history,
-                whole=config.algorithm.minibatches == 1,
-                fair=config.algorithm.draws_fairly,
-            )
+            check = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history)
+            # An answer's tokens have a say in whether it is trained, or in the rewards of those before it
+            of_group = any(reward.of_group for reward in calls.rewards.values())
+            check.fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)
             if config.env.name == "single_turn":  # others' turns end in other ways, too
                 ends = tokenizers.end_ids(config.model.path, self.tokenizer)
                 stop = config.rollout.stop

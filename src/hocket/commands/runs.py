@@ -193,7 +193,7 @@ def _run(
     servers.on_change = timeline.note_servers
     if config.observe.trace is not None:
         timeline.also.append(Trace(folder.path, config.observe.traced).step)
-    publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
+    publisher = parts.publisher(stack, trainer, servers, prompts, calls, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     last = 0

@@ -152,11 +152,6 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         """Most optimiser steps per step of the run."""
         return self.epochs * self.minibatches
 
-    @property
-    def draws_fairly(self) -> bool:
-        """Whether a rollout is trained, whatever it is, once others before it give its group a signal."""
-        return not self.mask_truncated and self.reward_range is None
-
     def loss(self, max_tokens: int) -> LossConfig:
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 

@@ -52,7 +52,7 @@ class SyncConfig(Section):
     max_logprob_gap: float | None = Field(None, gt=0)
     """Highest mean |Δ log-prob| in them. Default: dtype's."""
     check_share: float = Field(0.03125, ge=0, le=1)
-    """Share of prompts checked by lot, where training does not check them itself."""
+    """Share of prompts checked by lot, beside what training checks itself."""
     on_mismatch: Literal["stop", "warn"] = "stop"
     """What a check that fails does to the run."""
 

@@ -120,7 +120,7 @@ METRICS = (
     Metric("sampling/z", "surprise in standard errors, over the last part of the run where it is farthest from 0",
            low=-5, high=5, advice="tokens aren't drawn from what servers report: top_p, top_k, temperature, seeds"),
     Metric("sampling/colder", "−surprise / variance of that part: share by which the temperature is too low"),
-    Metric("sampling/greedy", "log of how much likelier the step's answers are if an eighth of them is greedy"),
+    Metric("sampling/greedy", "log of how much likelier these answers are if an eighth of them is greedy"),
     Metric("sampling/greedy_odds", "the same, over the last part of the run where it is largest",
            high=15, advice="some answers are greedy: look for what sets the temperature on servers"),
     Metric("sampling/equal", "pairs of a prompt's rollouts with equal tokens"),
@@ -160,10 +160,8 @@ SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions"
 """Metrics of an update that a step has the sum of, not the mean."""
 OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
 """Metrics that compare the engine with the policy before the step."""
-DRAWN = frozenset({"surprise", "variance", "greedy"})
-"""Metrics of the first update that become sampling/*."""
-HALF = math.log(0.5)  # a token whose log-prob is above is the likeliest
-ODDS = math.log(1 / 7)  # of an answer to be greedy, that sampling/greedy holds against none
+DRAWN = ("sampling/surprise", "sampling/variance", "sampling/greedy")
+"""Metrics of a step's first update."""
 ON_POLICY = {"train/logprob_gap", "train/mismatch_kl"}  # at most sync/max_gap, where no rollout is stale
 SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "train/ess", "staleness/over_bound"}  # then weights are checked
 
@@ -245,7 +243,9 @@ def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batc
             metrics[name] = sum(values)
         elif kind in OF_ENGINE:
             metrics[name] = _finite_mean(values, tokens) if by_batch else values[0]
-        elif kind not in DRAWN:
+        elif f"sampling/{kind}" in DRAWN:
+            metrics[f"sampling/{kind}"] = values[0]
+        else:
             metrics[name] = _finite_mean(values)
     if "train/importance_square" in metrics:
         square = metrics.pop("train/importance_square")

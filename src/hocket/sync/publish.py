@@ -8,7 +8,7 @@ fails stops the run.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -21,8 +21,8 @@ from hocket.types import Metrics, Rollout, TrainerTurn
 
 Answer = ReloadResponse | HocketError  # a failure is a value: others go on
 Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]  # (servers, whether they have just come) → sync/*
-RolloutCheck = Callable[[Sequence[Sequence[Rollout]], Collection[int] | None], Awaitable[Metrics]]
-"""(rollouts of each prompt, places of prompts that are trained; None: an evaluation's) → sampling/*."""
+RolloutCheck = Callable[[Sequence[Sequence[Rollout]], bool | None], Awaitable[Metrics]]
+"""(rollouts of each prompt, whether some are trained; None: an evaluation's) → sampling/*."""
 
 
 class Delivery(NamedTuple):

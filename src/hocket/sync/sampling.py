@@ -2,7 +2,7 @@
 
 Of tokens drawn from p, the sum D of −log p(token) − H(p) has mean 0 and the variance V = Σ Var(log p), whatever came
 before each token. A colder draw has D < 0, and −D / V is about the share by which its temperature is lower. Training
-measures both on its way; what it does not train on is compared by lot.
+measures both on its way, of what it trains on; of all prompts, a lot is compared.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ import numpy as np
 
 from hocket.common.tasks import run_in_thread, timed
 from hocket.errors import differ
-from hocket.observe.metrics import HALF, ODDS
+from hocket.observe.metrics import DRAWN
 from hocket.sync.proof import Proof, as_samples
 from hocket.types import Metrics, Rollout, TokenSequence
 
 History = Sequence[Mapping[str, float | None]]
 """Metrics of the steps so far."""
-Sums = np.ndarray  # of SUMMED, over some steps
-SUMMED = ("surprise", "variance", "greedy", "equal", "equal_expected")
+SUMMED = (*DRAWN, "sampling/equal", "sampling/equal_expected")
 RARE = 10.0  # nats by which one token may surprise: p = 5e-5
 ENTROPY = 3.0  # nats by which one may surprise less than expected
 TINY = 1e-30  # a variance of 0, as a divisor
+LONGEST = 1024  # steps
 
 
 @dataclasses.dataclass
@@ -34,17 +34,16 @@ class SamplingCheck:
     """Compare rollouts with the trainer; those of stale weights are left out."""
 
     proof: Proof
-    share: float  # of prompts that are compared before the step, but for those that its update compares
+    share: float  # of prompts that are compared before the step
     group_size: int
     history: History
-    whole: bool = True  # the first update of a step trains on all of its prompts
-    fair: bool = True  # training measures what is a fair draw
+    fair: bool = True  # no answer has a say in whether it is a witness
     claim: Callable[[TokenSequence], str] = lambda sequence: ""  # what is wrong in what a server says of its tokens
-    _before: Metrics = dataclasses.field(default_factory=dict)  # sums to which training adds
-    _sums: list[Sums] = dataclasses.field(default_factory=lambda: [np.zeros(len(SUMMED))])  # of the first n steps
+    _lot: Metrics = dataclasses.field(default_factory=dict)  # counts in place of what training finds
+    _certain: float = 0.0  # odds of greedy answers, without those that training finds
 
-    async def check(self, groups: Sequence[Sequence[Rollout]], trained: Collection[int] | None) -> Metrics:
-        """Return sampling/* of each prompt's rollouts, before a step trains on the prompts at these places.
+    async def check(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+        """Return sampling/* of each prompt's rollouts, before a step that `trains` on some.
 
         None: of an evaluation, whose rollouts are all compared. With sync/max_gap where none is stale. Raise SyncError,
         or warn, where they fail.
@@ -58,42 +57,36 @@ class SamplingCheck:
                 self.proof.fail(f"a server says that version {said} sampled a rollout, but {newest} is the newest")
             bound = max((self.proof.bound(member.dtype) for member in self.proof.publisher.pool.up), default=math.inf)
             fresh = all(one.version_min == newest for one in answers)
-            compared = answers
-            if trained is not None:
+            claimed = compared = answers
+            if trains is not None:
                 lot = random.Random(groups[0][0].id if groups else "")
-                answers = sampled([[lot.choice(rollouts)] for rollouts in groups])
-                known = trained if self.whole and self.fair and fresh else ()
-                less = lot.random() if known else 0.0  # a lot may be empty where training compares others
-                places = lot.sample(range(len(groups)), math.ceil(self.share * len(groups) - less))
-                compared = sampled([groups[place] for place in places if place not in known])
-            if wrong := next(filter(None, map(self.claim, answers)), ""):
+                claimed = lot.sample(answers, min(len(groups), len(answers)))
+                less = lot.random() if trains and fresh and self.fair else 0.0  # training compares others
+                compared = sampled(lot.sample(groups, math.ceil(self.share * len(groups) - less)))
+            if wrong := next(filter(None, map(self.claim, claimed)), ""):
                 self.proof.fail(f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it")
-            witnesses = as_samples(one for one in compared if one.version_min == newest)
             metrics |= await run_in_thread(equal_pairs, groups)
-            self._before = {}
+            self._certain = await run_in_thread(certain_odds, answers)
             if fresh:
-                self._before["sampling/greedy"] = await run_in_thread(certain_odds, sampled(groups))
                 metrics["sync/max_gap"] = bound
-            if witnesses:
-                num_tokens, gap, surprise, variance = await run_in_thread(self.proof.trainer.surprise, witnesses)
+            samples = as_samples(one for one in compared if one.version_min == newest)
+            drawn: Metrics = {}
+            if samples:
+                num_tokens, gap, *values = await run_in_thread(self.proof.trainer.surprise, samples)
                 metrics["sampling/logprob_gap"] = gap / num_tokens
                 if not gap / num_tokens <= bound:
                     self.proof.fail(differ(gap / num_tokens, bound))
-                if trained is None or not self.fair:
-                    self._before |= {"sampling/surprise": surprise, "sampling/variance": variance}
-            if trained is None:
-                metrics |= self._before | farthest([sums_of(metrics | self._before)], self.group_size)
+                drawn = dict(zip(DRAWN, values, strict=True))
+            self._lot = {} if fresh and self.fair else dict.fromkeys(DRAWN, 0.0) | drawn
+            if trains is None:
+                metrics |= drawn | farthest([metrics | drawn], self.group_size)
         return metrics
 
     def check_step(self, metrics: Metrics) -> Metrics:
         """Return, after a step, how far draws are from what is expected."""
-        metrics = metrics | {name: value + metrics.get(name, 0.0) for name, value in self._before.items()}
-        for row in self.history[len(self._sums) - 1 :]:
-            self._sums.append(self._sums[-1] + sums_of(row))
-        steps = len(self._sums)
-        now = self._sums[-1] + sums_of(metrics)
-        parts = [now - self._sums[steps - 2**power] for power in range(steps.bit_length())]
-        return metrics | farthest(parts, self.group_size)
+        metrics = metrics | self._lot
+        metrics["sampling/greedy"] = metrics.get("sampling/greedy", 0.0) + self._certain
+        return metrics | farthest([*self.history[1 - LONGEST :], metrics], self.group_size)
 
 
 def sampled(groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
@@ -136,27 +129,23 @@ def equal_pairs(groups: Sequence[Sequence[Rollout]]) -> Metrics:
 def certain_odds(answers: Sequence[TokenSequence]) -> float:
     """Return the log of how much likelier these answers are if an eighth of them is greedy, or a number below it.
 
-    Σ log(7/8 + 1/8 · g); g is 1 / p(answer) where it is greedy, else 0, and its mean is 1. Each token of more than 1/2
-    is the likeliest; of other answers training adds what it finds.
+    Σ log(7/8 + 1/8 · g); g is 1 / p(answer) where it is greedy, else 0, and its mean is 1. A token of more than 1/2 is
+    the likeliest; of other answers the trainer adds what it finds.
     """
-    surprise = [-math.fsum(one.logprobs) if min(one.logprobs) > HALF else -math.inf for one in answers]
-    honest = -math.log1p(math.exp(ODDS))
-    return float(np.logaddexp(honest, np.array(surprise) + (honest + ODDS)).sum())
+    greedy = [-math.fsum(one.logprobs) for one in answers if min(one.logprobs) > math.log(0.5)]
+    return len(answers) * math.log(7 / 8) + float(np.logaddexp(0.0, np.array(greedy) - math.log(7)).sum())
 
 
-def sums_of(metrics: Mapping[str, float | None]) -> Sums:
-    """Return one step's."""
-    return np.array([metrics.get(f"sampling/{name}") or 0.0 for name in SUMMED])
-
-
-def farthest(parts: Sequence[Sums], group_size: int) -> Metrics:
+def farthest(rows: History, group_size: int) -> Metrics:
     """Return how far draws are from what is expected, in standard errors, in that part of the run where most.
 
     Parts are the last 1, 2, 4, ... steps: what begins late is not hidden by what came before. The errors are those of
     Bernstein's inequality, as one rare token, or one completion that all others equal, may be most of a sum.
     """
     found = {"sampling/z": 0.0, "sampling/colder": 0.0, "sampling/greedy_odds": 0.0, "sampling/equal_z": 0.0}
-    for surprise, variance, greedy, equal, expected in (part.tolist() for part in parts):
+    values = [[row.get(name) or 0.0 for name in SUMMED] for row in reversed(rows)]
+    sums = np.cumsum(values, axis=0)[[2**power - 1 for power in range(len(rows).bit_length())]]
+    for surprise, variance, greedy, equal, expected in sums.tolist():
         jump = RARE if surprise > 0 else ENTROPY
         z = surprise / math.sqrt(max(variance + abs(surprise) * jump / 3, TINY))
         if abs(z) > abs(found["sampling/z"]):

@@ -18,12 +18,11 @@ def token_logprobs(
     row_n: Tensor,
     max_tokens: int,
     entropy_gradient: bool = False,
-    draw: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
+    """Return log p(target), p's entropy, Var(log p) of a draw from p, and the highest log p, float32 [b, t] each.
 
-    With `draw` two more: the variance of the log-prob of a token that is drawn from the softmax, and the largest
-    log-prob. Logits exist for `chunk_tokens` positions at a time, and again in the backward pass.
+    p is softmax(lm_head(hidden) / temperature). Logits exist for `chunk_tokens` positions at a time, and again in the
+    backward pass.
 
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.
@@ -44,14 +43,12 @@ def token_logprobs(
             probs_cv = logprobs_cv.exp()
             entropies_cv = torch.special.entr(probs_cv, out=probs_cv)  # −p log p, 0 where p is
             entropy_c = entropies_cv.sum(dim=-1)
-            more: tuple[Tensor, ...] = ()
-            if draw:
-                squares_c = -entropies_cv.mul_(logprobs_cv).nansum(dim=-1)  # 0 · −inf where p is 0
-                more = squares_c - entropy_c.square(), logprobs_cv.amax(dim=-1)
+            squares_c = -entropies_cv.mul_(logprobs_cv).nansum(dim=-1)  # 0 · −inf where p is 0
+            others = squares_c - entropy_c.square(), logprobs_cv.amax(dim=-1)
         # Last: the backward pass computes again only what it needs.
         if entropy_gradient and torch.is_grad_enabled():
             entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(dim=-1)
-        return logprobs_c, entropy_c, *more
+        return logprobs_c, entropy_c, *others
 
     chunks = []
     for start in range(0, num_calls * chunk_tokens, chunk_tokens):

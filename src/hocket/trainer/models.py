@@ -153,7 +153,7 @@ class Models:
         return entropy_bt
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
-        logprobs_bt, entropy_bt, *others = self.engine.forward(batch, True)
+        logprobs_bt, entropy_bt, *others = self.engine.forward(batch)
         output = self._objective.loss(logprobs_bt, entropy_bt, batch)
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
         drawn = draw_sums(batch, logprobs_bt, entropy_bt, *others)
@@ -270,14 +270,14 @@ class Models:
 
     @torch.no_grad()
     def surprise(self, share: Share) -> list[float]:
-        """Return, summed over sampled tokens: 1, |trainer − engine log-prob|, −log p − H, Var(log p)."""
-        sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
+        """Return, summed over sampled tokens: 1, |trainer − engine log-prob|, and what `draw_sums` does."""
+        sums: list[Tensor] = []
         for batch in self._built(share):
-            logprobs_bt, entropy_bt, variance_bt, _ = self.engine.forward(batch, True)
-            gap_bt = (logprobs_bt - batch.rollout_logprobs_bt).abs()
-            columns = (batch.mask_bt, gap_bt, -logprobs_bt - entropy_bt, variance_bt)
-            sums += torch.stack([column_bt.sum(dtype=torch.float64) for column_bt in columns])
-        return self.ranks.total(sums.tolist())
+            columns = self.engine.forward(batch)
+            gap_bt = (columns[0] - batch.rollout_logprobs_bt).abs().double()
+            drawn = draw_sums(batch, *columns).values()
+            sums.append(torch.stack([batch.mask_bt.double().sum(), gap_bt.sum(), *drawn]))
+        return self.ranks.total(torch.stack(sums).sum(dim=0).tolist())
 
     def export(self) -> list[tuple[str, Tensor]]:
         """Return on rank 0 the trained weights, which ZeRO-3 copies to the CPU."""

@@ -102,7 +102,7 @@ class Policy(nn.Module):
             self.weights.write(folder, self.model, tokenizer, published, dtype)
         return specs.result()
 
-    def forward(self, batch: TrainBatch, draw: bool = False) -> tuple[Tensor, ...]:
+    def forward(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         """Return what `token_logprobs` does of the batch's targets; 0 where its mask is false."""
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments)
         columns = token_logprobs(
@@ -115,7 +115,6 @@ class Policy(nn.Module):
             row_n=batch.row_n,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
-            draw=draw,
         )
         return tuple(map(batch.segments.part.whole, columns))
 

@@ -15,7 +15,7 @@ from hocket.common.tasks import note, seed_of
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import TrainerError
-from hocket.observe.metrics import DRAWN, over_updates
+from hocket.observe.metrics import over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, weight_group
 from hocket.trainer import batching, flops, guards
 from hocket.trainer.engine import whole_shape
@@ -144,8 +144,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """Take one update for each mini-batch of step `number`; return the means of their metrics.
 
         One that is not finite is skipped, its samples written to `keep`; too many steps of these raise TrainerError.
-        `max_gap`: of the first one's log-probs, above which sync.on_mismatch=stop raises SyncError, before any update;
-        inf: they are no fresh draws.
+        `max_gap`: of the servers' log-probs, above which sync.on_mismatch=stop raises SyncError before any update.
         """
         batching.check_fits(samples, self.micro_batch_tokens)
         start = time.perf_counter()
@@ -175,8 +174,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         seconds = note("time/train", start)
         measured = over_updates(metrics, seconds, by_batch="old_logprobs" in self.models.columns)
         measured |= {"train/learning_rate": learning_rate, "time/train": seconds}
-        if max_gap < math.inf:
-            measured |= {f"sampling/{name}": metrics[0][f"train/{name}"] for name in DRAWN}
         if len(faults) == len(metrics):
             self._count_skipped(faults[-1], keep)
         elif measured["train/skipped"] < 1:  # else by too high a loss scale
