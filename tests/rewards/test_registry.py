@@ -21,7 +21,7 @@ from hocket.rewards import RetryError, RewardCalls, RewardScorer
 from hocket.rewards.base import bind
 from hocket.rewards.runners import clock, clocked
 from hocket.rewards.scorer import Workers
-from hocket.rewards.scores import as_score
+from hocket.rewards.scores import as_score, compose
 from hocket.types import Rollout, Score, TokenSequence
 from processes import wait_for
 
@@ -393,5 +393,6 @@ async def test_a_value_that_is_too_large_spoils_no_other_one_of_its_group(
 
 
 def test_a_score_has_no_endless_parts() -> None:
-    parts = {f"part {number}": 0.0 for number in range(1001)}
-    assert as_score(Score(total=1.0, parts=parts)).error == "returned 1,001 parts, more than 1,000: name fewer"
+    parts = {f"part {number}": 0.0 for number in range(1000)}
+    (score,) = compose({"mine": RewardSpec()}, {"mine": [Score(total=1.0, parts=parts)]})
+    assert score.error == "its rewards have 1,001 parts, more than 1,000: name fewer"

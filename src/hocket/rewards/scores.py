@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hocket.config import RewardSpec  # would take most of a worker's start
 
 MAX_TEXT = 2000  # characters of an error, a note or a part's name
-MAX_PARTS = 1000  # of a score
+MAX_PARTS = 1000  # of a rollout: each becomes a metric
 LARGEST = 1e30  # reward: the loss, a float32, ends at 3e38, and means of float64 at 1e308
 _EPS = 1e-6
 
@@ -50,8 +50,6 @@ def as_score(returned: Any) -> Score:
         if score.error is not None:
             return no_score(score.error, score.note)
         parts = {_plain(name): _number(value) for name, value in score.parts.items()}
-        if len(parts) > MAX_PARTS:  # each becomes a metric
-            raise NoScoreError(f"returned {len(parts):,} parts, more than {MAX_PARTS:,}: name fewer")
         return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
     except Exception as error:  # noqa: BLE001 - others of its group have their scores
         return failure(error)
@@ -120,6 +118,8 @@ def _whole(results: Mapping[str, Score], total: float) -> Score:
             continue
         parts[name] = result.total
         parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
+    if len(parts) > MAX_PARTS:
+        return no_score(f"its rewards have {len(parts):,} parts, more than {MAX_PARTS:,}: name fewer")
     note = _plain("\n".join(notes))
     if errors:
         return Score(total=math.nan, parts=parts, error=_plain("; ".join(errors)), note=note)

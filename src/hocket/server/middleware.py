@@ -28,7 +28,7 @@ ADMITTED = "hocket_admitted"  # in the state of a request's scope
 
 
 class Connection(H11Protocol):  # httptools, which some machines have, takes heads of any length
-    """Close what brings no whole head in time, and of too many from one address that nobody admitted the oldest."""
+    """Close connections whose head is late, and the oldest without an admitted request of too many from one address."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -98,7 +98,7 @@ class Guard:
                 self._require_own_page(Headers(scope=scope))
             elif not is_free:
                 self._require_token(scope["path"], Headers(scope=scope), self._token)
-            if is_free:  # nobody waits for a body of anybody
+            if is_free:  # its body is never read
                 return await self.app(scope, receive, send)
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
