@@ -47,6 +47,7 @@ def write_run(folder: Path, steps: int, rollouts: int) -> None:
     draw = random.Random(0)
     rest = json.dumps(ROW)[1:]
     (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"trainer: {{steps: {steps}}}\n")
     with (folder / "metrics.jsonl").open("w") as metrics, (folder / "timeline.jsonl").open("w") as timeline:
         for step in range(1, steps + 1):
             values = {name: abs(math.sin(step / 900)) + draw.random() / 5 for name in METRICS}

@@ -50,10 +50,9 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         a prompt's rollouts after # s
         single steps of a part of the curves after # s
         memory of the process that serves it, after 100 more steps: # MiB"""),
-    "peer": (WHOLE, f"{TINY} --without-trl --staleness 0 --prompts 2 --shapes 8/4/2 --steps 3",
-        """prompt/completion/group 8/4/2
-        *
-        hocket, k=0 # s a step, generate #, train #, # tokens/s of # a step, # s of processors, # GiB"""),
+    "peer": (WHOLE, f"{TINY} --without-trl --staleness 0 --prompts 2 --shapes 8/4/8 --steps 3",
+        """prompt/completion/group 8/4/8
+        hocket, k=0 # s a step, generate #, train #, # tokens/s of # a step, * s of processors, # GiB"""),
     "pipeline": (WHOLE, "--staleness 1 trainer.steps=6 rollout.prompts_per_step=2 rollout.group_size=2 "
         "eval.num_prompts=8", """k=1
         steps_per_s #

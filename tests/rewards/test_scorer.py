@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -227,6 +228,7 @@ async def test_a_reward_that_gives_no_result_is_said_while_it_is_waited_for_and_
     caplog: pytest.LogCaptureFixture,
     reward: str,
 ) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
     monkeypatch.setattr("hocket.rewards.scorer.PATIENCE_S", 0.1)
     monkeypatch.setattr("hocket.rewards.scorer.FIRST_LATE", 2)
     monkeypatch.setattr("hocket.rewards.scorer.MOST_LATE", 3)

@@ -87,7 +87,7 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
                     delivery = await disk.deliver(version, [http], compare=compare)
                     assert_serves(server, trainer, delivery, version)
                 assert statistics.mean(server.gaps(model=old)) > 0.05, "the step changed nothing that shows"
-                names.append({path.name[9:] for path in (server.root / FOLDER).iterdir()})
+                names.append({path.name[9:] for path in (server.root / f"{FOLDER}-1").iterdir()})
         # The version that it holds, which came twice for the comparison, and the one before.
         sent = [f"weights-v{first:06d}", f"deltas-v{first + 1:06d}", f"deltas-v{first + 2:06d}"]
         assert names == [{sent[0]}, {*sent[:2]}, {*sent[1:]}]
@@ -103,7 +103,7 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
         delivery = await disk.deliver(first + 3, [http])
         assert_serves(again, trainer, delivery, first + 3)
         assert "in full: " in trainer.said[0]
-        left = {path.name[9:] for path in (again.root / FOLDER).iterdir()}
+        left = {path.name[9:] for path in (again.root / f"{FOLDER}-1").iterdir()}
         assert left == {f"deltas-v{first + 3:06d}", f"weights-v{first + 3:06d}"}
         # Several mebibytes, which the server refuses to take: its words must arrive all the same.
         folder = tmp_path / "large"

@@ -318,16 +318,16 @@ class Parts:
         )
         publisher.check = proof.check
         if config.sync.check_share and config.pipeline.replay is None:
-            check = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history)
+            sampling = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history)
             # An answer's tokens have a say in whether it is trained, or in the rewards of those before it
             of_group = any(reward.of_group for reward in calls.rewards.values())
-            check.fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)
+            sampling.fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)
             if config.env.name == "single_turn":  # others' turns end in other ways, too
                 ends = tokenizers.end_ids(config.model.path, self.tokenizer)
                 stop = config.rollout.stop
-                check.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)
-            publisher.check_rollouts = check.check
-            publisher.check_step = check.check_step
+                sampling.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)
+            publisher.check_rollouts = sampling.check
+            publisher.check_step = sampling.check_step
         servers.bring_up = partial(publisher.bring_up, self.check_server)
         return publisher
 
