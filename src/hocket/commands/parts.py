@@ -318,10 +318,10 @@ class Parts:
         )
         publisher.check = proof.check
         if config.sync.check_share and config.pipeline.replay is None:
-            sampling = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history)
             # An answer's tokens have a say in whether it is trained, or in the rewards of those before it
             of_group = any(reward.of_group for reward in calls.rewards.values())
-            sampling.fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)
+            fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)
+            sampling = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history, fair=fair)
             if config.env.name == "single_turn":  # others' turns end in other ways, too
                 ends = tokenizers.end_ids(config.model.path, self.tokenizer)
                 stop = config.rollout.stop
