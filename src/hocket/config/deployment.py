@@ -51,7 +51,7 @@ class SyncConfig(Section):
     """Versions between proofs, besides the first two. 0 disables them."""
     max_logprob_gap: float | None = Field(None, gt=0)
     """Highest mean |Δ log-prob| in them. Default: dtype's."""
-    check_share: float = Field(0.03125, ge=0, le=1)
+    check_share: float = Field(0.015625, ge=0, le=1)
     """Share of prompts checked by lot, beside what training checks itself."""
     on_mismatch: Literal["stop", "warn"] = "stop"
     """What a check that fails does to the run."""
