@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from hocket.config import DataConfig
 from hocket.data.prompts import NO_TOKEN, Rendered, Renderer, check_messages, in_parts, opening_of, renderer_of
@@ -18,6 +18,7 @@ from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 
 Passage = tuple[str, str, list[int]]  # a text that is read, the turn behind it, and its end
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -28,45 +29,71 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[list[TokenSequence]]:
         samples = _samples(renderer, data, columns, end)
-        texts = [text for sample in samples for read, said, _ in sample for text in (read, read + said)]
-        return texts, functools.partial(_sequences, renderer, samples)
+        return texts_of(samples), functools.partial(sequences, renderer, samples)
 
-    sequences = list(itertools.chain.from_iterable(in_parts(data, render, renderer.encode_prompts)))
-    lengths = [len(sequence.mask) for sequence in sequences]
-    kept = [sequence for sequence in sequences if len(sequence.mask) <= max_length]
+    rows = list(itertools.chain.from_iterable(in_parts(data, render, renderer.encode_prompts)))
+    return fitting("demonstrations", rows, [len(row.mask) for row in rows], data, max_length)
+
+
+def texts_of(samples: Iterable[Sequence[Passage]]) -> list[str]:
+    """Return what `sequences` needs encoded."""
+    return [text for sample in samples for read, said, _ in sample for text in (read, read + said)]
+
+
+def fitting(what: str, rows: Sequence[T], lengths: Sequence[int], data: DataConfig, max_length: int) -> list[T]:
+    """Return the rows that are short enough, and say how many are not; raise DataError if none is."""
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
     too_long = f"more than {max_length} tokens, the model's context or model.max_length; the longest has {max(lengths)}"
     advice = "shorten them, or raise model.max_length, at most to the model's context"
     if not kept:
         raise DataError(f"all rows of {data.source} have {too_long}: {advice}")
     num = len(lengths) - len(kept)
     if num:
-        log.warning("left out %d of %d demonstrations with %s: %s", num, len(lengths), too_long, advice)
+        log.warning("left out %d of %d %s with %s: %s", num, len(lengths), what, too_long, advice)
     return kept
 
 
 def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int) -> list[list[Passage]]:
     whole = [name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)]
     if whole and data.response_column not in columns:
-        tools = columns.get("tools") or None
-        tools = _clean(json.loads(tools) if isinstance(tools, str) else tools)
-        return _conversation(renderer, _turns(columns[whole[0]], whole[0], data), tools, end)
+        otherwise = f", or name its column in {data.section}.response_column"
+        turns = turns_of(columns[whole[0]], whole[0], otherwise)
+        return conversation(renderer, turns, tools_of(columns), end)
     prompt, _ = renderer.prompt(columns)
     hint = f", or {data.section}.prompt_column to one of whole conversations{data.otherwise}"
     response = renderer.column(columns, "response_column", hint)
+    return [answered(prompt, response, data.response_column, end)]
+
+
+def tools_of(columns: Mapping[str, Any]) -> Any:
+    tools = columns.get("tools") or None
+    return _clean(json.loads(tools) if isinstance(tools, str) else tools)
+
+
+def text_of(response: Any) -> str:
+    """Return a text, or that of one message of the assistant, as in TRL's completions; "" for others."""
     match _clean(response):
-        case [{"role": "assistant", "content": text, **more}] if not more:  # as in TRL's prompts with completions
+        case [{"role": "assistant", "content": text, **more}] if not more:
             response = text
-    if not (isinstance(response, str) and response):
+    return response if isinstance(response, str) else ""
+
+
+def answered(prompt: str, response: Any, column: str, end: int) -> list[Passage]:
+    text = text_of(response)
+    if not text:
         wanted = "text or one message of the assistant (else join prompt and response as messages)"
-        raise ValueError(f"column {data.response_column!r} must be {wanted}, got {response!r:.80}")
-    return [[(prompt, _behind(opening_of(prompt), response, f"column {data.response_column!r}"), [end])]]
+        raise ValueError(f"column {column!r} must be {wanted}, got {_clean(response)!r:.80}")
+    return [(prompt, _behind(opening_of(prompt), text, f"column {column!r}"), [end])]
 
 
-def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, end: int) -> list[list[Passage]]:
+def conversation(
+    renderer: Renderer, messages: Sequence[Message], tools: Any, end: int, *, first: int = 0
+) -> list[list[Passage]]:
+    """Return samples that teach the assistant's turns from message `first` on."""
     samples = list[list[Passage]]()
     told = said = ""  # the last sample's text, and with what stands behind its last turn
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index < first:
             continue
         asked = renderer.render(messages[:index], tools=tools)
         whole = renderer.render(messages[: index + 1], tools=tools, add_generation_prompt=False)
@@ -91,12 +118,12 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
     return samples
 
 
-def _sequences(
+def sequences(
     renderer: Renderer, samples: Sequence[Sequence[Passage]], token_ids: Iterable[list[int]]
 ) -> list[TokenSequence]:
     """Encode each turn behind what is read before it: alone, it might begin with a space."""
     encoded = iter(token_ids)
-    sequences = []
+    found = []
     for sample in samples:
         ids = list[int]()
         mask = list[bool]()
@@ -112,8 +139,8 @@ def _sequences(
             mask += [False] * len(read) + [True] * len(taught)
         if all(mask):
             raise ValueError(NO_TOKEN)
-        sequences.append(TokenSequence(token_ids=tuple(ids), mask=tuple(mask), logprobs=(0.0,) * len(mask)))
-    return sequences
+        found.append(TokenSequence(token_ids=tuple(ids), mask=tuple(mask), logprobs=(0.0,) * len(mask)))
+    return found
 
 
 def _behind(opening: str, response: str, what: str) -> str:
@@ -126,14 +153,16 @@ def _behind(opening: str, response: str, what: str) -> str:
     return response
 
 
-def _turns(messages: Sequence[Any], column: str, data: DataConfig) -> list[Message]:
-    turns = [{"content": "", **_clean(one)} if isinstance(one, dict) and "role" in one else one for one in messages]
-    check_messages(turns, column)
+def turns_of(messages: Any, column: str, otherwise: str = "") -> list[Message]:
+    """Return the checked messages of a conversation that ends with the assistant's."""
+    given = messages if isinstance(messages, list) else []
+    turns = [{"content": "", **_clean(one)} if isinstance(one, dict) and "role" in one else one for one in given]
+    check_messages(turns or messages, column)
     if {"role": "assistant", "content": ""} in turns:
         raise ValueError(f"column {column!r} has an empty turn of the assistant: remove it")
     last = turns[-1]["role"]
     if last != "assistant":
-        advice = f"remove that, add the answer, or name its column in {data.section}.response_column"
+        advice = f"remove that, or add the answer{otherwise}"
         raise ValueError(f"column {column!r} ends with a message of {last!r}, which nothing answers: {advice}")
     return turns
 

@@ -1,0 +1,87 @@
+"""Turn preferences, TRL's columns prompt, chosen, rejected and maybe margin, into pairs of sequences.
+
+Where chosen and rejected are whole conversations, the prompt is the messages with which both begin. Of what is behind
+it, the turns of the assistant are taught.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hocket.config import DataConfig
+from hocket.data import demonstrations
+from hocket.data.prompts import Rendered, Renderer, in_parts, renderer_of
+from hocket.types import Message, TokenSequence
+
+SIDES = ("chosen", "rejected")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Two completions behind the same token ids."""
+
+    chosen: TokenSequence
+    rejected: TokenSequence
+    margin: float | None = None  # by which the chosen one is better
+
+
+def load_preferences(data: DataConfig, tokenizer: Any, max_length: int) -> list[Preference]:
+    renderer = renderer_of(data, tokenizer)
+    end = renderer.end_of_turn()
+
+    def render(_: str, columns: Mapping[str, Any]) -> Rendered[Preference]:
+        samples = _samples(renderer, data, columns, end)
+        margin = columns.get("margin")
+        if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
+            raise ValueError(f"column 'margin' must be a finite number, got {margin!r:.80}")
+
+        def pair(token_ids: list[list[int]]) -> Preference:
+            chosen, rejected = demonstrations.sequences(renderer, samples, token_ids)
+            if chosen.token_ids == rejected.token_ids:
+                raise ValueError("columns 'chosen' and 'rejected' are equal: no one prefers either; remove the row")
+            return Preference(chosen=chosen, rejected=rejected, margin=margin)
+
+        return demonstrations.texts_of(samples), pair
+
+    pairs = list(in_parts(data, render, renderer.encode_prompts))
+    lengths = [max(len(pair.chosen.mask), len(pair.rejected.mask)) for pair in pairs]
+    return demonstrations.fitting("pairs", pairs, lengths, data, max_length)
+
+
+def _samples(
+    renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int
+) -> list[list[demonstrations.Passage]]:
+    if not columns.keys() >= set(SIDES):
+        there = ", ".join(map(repr, columns))
+        raise ValueError(f"no columns 'chosen' and 'rejected', only {there}: rename two of them")
+    tools = demonstrations.tools_of(columns)
+    if not any(isinstance(columns[name], list) and not demonstrations.text_of(columns[name]) for name in SIDES):
+        asked, messages = renderer.prompt(columns)
+        if tools and messages:
+            asked = renderer.render(messages, tools=tools)
+        return [demonstrations.answered(asked, columns[name], name, end) for name in SIDES]
+    sides = [demonstrations.turns_of(columns[name], name) for name in SIDES]
+    chosen, rejected = sides
+    if isinstance(columns.get(data.prompt_column), list) or chosen[0]["role"] == "assistant":
+        _, prompt = renderer.prompt(columns)
+    else:
+        alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        first = [*alike[:-1], False].index(False)  # the last turn is no prompt
+        prompt = tuple(chosen[:first])
+        sides = [chosen[first:], rejected[first:]]
+    return [_taught(renderer, prompt or (), side, name, tools, end) for name, side in zip(SIDES, sides, strict=True)]
+
+
+def _taught(
+    renderer: Renderer, prompt: Sequence[Message], side: Sequence[Message], column: str, tools: Any, end: int
+) -> list[demonstrations.Passage]:
+    role = side[0]["role"]
+    if role != "assistant":
+        advice = "chosen and rejected must be alike up to an answer of the assistant"
+        raise ValueError(f"column {column!r} has a message of {role!r} behind the prompt: {advice}")
+    first, *others = demonstrations.conversation(renderer, [*prompt, *side], tools, end, first=len(prompt))
+    if others:
+        advice = "leave its last turn alone in it, with those before in the prompt"
+        raise ValueError(f"the chat template rewrites earlier turns of column {column!r}: {advice}")
+    return first
