@@ -19,7 +19,7 @@ COMMANDS = {
     "train": "start the GRPO trainer (DeepSpeed), which finds the server over HTTP; one process per GPU under torchrun",
     "rollout": "play and score trainer.steps batches without a trainer; train on them by pipeline.replay",
     "sft": "fine-tune on demonstrations: conversations (messages), or prompts with responses",
-    "select": "write the best rollouts of the run in folder RUN as demonstrations for sft (rejection sampling)",
+    "select": "write the best rollouts of the run in folder RUN as demonstrations (rejection sampling), or preferences",
     "generate": "ask a running server for completions",
     "eval": "measure held-out accuracy of a running server, or of model.path where none answers",
     "serve-reward": "serve the rewards of CONFIG over HTTP, for the reward http of a run elsewhere",

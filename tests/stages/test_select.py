@@ -1,4 +1,4 @@
-"""The best rollouts of a run become demonstrations."""
+"""The best rollouts of a run become demonstrations, best and worst preferences."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,9 @@ from transformers import AutoTokenizer
 
 from hocket.config import DataConfig, load, to_yaml
 from hocket.data.demonstrations import load_demonstrations
+from hocket.data.preferences import load_preferences
 from hocket.errors import ConfigError
-from hocket.stages.select import select
+from hocket.stages.select import select, select_pairs
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,7 @@ def recorded(number: int, prompt: str, reward: float | None, completion: str, **
     """A rollout as its run has recorded it."""
     chat = [{"role": "user", "content": f"Sort: {prompt}"}]
     row = {"prompt_id": prompt, "prompt": f"Sort: {prompt}", "messages": chat, "completion": completion}
+    row["group_id"] = f"step {number}/{prompt}"
     return {**row, "reward": reward, "finish_reason": "stop", "step": number, **more}
 
 
@@ -86,3 +88,48 @@ def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can
     agent = run_of(tmp_path / "agent", rows, *settings)
     with pytest.raises(ConfigError, match=r"of an agent's calls it has the tokens, not the messages"):
         select(agent, output, min_reward=None, per_prompt=1)
+
+
+def test_best_and_worst_of_a_group_become_a_preference_with_the_tokens_that_were_sampled(tmp_path: Path) -> None:
+    rows = [
+        recorded(1, "ba", 0.5, "ba"), recorded(1, "ba", 1.0, "ab"), recorded(1, "ba", 1.0, "a b"),
+        recorded(1, "ba", None, "b"), recorded(1, "dc", 1.0, "cd"), recorded(1, "dc", 1.0, "cd!"),
+        recorded(2, "ba", 0.0, "aa"), recorded(2, "ba", 2.0, "ab", finish_reason="length"),
+        recorded(2, "ba", 0.75, "a"),
+    ]  # fmt: skip
+    output = tmp_path / "pairs.jsonl"
+    said = select_pairs(run_of(tmp_path / "run", rows), output)
+    what, command = said.splitlines()
+    assert what == f"{output}: 2 pairs; 1 groups have equal rewards, 2 of 9 rollouts no score or no end"
+    assert command.endswith(f" dpo data.source={output} model.path=checkpoints/tiny-sort run.dir=NEW")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    found = load_preferences(DataConfig(source=str(output)), tokenizer, 99)
+    assert [pair.margin for pair in found] == [0.75, 0.5]  # the newest step first
+    asked = tokenizer.apply_chat_template(rows[0]["messages"], add_generation_prompt=True, return_dict=False)
+    for pair, (chosen, rejected) in zip(found, [("a", "aa"), ("ab", "ba")], strict=True):
+        for side, text in ((pair.chosen, chosen), (pair.rejected, rejected)):
+            sampled = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            assert list(side.token_ids) == asked + sampled
+            assert list(side.mask) == [False] * len(asked) + [True] * len(sampled)
+
+    equal = run_of(tmp_path / "equal", rows[4:6])
+    with pytest.raises(ConfigError, match=r"in each of the 1 groups of .* all rewards are equal: none is preferred"):
+        select_pairs(equal, output)
+
+
+def test_pairs_of_turns_have_the_tools_and_those_of_plain_text_have_texts(tmp_path: Path) -> None:
+    says = {"role": "assistant", "content": "<tool_call>{}</tool_call>"}
+    dialogue = [says, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
+    output = tmp_path / "pairs.jsonl"
+    rows = [recorded(1, "ba", 1.0, "1", dialogue=dialogue), recorded(1, "ba", 0.0, "2")]
+    tools = ("env.name=tools", "env.tools=[calculate]", "env.parser=hermes")
+    select_pairs(run_of(tmp_path / "tools", rows, *tools), output)
+    row = json.loads(output.read_text())
+    assert (row["prompt"], row["chosen"]) == (rows[0]["messages"], dialogue)
+    assert row["rejected"] == [{"role": "assistant", "content": "2"}]
+    assert [tool["function"]["name"] for tool in row["tools"]] == ["calculate"]
+
+    rows = [recorded(1, "ba", reward, text, messages=None) for reward, text in ((1.0, "ab"), (0.0, "ba"))]
+    assert " data.chat_template=false " in select_pairs(run_of(tmp_path / "plain", rows), output)
+    row = json.loads(output.read_text())
+    assert [row[key] for key in ("prompt", "chosen", "rejected")] == ["Sort: ba", "ab", "ba"]

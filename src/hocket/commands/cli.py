@@ -254,11 +254,15 @@ def _serve_reward(args: argparse.Namespace) -> None:
     serve(args.config)
 
 
-@_command(SETTINGS, _option("--samples", type=Path, required=True, metavar="FILE", help=SAMPLES))
+@_command(
+    SETTINGS,
+    _option("--samples", type=Path, required=True, metavar="FILE", help=SAMPLES),
+    _option("--against", metavar="REWARD", help="compare the total with this reward: ranks, and order of pairs"),
+)
 def _reward_test(args: argparse.Namespace) -> int:
     from hocket.commands.runs import score_samples
 
-    return score_samples(args.config, args.samples)
+    return score_samples(args.config, args.samples, args.against)
 
 
 @_command(
@@ -338,14 +342,18 @@ def _ledger(args: argparse.Namespace) -> int:
 
 @_command(
     _option("RUN", type=Path),
-    _option("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl"),
+    _option("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl, or RUN/pairs.jsonl"),
+    _option("--pairs", action="store_true", help="write best and worst of each group as preferences"),
     _option("--min-reward", type=float, help="lowest reward; default: the mean of the run"),
     _option("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)"),
 )
 def _select(args: argparse.Namespace) -> None:
-    from hocket.stages.select import select
+    from hocket.stages.select import select, select_pairs
 
     run = _run(args.RUN)
+    if args.pairs:
+        print(select_pairs(run, args.OUTPUT or run / "pairs.jsonl"))
+        return
     output = args.OUTPUT or run / "selected.jsonl"
     print(select(run, output, min_reward=args.min_reward, per_prompt=args.per_prompt))
 

@@ -35,6 +35,7 @@ from hocket.observe.timeline import Timeline
 from hocket.observe.trace import Trace
 from hocket.protocol import GenerateRequest
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
+from hocket.rewards.scores import agreement
 from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
 from hocket.rollout.pipeline import sampling_params
@@ -309,10 +310,10 @@ def roll_out(arguments: Sequence[str]) -> None:
     print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
 
 
-def score_samples(config: Config, file: Path) -> int:
+def score_samples(config: Config, file: Path, against: str | None) -> int:
     """Print the rewards of a file's completions, and what a call takes; return 1 where one has no score.
 
-    Groups are those of a run, or rows of one prompt and answer.
+    Groups are those of a run, or rows of one prompt and answer. `against`: a reward to compare their total with.
     """
     load_plugins(config.plugins)
     groups: dict[str, list[Rollout]] = {}
@@ -330,7 +331,7 @@ def score_samples(config: Config, file: Path) -> int:
             raise DataError(f"{place} is no sample: {error}") from error
         groups.setdefault(group, []).append(rollout)
 
-    async def score() -> list[Score]:
+    async def score(scorer: RewardScorer) -> list[Score]:
         as_in_a_step = asyncio.Semaphore(config.rollout.prompts_per_step)
 
         async def score_group(group: Sequence[Rollout]) -> Sequence[Score]:
@@ -339,9 +340,10 @@ def score_samples(config: Config, file: Path) -> int:
 
         return list(itertools.chain(*await asyncio.gather(*map(score_group, groups.values()))))
 
-    with RewardCalls(config.rewards, config.rewards.functions) as calls:
-        scorer = RewardScorer(calls, config.rewards.functions)
-        scores = tasks.run(score())
+    functions = config.rewards.functions
+    with RewardCalls(config.rewards, [*functions, against] if against else functions) as calls:
+        scores = tasks.run(score(RewardScorer(calls, functions)))
+        others = tasks.run(score(RewardScorer(calls, [against]))) if against else scores
     for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
         parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
         print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
@@ -351,5 +353,9 @@ def score_samples(config: Config, file: Path) -> int:
         took = f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms" if seconds else "none"
         print(f"calls of {name}: {took} (the first of a process loads it)")
     failed = sum(one.error is not None for one in scores)
+    if against:
+        both = zip(scores, others, strict=True)
+        grouped = [[*itertools.islice(both, len(group))] for group in groups.values()]
+        print(f"against {against}: {agreement(grouped)}")
     print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
     return int(failed > 0 or not scores)

@@ -1,7 +1,10 @@
 """Read what rewards return, and make scores of it: an error is never a number."""
 
+import bisect
+import itertools
 import math
 import numbers
+import statistics
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -146,3 +149,35 @@ def _number(value: Any) -> float:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
+
+
+def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:
+    """Say how alike two rewards rank rollouts: Spearman's correlations, and the share of pairs in the same order.
+
+    Pairs are those of a group that the second reward orders; one that is equal by the first counts half.
+    """
+    known = [[(a.total, b.total) for a, b in group if a.error is None and b.error is None] for group in groups]
+    within = [one for one in map(rank_correlation, known) if not math.isnan(one)]
+    pairs = itertools.chain.from_iterable(itertools.combinations(group, 2) for group in known)
+    gaps = [(a - c, b - d) for (a, b), (c, d) in pairs if b != d]
+    alike = [(first * second > 0) + (first == 0) / 2 for first, second in gaps]
+    overall = rank_correlation([*itertools.chain(*known)])
+    of_groups = f"within groups {_mean(within):.3f}, the mean of {len(within)} in which both differ"
+    return f"rank correlation {overall:.3f}; {of_groups}; {_mean(alike):.1%} of {len(alike)} pairs in the same order"
+
+
+def rank_correlation(values: Sequence[tuple[float, float]]) -> float:
+    """Return Spearman's, equal values by their mean rank; NaN where either has no two values."""
+    try:
+        return statistics.correlation(*map(_ranks, zip(*values, strict=True)))
+    except (statistics.StatisticsError, TypeError):  # constant, fewer than two, none
+        return math.nan
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [(bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value)) / 2 for value in values]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan

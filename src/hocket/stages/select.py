@@ -1,16 +1,16 @@
-"""Choose the best rollouts of a run as demonstrations for sft: rejection sampling."""
+"""Choose rollouts of a run: the best as demonstrations (rejection sampling), best and worst as preferences."""
 
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from hocket.common.files import numbered, write_atomically
 from hocket.common.registry import load_plugins
-from hocket.config import load
+from hocket.config import Config, load
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, door
 from hocket.observe.rows import read_lines, reading
@@ -18,56 +18,101 @@ from hocket.observe.rows import read_lines, reading
 SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 
 
+Row = Mapping[str, Any]
+
+
 def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
     """Write the best rollouts of each prompt, the newest of equal ones, as rows for sft; return what they are.
 
-    `min_reward` is by default the mean. One without a score or an end is never chosen.
+    `min_reward` is by default the mean.
     """
     if per_prompt < 1:
         raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
+    config, tools, told, num = _read(run)
+    if min_reward is None:
+        min_reward = fmean(map(_reward, told))
+    best = defaultdict[str, dict[str, Row]](dict)  # of each prompt: what is said → row
+    for row in sorted(told, key=_reward, reverse=True):
+        if row["reward"] >= min_reward:
+            best[row["prompt_id"]].setdefault(repr(_said(row)), row)
+    chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
+    if not chosen:
+        highest = f"the highest is {max(map(_reward, told)):g}"
+        raise ConfigError(f"no rollout of {run} has a reward of at least {min_reward:g}: {highest}")
+    mean = fmean(map(_reward, chosen))
+    what = f"{len(chosen)} of {num} rollouts, of {len(best)} prompts; rewards from {min_reward:.3g}, mean {mean:.3g}"
+    rate = max(config.trainer.learning_rate, SFT_RATE)
+    options = f"sft.epochs=3 trainer.learning_rate={rate:g} "
+    return _write(output, [_demonstration(row, tools) for row in chosen], what, config, "sft", options)
+
+
+def select_pairs(run: Path, output: Path) -> str:
+    """Write best and worst of each group, the first of equal ones, as preferences; return what they are."""
+    config, tools, told, num = _read(run)
+    groups = defaultdict[str, list[Row]](list)
+    for row in told:
+        groups[row["group_id"]].append(row)
+    ends = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
+    pairs = [_preference(*both, tools) for both in ends if _reward(both[0]) > _reward(both[1])]
+    if not pairs:
+        raise ConfigError(f"in each of the {len(groups)} groups of {run} all rewards are equal: none is preferred")
+    equal = f"{len(groups) - len(pairs)} groups have equal rewards"
+    what = f"{len(pairs)} pairs; {equal}, {num - len(told)} of {num} rollouts no score or no end"
+    return _write(output, pairs, what, config, "dpo")
+
+
+def _read(run: Path) -> tuple[Config, Row, list[Row], int]:
+    """Return a run's config, the column "tools", the rollouts with a score and an end, newest first, and their number.
+
+    Those whose turns have no message between them are left out, too.
+    """
     config = load(run / "config.yaml", [])
     load_plugins(config.plugins)
     made = environments.bind(config.env.name, config.env.model_extra or {})()
     if not made.keeps_messages:
         raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
-    tools = {"tools": made.toolbox.tools} if made.toolbox else {}
-    rows = []
+    rows: list[Row] = []
     for path in reversed(numbered(run / "rollouts", "step_*.jsonl").values()):
-        with reading(path):
-            rows += [_demonstration(row, tools) for row in read_lines(path)]
-    told = sorted(filter(None, rows), key=lambda row: -row["reward"])
+        rows += read_lines(path)
+    with reading(run / "rollouts"):
+        told = [row for row in rows if _is_whole(row)]
     if not told:
         raise ConfigError(
             f"of {len(rows)} rollouts of {run}, none has a score and an end: name a run of train or rollout"
         )
-    if min_reward is None:
-        min_reward = fmean(row["reward"] for row in told)
-    best = defaultdict[str, dict[str, Any]](dict)  # of each prompt: text → row
-    for row in told:
-        if row["reward"] >= min_reward:
-            best[row["prompt_id"]].setdefault(repr([row.get("messages"), row.get("response")]), row)
-    chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
-    if not chosen:
-        highest = f"the highest is {told[0]['reward']:g}"
-        raise ConfigError(f"no rollout of {run} has a reward of at least {min_reward:g}: {highest}")
-    write_atomically(output, "".join(json.dumps(row) + "\n" for row in chosen))
-    mean = fmean(row["reward"] for row in chosen)
-    plain = "" if "messages" in chosen[0] else " data.chat_template=false"
-    rate = max(config.trainer.learning_rate, SFT_RATE)
-    more = f"{plain} sft.epochs=3 trainer.learning_rate={rate:g} run.dir=NEW"
-    command = f"{door()} sft data.source={output} model.path={config.model.path}{more}"
-    share = f"{len(chosen)} of {len(rows)} rollouts, of {len(best)} prompts"
-    return f"{output}: {share}; rewards from {min_reward:.3g}, mean {mean:.3g}\nto train on them: {command}"
+    return config, {"tools": made.toolbox.tools} if made.toolbox else {}, told, len(rows)
 
 
-def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for sft; {} without a score or an end, or where turns have no message between them."""
-    said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
-    roles = [message["role"] for message in said]
+def _is_whole(row: Row) -> bool:
+    roles = [message["role"] for message in row.get("dialogue", ())]
     is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
-    if row["reward"] is None or row["finish_reason"] != "stop" or not is_chat:
-        return {}
+    return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat
+
+
+def _reward(row: Row) -> float:
+    return float(row["reward"])
+
+
+def _said(row: Row) -> Any:
+    if row["messages"] is None:
+        return row["completion"]
+    return row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+
+
+def _demonstration(row: Row, tools: Row) -> Row:
     known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
     if row["messages"] is None:
-        return {"prompt": row["prompt"], "response": row["completion"], **known}
-    return {"messages": [*row["messages"], *said], **tools, **known}
+        return {"prompt": row["prompt"], "response": _said(row), **known}
+    return {"messages": [*row["messages"], *_said(row)], **tools, **known}
+
+
+def _preference(best: Row, worst: Row, tools: Row) -> Row:
+    sides = {"chosen": _said(best), "rejected": _said(worst), "margin": best["reward"] - worst["reward"]}
+    return {"prompt": best["messages"] or best["prompt"], **sides, **tools, "prompt_id": best["prompt_id"]}
+
+
+def _write(output: Path, rows: Sequence[Row], what: str, config: Config, command: str, options: str = "") -> str:
+    write_atomically(output, "".join(json.dumps(row) + "\n" for row in rows))
+    plain = " data.chat_template=false" if isinstance(rows[0].get("prompt"), str) else ""
+    names = f"data.source={output} model.path={config.model.path}{plain} {options}run.dir=NEW"
+    return f"{output}: {what}\nto train on them: {door()} {command} {names}"
