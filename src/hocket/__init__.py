@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from hocket.commands.runs import OnStep
     from hocket.config import Config
 
+    Settings = str | Path | Mapping[str, Any] | Config
+
 COMMANDS = {
     "quickstart": "start server and trainer on this machine; without CONFIG, train the small policy that ships here",
     "launch": "start the servers and trainer ranks of CONFIG on this machine, GPUs divided between them",
@@ -35,7 +37,7 @@ COMMANDS = {
 
 
 def train(
-    config: "str | Path | Mapping[str, Any] | Config",
+    config: "Settings",
     overrides: Mapping[str, Any] | None = None,
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
@@ -54,25 +56,18 @@ def train(
     from hocket.common import environment
 
     environment.prepare()
-    import torch
-
     from hocket.commands import runs as commands
     from hocket.common.files import numbered
-    from hocket.config import Config, load
     from hocket.errors import ConfigError
     from hocket.observe.rows import read_lines
     from hocket.rewards.base import REWARDS, reward
 
-    values = config.model_dump(by_alias=True, exclude_unset=True) if isinstance(config, Config) else config
-    file, values = (None, {**values}) if isinstance(values, Mapping) else (values, {})
     if not isinstance(rewards, Mapping | None):
         raise ConfigError("rewards takes {name: function}, e.g. {'mine': f}")
-    if rewards:
-        values["rewards.functions"] = dict.fromkeys(rewards, 1.0)
-    loaded = load(file, values | dict(overrides or {}))
+    named = {"rewards.functions": dict.fromkeys(rewards, 1.0)} if rewards else {}
+    loaded = _loaded(config, named, overrides)
     with ExitStack() as stack:
-        stack.callback(torch.cuda.empty_cache)
-        stack.callback(gc.collect)  # a run's sockets and GPU memory are held by cycles
+        stack.callback(_free)
         for name, function in (rewards or {}).items():
             reward(name, inline=True)(function)
             stack.callback(REWARDS.forget, name)
@@ -82,3 +77,44 @@ def train(
     *_, model = numbered(folder / "weights", "v*").values()
     history = read_lines(folder / "metrics.jsonl")
     return summary | {"run_dir": folder, "model": model, "history": history}
+
+
+def sft(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Fine-tune on demonstrations as the command does. Take and raise as `train`.
+
+    Returns:
+        "run_dir", "model" (its folder), and "history" (metrics.jsonl).
+    """
+    return _stage("sft", config, overrides)
+
+
+def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    from hocket.common import environment
+
+    environment.prepare()
+    from hocket.observe.rows import read_lines
+    from hocket.stages import driver
+
+    loaded = _loaded(config, {}, overrides)
+    with ExitStack() as stack:
+        stack.callback(_free)
+        driver.run(loaded, command)
+    folder = loaded.run_dir
+    return {"run_dir": folder, "model": folder / "model", "history": read_lines(folder / "metrics.jsonl")}
+
+
+def _loaded(config: "Settings", more: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> "Config":
+    """Read a config, with `more` over its values and `overrides` over both."""
+    from hocket.config import Config, load
+
+    values = config.model_dump(by_alias=True, exclude_unset=True) if isinstance(config, Config) else config
+    file, values = (None, values) if isinstance(values, Mapping) else (values, {})
+    return load(file, {**values, **more, **(overrides or {})})
+
+
+def _free() -> None:
+    """Let go of a run's sockets and GPU memory, which cycles hold."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()

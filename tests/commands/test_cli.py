@@ -284,7 +284,7 @@ def test_what_ends_a_run_after_a_checkpoint_says_how_to_go_on(
             raise ended
         return ended
 
-    for name in ("commands.runs.train", "stages.sft.run", "cluster.launch.launch"):
+    for name in ("commands.runs.train", "stages.driver.run", "cluster.launch.launch"):
         monkeypatch.setattr(f"hocket.{name}", run)
     monkeypatch.setattr(sys, "argv", ["run.py"])
     status = main([command, f"run.dir={tmp_path}/run"])

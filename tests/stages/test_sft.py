@@ -14,7 +14,8 @@ from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, DataError
 from hocket.observe.run_folder import RunFolder
-from hocket.stages import sft
+from hocket.stages import driver, sft
+from hocket.stages.driver import in_epochs
 from hocket.types import TokenSequence
 
 ROWS = [((1, 2, 3), (4, 5, 63)), ((6,), (7, 63)), ((2, 2), (8, 9, 10, 63))]
@@ -49,6 +50,10 @@ def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Con
     return config_module.load(None, [*defaults, *places, *settings])
 
 
+def run(config: config_module.Config) -> None:
+    driver.run(config, "sft")
+
+
 def records_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -68,12 +73,12 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
 
 def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
     samples: Any = range(20)
-    first, again = sft.in_epochs(samples, 7), sft.in_epochs(samples, 7)
+    first, again = in_epochs(samples, 7), in_epochs(samples, 7)
     epochs = [[next(first) for _ in range(20)] for _ in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
     assert epochs[0] == [next(again) for _ in range(20)]
-    assert epochs[0] != [next(sft.in_epochs(samples, 8)) for _ in range(20)]
+    assert epochs[0] != [next(in_epochs(samples, 8)) for _ in range(20)]
 
 
 def cross_entropy(path: str | Path, rows: Any = ROWS) -> float:
@@ -92,7 +97,7 @@ def test_sft_learns_the_responses_and_leaves_a_model(
     model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = cross_entropy(model)
-    sft.run(make_config(model, tmp_path, "rollout.temperature=0.5"))  # a sampling temperature, not the model's
+    run(make_config(model, tmp_path, "rollout.temperature=0.5"))  # a sampling temperature, not the model's
     assert rows == [("rows.jsonl", 63, 64)]
     records = records_of(tmp_path / "run")
     assert [record["step"] for record in records] == list(range(1, 61))
@@ -112,7 +117,7 @@ def test_the_held_out_loss_is_measured_before_on_schedule_and_at_the_end_and_mov
     model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("eval.data.source=held.jsonl", "eval.every_steps=2", "trainer.steps=5")
-    sft.run(make_config(model, tmp_path, *settings, "eval.num_prompts=2"))
+    run(make_config(model, tmp_path, *settings, "eval.num_prompts=2"))
     assert [source for source, *_ in rows] == ["rows.jsonl", "held.jsonl"]
     records = records_of(tmp_path / "run")
     measured = {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
@@ -122,14 +127,14 @@ def test_the_held_out_loss_is_measured_before_on_schedule_and_at_the_end_and_mov
     said = capsys.readouterr().out
     assert f"step 0/5  held-out loss {measured[0]:.4f}, of 2 demonstrations" in said
     assert f"loss {records[4]['train/loss']:.4f}  held-out loss {measured[4]:.4f}" in said
-    sft.run(make_config(model, tmp_path, *settings, "eval.num_prompts=0", f"run.dir={tmp_path}/unmeasured"))
+    run(make_config(model, tmp_path, *settings, "eval.num_prompts=0", f"run.dir={tmp_path}/unmeasured"))
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "unmeasured")
 
 
 def test_epochs_take_each_sample_as_often_and_end_the_schedule_with_the_last(
     model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sft.run(make_config(model, tmp_path, "sft.epochs=3", "sft.batch_size=2", "trainer.schedule=linear"))
+    run(make_config(model, tmp_path, "sft.epochs=3", "sft.batch_size=2", "trainer.schedule=linear"))
     said = capsys.readouterr().out
     assert "sft.epochs decides: 5 steps of 2 demonstrations" in said
     assert "lower sft.batch_size" not in said
@@ -143,7 +148,7 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
     model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: str
 ) -> None:
     settings = (length, "sft.batch_size=2", "checkpoint.every_steps=3", "trainer.schedule=linear")
-    sft.run(make_config(model, tmp_path, *settings, f"run.dir={tmp_path}/straight"))
+    run(make_config(model, tmp_path, *settings, f"run.dir={tmp_path}/straight"))
 
     record = RunFolder.finish
 
@@ -156,8 +161,8 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
-            sft.run(resumable)
-    sft.run(resumable)
+            run(resumable)
+    run(resumable)
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "straight")
     records = records_of(tmp_path / "run")
     expected = records_of(tmp_path / "straight")
@@ -169,16 +174,16 @@ def test_a_run_does_not_go_on_with_other_demonstrations(
     model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("trainer.steps=3", "checkpoint.every_steps=2", "checkpoint.resume=true")
-    sft.run(make_config(model, tmp_path, *settings))
-    sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))  # with the same it does
+    run(make_config(model, tmp_path, *settings))
+    run(make_config(model, tmp_path, *settings, "trainer.steps=4"))  # with the same it does
     assert "steps are done" not in capsys.readouterr().out
-    sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))
+    run(make_config(model, tmp_path, *settings, "trainer.steps=4"))
     assert "all 4 steps are done; for more of them raise trainer.steps; wrote" in capsys.readouterr().out
     cut = [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
     for changed in (cut, ROWS[:2]):
         monkeypatch.setattr("hocket.stages.sft.load_demonstrations", lambda *_, now=changed: sequences(now))
         with pytest.raises(DataError, match="can't resume: the demonstrations were"):
-            sft.run(make_config(model, tmp_path, *settings, "trainer.steps=5"))
+            run(make_config(model, tmp_path, *settings, "trainer.steps=5"))
 
 
 def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any], tmp_path: Path) -> None:
@@ -186,8 +191,8 @@ def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any
     output.mkdir(parents=True)
     (output / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="is not a model"):
-        sft.run(make_config(model, tmp_path, "trainer.steps=2"))
+        run(make_config(model, tmp_path, "trainer.steps=2"))
     assert (output / "thesis.txt").exists()
     (output / "thesis.txt").rename(output / "config.json")
-    sft.run(make_config(model, tmp_path, "trainer.steps=2"))
+    run(make_config(model, tmp_path, "trainer.steps=2"))
     assert math.isfinite(cross_entropy(output))

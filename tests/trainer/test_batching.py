@@ -59,6 +59,25 @@ def test_micro_batches_are_filled_longest_first_and_the_costliest_comes_first() 
     assert [batch.segments.lengths for batch in batches] == [(6, 4), (9,), (3, 2, 2)]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("share", [False, True])
+def test_the_members_of_a_unit_are_neighbours_in_one_micro_batch(num_ranks: int, share: bool) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(9) for _ in range(8)] for _ in range(5)]
+    ends = [[10 + rng.randrange(40) for _ in range(rng.randint(1, 6))] for _ in range(34)]
+    samples = [sample(*prompts[(place // 2) % 5], *end, prompt=8) for place, end in enumerate(ends)]
+    with pytest.raises(TrainerError, match=r"tokens of one row don't fit into trainer.micro_batch_tokens=15"):
+        check_fits(samples, 15, 2)
+    ranks = pack(samples, micro_batch_tokens=30, num_ranks=num_ranks, share=share, unit=2)
+    rows = [batch.places for rank in ranks for batch in rank]
+    pairs = [row[start : start + 2] for row in rows for start in range(0, len(row), 2)]
+    assert sorted(pairs) == [(first, first + 1) for first in range(0, 34, 2)]
+    assert max(batch.input_ids_br.numel() for rank in ranks for batch in rank) <= 30
+    computed = sum(batch.input_ids_br.numel() for rank in ranks for batch in rank if batch.places)
+    positions = sum(len(one.sequence.token_ids) - 1 for one in samples)
+    assert computed <= positions - share * 17 * 8  # at least the prompt of each pair
+
+
 def test_ranks_share_the_cost_rather_than_the_tokens() -> None:
     # With n² a sequence of 30 positions costs as much as nine of 10: tokens would put five of these beside it.
     samples = [sample(*range(1, 32)), *(sample(*range(1, 12)) for _ in range(9))]

@@ -250,7 +250,7 @@ def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"can't go on from .*step_000010: {key} was .* another run"):
             checkpoints.find(make_config(tmp_path, setting, "checkpoint.resume=true"), print)
     with pytest.raises(ConfigError, match=r"it is of train; choose another run.dir; model.path=.*/runs/a names"):
-        checkpoints.find(make_config(tmp_path, "checkpoint.resume=true"), print, sft=True)
+        checkpoints.find(make_config(tmp_path, "checkpoint.resume=true"), print, command="sft")
 
 
 def test_where_there_is_no_checkpoint_the_run_begins_again_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -24,11 +24,13 @@ from hocket.common.redaction import redacted
 from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, door, remedy
 from hocket.observe import metrics
+from hocket.stages import STAGES
 from hocket.trainer import checkpoints
 
 DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
 GPUS_PER_NODE = 8
-RUNS = ("quickstart", "launch", "train", "sft")  # commands that make checkpoints
+TRAINERS = ("train", *STAGES.names)
+RUNS = ("quickstart", "launch", *TRAINERS)  # commands that make checkpoints
 WHOLE = (0, 3)  # exit statuses of a whole run
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # read as torch is imported; micro-batches differ in length
 Run = Callable[[argparse.Namespace], int | None]
@@ -53,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if "settings" in args:
             args.config, args.arguments = read_settings([*args.settings, *rest], DEFAULTS.get(args.command))
+            if args.command in TRAINERS:
+                os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
             if args.command in RUNS:
                 args.newest = _newest(args.config.run_dir)
         status = args.run(args) or 0
@@ -177,7 +181,6 @@ def _serve(args: argparse.Namespace) -> None:
 
 @_command(SETTINGS, _option("--dry-run", action="store_true", help="check data, rewards, memory, server; take no step"))
 def _train(args: argparse.Namespace) -> int:
-    os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
     from hocket.commands.runs import train
 
     return train(args.config, dry_run=args.dry_run)
@@ -190,12 +193,15 @@ def _rollout(args: argparse.Namespace) -> None:
     roll_out(args.arguments)
 
 
-@_command(SETTINGS)
-def _sft(args: argparse.Namespace) -> None:
-    os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
-    from hocket.stages import sft
+def _stage(args: argparse.Namespace) -> None:
+    from hocket.stages import driver
 
-    sft.run(args.config)
+    driver.run(args.config, args.command)
+
+
+for _name in hocket.COMMANDS:
+    if _name in STAGES.names:
+        _COMMANDS[_name] = _stage, (SETTINGS,)
 
 
 @_command(

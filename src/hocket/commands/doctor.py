@@ -32,7 +32,7 @@ gpus = [[torch.cuda.get_device_name(i), *(n / 1e9 for n in torch.cuda.mem_get_in
 print("\\n" + json.dumps([torch.version.cuda, gpus]))
 """
 OURS = re.compile(  # an editor or a terminal multiplexer may have such words, too
-    r"VLLM::|\S*python\S* (.* )?(\S*run\.py|\S*bin/hocket|-m hocket)( -\S+)* (serve|train|quickstart|sft)\b"
+    r"VLLM::|\S*python\S* (.* )?(\S*run\.py|\S*bin/hocket|-m hocket)( -\S+)* (serve|train|quickstart|sft|rm|dpo)\b"
 )
 
 

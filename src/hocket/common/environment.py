@@ -98,7 +98,7 @@ def missing(build: str, command: str) -> list[str]:
         text = LISTS[build].read_text("utf-8")
         if command == "test":
             text += (FOLDER / "dev.txt").read_text("utf-8")
-    if command in ("train", "sft"):
+    if command in ("train", "sft", "rm", "dpo"):
         text = text.partition(SERVER_ALONE)[0]
     lines = re.findall(r"(?m)^\w[^ #\n]*", text)
     try:

@@ -284,7 +284,7 @@ class TrainerConfig(Section):
         return self.model_copy(update={"micro_batch_tokens": 8192}) if self.micro_batch_tokens == "auto" else self
 
 
-class SftConfig(Section):
+class StageConfig(Section):
     batch_size: int = Field(64, ge=1)
     """Demonstrations per optimiser step."""
     epochs: int | None = Field(None, ge=1)

@@ -30,7 +30,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()
-    sft: sections.SftConfig = sections.SftConfig()
+    sft: sections.StageConfig = sections.StageConfig()
     pipeline: deployment.PipelineConfig = deployment.PipelineConfig()
     sync: deployment.SyncConfig = deployment.SyncConfig()
     server: deployment.ServerConfig = deployment.ServerConfig()

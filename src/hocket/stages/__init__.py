@@ -1,1 +1,8 @@
-"""What is trained before GRPO: demonstrations."""
+"""What is trained without servers, each by the command of its name: a loss and a data source on the trainer."""
+
+from typing import Any
+
+from hocket.common.registry import Registry
+
+STAGES: Registry[Any] = Registry("stage", sft="hocket.stages.sft")
+"""Makers: a config → its `driver.Stage`."""

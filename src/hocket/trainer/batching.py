@@ -51,13 +51,15 @@ def num_positions(sample: TrainSample) -> int:
     return len(sample.sequence.token_ids) - 1
 
 
-def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
+def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int, unit: int = 1) -> None:
     if not any(any(sample.sequence.mask[1:]) for sample in samples):
         raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
-    longest = max(map(num_positions, samples))
+    lengths = list(map(num_positions, samples))
+    longest = max(sum(lengths[first : first + unit]) for first in range(0, len(lengths), unit))
     if longest > micro_batch_tokens:
+        what = f"a sequence of {longest + 1} tokens doesn't" if unit == 1 else f"{longest} tokens of one row don't"
         raise TrainerError(
-            f"a sequence of {longest + 1} tokens doesn't fit into trainer.micro_batch_tokens={micro_batch_tokens}; "
+            f"{what} fit into trainer.micro_batch_tokens={micro_batch_tokens}; "
             f"set it to at least {longest}, or shorten sequences with rollout.max_tokens or data.max_prompt_tokens"
         )
 
@@ -87,16 +89,19 @@ def divide(
     cost: Callable[[int], float] = float,
     share: bool = False,
     key_share: float = 0.0,
+    unit: int = 1,
 ) -> list[list[Make]]:
     """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
     Ranks get about the same cost; within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks
     run similar ones at a time. One with fewer runs a masked position. `cost`: of a sequence by its positions.
     `key_share`: memory of a key and a value as a part of a position's: each sequence has copies of what it shares.
+    `unit`: samples, one after another, that stay so, in one micro-batch.
     """
-    order: Sequence[int] = range(len(samples))
+    units: Sequence[int] = range(len(samples) // unit)
     if share:
-        order = prefixes.order([sample.sequence.token_ids for sample in samples])
+        units = prefixes.order([sample.sequence.token_ids for sample in samples[::unit]])
+    order = _members(units, unit)
     samples = [samples[place] for place in order]
     lengths = list(map(num_positions, samples))
     starts = prefixes.starts(list(map(_read, samples))) if share else [0] * len(samples)
@@ -105,12 +110,13 @@ def divide(
     nothing = (0.0, 0.0)
     blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(samples[0].columns, nothing))
     spans = list(zip(lengths, starts, strict=True))
-    costs = Sizes(list(map(cost, lengths)), [cost(length) - cost(start) for length, start in spans])
+    costs = _of_units(list(map(cost, lengths)), [cost(length) - cost(start) for length, start in spans], unit)
     added = [length - start + key_share * length if start else length for length, start in spans]
+    sizes = _of_units(lengths, added, unit)
     plans = []
     for runs in _deal(costs, num_ranks):
-        rows = _fill(Sizes(lengths, added), runs, micro_batch_tokens)
-        plans.append(sorted(rows, key=lambda row: -sum(costs.first[number] for number in row)))
+        rows = sorted(_fill(sizes, runs, micro_batch_tokens), key=lambda row: -sum(costs.first[one] for one in row))
+        plans.append([_members(row, unit) for row in rows])
     result: list[list[Make]] = [[] for _ in plans]
     for row_of_each in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = max(sum(trained[number] for number in row) for row in row_of_each)
@@ -120,6 +126,17 @@ def divide(
             places = tuple(order[number] for number in numbers)
             part.append(functools.partial(_build, own, places, share, {**counts, "max_tokens": max_tokens}))
     return result
+
+
+def _members(units: Sequence[int], size: int) -> list[int]:
+    return [first * size + number for first in units for number in range(size)]
+
+
+def _of_units(first: Sequence[float], added: Sequence[float], size: int) -> Sizes:
+    """Return the sizes of units from those of their members."""
+    starts = range(0, len(first), size)
+    alone = [first[start] + sum(added[start + 1 : start + size]) for start in starts]
+    return Sizes(alone, [sum(added[start : start + size]) for start in starts])
 
 
 def _deal(costs: Sizes, num_ranks: int) -> list[list[Run]]:

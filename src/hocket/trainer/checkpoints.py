@@ -23,6 +23,7 @@ from hocket.protocol.manifest import COMPLETE_FILE
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run keeps
+_COMMANDS = {"demonstrations": "sft"}  # part of a checkpoint → the one that writes it; others are of train
 _LOGS = ("trace.json", "tensorboard", "wandb", "skipped", "trained")
 _FILES = (*GROWING, *_LOGS, "summary.json", "report.html", "plugins", "plugins.json")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
@@ -83,7 +84,7 @@ def complete(folder: Path) -> list[Path]:
     return [*numbered(folder, "step_*", COMPLETE_FILE).values()]
 
 
-def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, sft: bool = False) -> Saved | None:
+def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, command: str = "train") -> Saved | None:
     """Return the newest undamaged checkpoint with checkpoint.resume; where there is none at all, `make_room`."""
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
@@ -100,8 +101,8 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, s
             if not folders:
                 raise
             say(f"WARNING: {error}; the one before is taken")
-    if sft != ("demonstrations" in saved.parts):
-        of = "train" if sft else "sft"
+    of = next((name for part, name in _COMMANDS.items() if part in saved.parts), "train")
+    if of != command:
         advice = f"choose another run.dir; model.path={config.run_dir} names its model"
         raise ConfigError(f"can't go on from {saved.folder}: it is of {of}; {advice}")
     line = f"going on from {saved.folder}"

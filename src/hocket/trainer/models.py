@@ -60,6 +60,7 @@ class Objective:
     temperature: float = 1.0  # of the distribution whose log-probs the loss gets
     epochs: int = 1
     minibatches: int = 1  # of an epoch
+    unit: int = 1  # samples, one after another, that no micro-batch divides
     extras: Sequence[Extra] = ()
 
     def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, bool]]:

@@ -146,7 +146,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         One that is not finite is skipped, its samples written to `keep`; too many steps of these raise TrainerError.
         `max_gap`: of the servers' log-probs, above which sync.on_mismatch=stop raises SyncError before any update.
         """
-        batching.check_fits(samples, self.micro_batch_tokens)
+        batching.check_fits(samples, self.micro_batch_tokens, self._objective.unit)
         start = time.perf_counter()
         learning_rate = self.engine.learning_rate if self.policy_learns else 0.0
         groups = [sample.group for sample in samples]
@@ -222,7 +222,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def _shares(self, samples: Sequence[TrainSample], *more: Any) -> list[tuple[Any, ...]]:
         """Return each rank's share of the samples, and what all get."""
-        batching.check_fits(samples, self.micro_batch_tokens)
+        batching.check_fits(samples, self.micro_batch_tokens, self._objective.unit)
         copies = self._config.trainer.sequence_parallel
         shares = batching.divide(
             samples,
@@ -231,6 +231,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             cost=functools.cache(lambda length: flops.step_flops(self.models.flops, [length], length)),
             share=self._config.trainer.share_prefixes,
             key_share=self.models.key_share,
+            unit=self._objective.unit,
         )
         return [(share, *more) for share in shares for _ in range(copies)]
 
