@@ -286,9 +286,13 @@ class TrainerConfig(Section):
 
 class StageConfig(Section):
     batch_size: int = Field(64, ge=1)
-    """Demonstrations per optimiser step."""
+    """Demonstrations, or pairs, per optimiser step."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the demonstrations. Default: trainer.steps steps."""
+    """Passes over them. Default: trainer.steps steps."""
+
+
+class PairsConfig(StageConfig, extra="allow"):
+    """Keys of both stages on pairs; others are options of each (stages.md)."""
 
 
 class HeldOutConfig(DataConfig):

@@ -31,6 +31,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()
     sft: sections.StageConfig = sections.StageConfig()
+    dpo: sections.PairsConfig = sections.PairsConfig()
     pipeline: deployment.PipelineConfig = deployment.PipelineConfig()
     sync: deployment.SyncConfig = deployment.SyncConfig()
     server: deployment.ServerConfig = deployment.ServerConfig()

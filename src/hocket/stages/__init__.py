@@ -4,5 +4,5 @@ from typing import Any
 
 from hocket.common.registry import Registry
 
-STAGES: Registry[Any] = Registry("stage", sft="hocket.stages.sft")
+STAGES: Registry[Any] = Registry("stage", sft="hocket.stages.sft", dpo="hocket.stages.dpo")
 """Makers: a config → its `driver.Stage`."""

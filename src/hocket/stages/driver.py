@@ -1,6 +1,7 @@
 """Run a stage: epochs over its rows, held-out numbers, checkpoints, and a model at the end."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -8,10 +9,10 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from hocket.common.files import atomic_folder, kind_of
-from hocket.common.registry import load_plugins
+from hocket.common.registry import load_plugins, options_of, try_out
 from hocket.common.tasks import seed_of
 from hocket.config import Config, DataConfig, StageConfig
 from hocket.errors import ConfigError, DataError
@@ -28,10 +29,18 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import Metrics, TrainSample
 
 NUM_LINES = 20  # of progress in a whole run
-SAID = {"train/loss": "loss", "eval/loss": "held-out loss"}  # metrics in these lines
+SAID = {  # metrics in these lines
+    "train/loss": "loss",
+    "rewards/accuracies": "accuracy",
+    "eval/loss": "held-out loss",
+    "eval/rewards/accuracies": "held-out accuracy",
+}
+T = TypeVar("T")
 
 Row = tuple[TrainSample, ...]
 """Samples that are trained together: `Objective.unit` of them."""
+Prepare = Callable[[Trainer, Sequence[Row], Callable[[str], None]], list[Row]]
+"""(trainer, rows, what tells people) → rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,7 @@ class Stage:
     rate: str  # advice beside the learning rate of GRPO, the default
     objective: Objective
     load: Callable[[DataConfig], list[Row]]
+    prepare: Prepare | None = None  # what rows need of the model that training begins with
     held_out: Callable[[Trainer, Sequence[TrainSample]], Metrics]
 
 
@@ -64,10 +74,10 @@ def _train(config: Config, command: str, stage: Stage) -> None:
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
     rows = stage.load(config.data)
-    held_out: list[TrainSample] = []
+    held_out: list[Row] = []
     if (data := config.held_out_data) is not None:
         limit = min(config.eval.num_prompts, data.limit or config.eval.num_prompts)
-        held_out = flat(stage.load(data.model_copy(update={"limit": limit})))
+        held_out = stage.load(data.model_copy(update={"limit": limit}))
     last = saved.step if saved else 0
     size = stage.settings.batch_size
     setting = "trainer.steps"
@@ -81,13 +91,17 @@ def _train(config: Config, command: str, stage: Stage) -> None:
         RunFolder(config, console.say) as folder,
         Trainer(config, objective=stage.objective) as trainer,
     ):
+        if stage.prepare is not None:
+            prepared = stage.prepare(trainer, [*rows, *held_out], console.say)
+            rows, held_out = prepared[: len(rows)], prepared[len(rows) :]
         samples = flat(rows)
+        measured = flat(held_out)
         parts: dict[str, Part] = {"recorder": folder, stage.rows: Rows(stage.rows, samples)}
         trainer.plan(steps)
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
-        check_fits([*samples, *held_out], trainer.micro_batch_tokens, stage.objective.unit)
+        check_fits([*samples, *measured], trainer.micro_batch_tokens, stage.objective.unit)
         console.say(f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}")
         console.say(f"{stage.first}: {_shown(rows[0], trainer.tokenizer)}")
         console.say(f"{setting} decides: {steps} steps of {size} {stage.rows}")
@@ -97,10 +111,9 @@ def _train(config: Config, command: str, stage: Stage) -> None:
             rate = config.trainer.learning_rate
             console.say(f"trainer.learning_rate={rate:g} is for GRPO; {stage.rate}")
         if saved is None and held_out:
-            before = stage.held_out(trainer, held_out)
+            before = stage.held_out(trainer, measured)
             folder.finish(0, before)
-            num = len(held_out) // stage.objective.unit
-            console.say(f"step 0/{steps}  {_said(before)}, of {num} {stage.rows}")
+            console.say(f"step 0/{steps}  {_said(before)}, of {len(held_out)} {stage.rows}")
         order = itertools.islice(in_epochs(rows, config.trainer.seed), last * size, most)
         start = time.perf_counter()
         every = config.eval.every_steps
@@ -110,7 +123,7 @@ def _train(config: Config, command: str, stage: Stage) -> None:
                 batch = flat(itertools.islice(order, size))
                 metrics = trainer.step(batch, keep=folder.skipped(step))
                 if held_out and (step == steps or (every > 0 and step % every == 0)):
-                    metrics |= stage.held_out(trainer, held_out)
+                    metrics |= stage.held_out(trainer, measured)
                 metrics |= kept.copy(step, last=step == steps)
                 folder.finish(step, metrics)
                 kept.complete(step, metrics)
@@ -122,6 +135,14 @@ def _train(config: Config, command: str, stage: Stage) -> None:
                 trainer.export(partial)
             done = f"all {steps} steps are done; for more of them raise {setting}; " if last >= steps else ""
             console.say(f"{done}wrote {output}")
+
+
+def options_of_stage(kind: type[T], section: StageConfig, name: str) -> T:
+    """Return the options of a stage, a dataclass, from its section. Raise ConfigError where they are wrong."""
+    options = options_of(name, kind, section.model_extra or {}, section=name)
+    make = functools.partial(kind, **options)
+    try_out(make, name, name)
+    return make()
 
 
 def flat(rows: Iterable[Row]) -> list[TrainSample]:
@@ -139,13 +160,15 @@ def _said(metrics: Mapping[str, float]) -> str:
 
 
 def _shown(row: Row, tokenizer: Any) -> str:
-    shown = ""
+    sides = []
     for sample in row:
+        shown = ""
         tokens = zip(sample.sequence.mask, sample.sequence.token_ids, strict=True)
         for taught, run in itertools.groupby(tokens, key=operator.itemgetter(0)):
             text = tokenizer.decode([token for _, token in run])
             shown += f"[[{text}]]" if taught else text
-    return SHORT.repr(shown)
+        sides.append(shown)
+    return SHORT.repr(" / ".join(sides))
 
 
 class Rows:

@@ -22,8 +22,9 @@ from hocket.protocol.manifest import COMPLETE_FILE
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
-_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run keeps
-_COMMANDS = {"demonstrations": "sft"}  # part of a checkpoint → the one that writes it; others are of train
+_STAGES = {"demonstrations": "sft", "preferences": "dpo"}  # a part of its checkpoints → the command
+_SIZES = (f"{command}.batch_size." for command in _STAGES.values())
+_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", *_SIZES)  # settings that a resumed run keeps
 _LOGS = ("trace.json", "tensorboard", "wandb", "skipped", "trained")
 _FILES = (*GROWING, *_LOGS, "summary.json", "report.html", "plugins", "plugins.json")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
@@ -101,7 +102,7 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, c
             if not folders:
                 raise
             say(f"WARNING: {error}; the one before is taken")
-    of = next((name for part, name in _COMMANDS.items() if part in saved.parts), "train")
+    of = next((name for part, name in _STAGES.items() if part in saved.parts), "train")
     if of != command:
         advice = f"choose another run.dir; model.path={config.run_dir} names its model"
         raise ConfigError(f"can't go on from {saved.folder}: it is of {of}; {advice}")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from hocket.trainer.policy import Policy, compute_dtype, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES, POLICY
-from hocket.trainer.step import Learner, Update, update
+from hocket.trainer.step import Learner, Update, accumulate, update
 
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
@@ -228,10 +229,15 @@ class Models:
         }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
-        named = {f"train/{name}": value for name, value in metrics.items()}
+        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         for one in done:
             named |= one.learner.metrics(one)
         return done, named
+
+    def evaluate(self, share: Share) -> dict[str, float]:
+        """Return the policy's loss and metrics, without a step."""
+        idle = dataclasses.replace(self.learners[0], learns=lambda: False)
+        return accumulate(idle, self._built(share), self.ranks, math.inf)
 
     def _work_of(self, batches: Sequence[TrainBatch]) -> list[float]:
         """Return the positions of this rank's sequences, those computed, and the layers' operations for these."""

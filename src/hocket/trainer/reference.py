@@ -14,13 +14,17 @@ from hocket.trainer.policy import Policy
 
 
 def reference(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
-    path = algorithm.reference
     if algorithm.kl == "off":
         return None
-    if path is not None:
-        tokenizers.check_same_ids(path, "algorithm.reference", model)
-    elif model.weights == "adapter":
+    if algorithm.reference is None and model.weights == "adapter":
         return Extra(column="ref_logprobs", load=_under_adapter)
+    return frozen(algorithm.reference, "algorithm.reference", model)
+
+
+def frozen(path: str | None, setting: str, model: ModelConfig) -> Extra:
+    """Return the log-probs of the whole model at `path`, or that the run starts from."""
+    if path is not None:
+        tokenizers.check_same_ids(path, setting, model)
     own = model.beside(path)
 
     def load(models: Models) -> Column:

@@ -216,6 +216,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         found = self._on_each(Models.numbers, self._shares(samples, tuple(columns)))
         return [found[place] for place in range(len(samples))]
 
+    def evaluate(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Return "loss" and metrics of the objective, as `Update.totals`."""
+        return dict(self._on_each(Models.evaluate, self._shares(samples)))
+
     def surprise(self, samples: Sequence[TrainSample]) -> list[float]:
         """Return sums over sampled tokens, which no sample is without, as `Models.surprise`."""
         return list(self._on_each(Models.surprise, self._shares(samples)))

@@ -1,0 +1,151 @@
+"""Preference optimisation: losses by hand, whole runs on made-up pairs, and the reference that they keep."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.stages.builders import make_config, make_pairs, patch_rows, records_of, stopped, weights_of
+from tests.trainer.builders import logprobs_of, pack, sequence
+from tests.trainer.conftest import make_model
+
+from hocket.errors import ConfigError
+from hocket.stages import dpo, driver, pairs
+from hocket.trainer.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "start", tied=False)
+
+
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # log-probs −1 −2 beside −4 of the reference, and −5 beside −3: ratios 1 and −2, by token .5 and −2
+        ({}, softplus(-1.5)),
+        ({"length_normalized": True}, softplus(-1.25)),
+        ({"loss": "cdpo", "label_smoothing": 0.1}, 0.9 * softplus(-1.5) + 0.1 * softplus(1.5)),
+        ({"loss": "robust", "label_smoothing": 0.1}, (0.9 * softplus(-1.5) - 0.1 * softplus(1.5)) / 0.8),
+        ({"loss": "ipo"}, (2.5 - 1) ** 2),
+        ({"loss": "simpo", "gamma": 0.75}, softplus(-0.5 * (-1.5 + 5) + 0.75)),
+        ({"loss": "simpo"}, softplus(-0.5 * (-1.5 + 5) + 0.5)),
+    ],
+)
+def test_losses_by_hand(options: dict[str, Any], expected: float) -> None:
+    made = dpo.Options(beta=0.5, **options)
+    reference = {} if made.loss == "simpo" else {"chosen": -4.0, "rejected": -3.0}
+    both = {"chosen": sequence((1, 2, 3, 4)), "rejected": sequence((1, 2, 5))}
+    columns = {side: {"ref_logprobs": number} for side, number in reference.items()}
+    samples = [pairs.sample(both[side], **columns.get(side, {})) for side in both] * 2
+    [[batch]] = pack(samples, unit=2, share=True)
+    logprobs = torch.tensor([[0.0, -1.0, -2.0, 0.0, -5.0] * 2], requires_grad=True)
+    output = dpo.pair_loss(logprobs, logprobs, batch, made)
+    assert output.loss.item() == pytest.approx(expected, abs=1e-12)
+    output.loss.backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    beyond = -1.0 if options.get("loss") == "ipo" else 1.0  # whose h is above its aim of 1
+    assert beyond * logprobs.grad[0, 1] < 0 < beyond * logprobs.grad[0, 4]
+    metrics = {name: float(value) for name, value in output.metrics.items()}
+    rewards = (-0.75, -2.5) if made.loss == "simpo" else (0.5, -1.0)
+    assert metrics == pytest.approx(
+        {
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/margins": rewards[0] - rewards[1],
+            "rewards/accuracies": 1.0,
+            "logps/chosen": -3.0,
+            "logps/rejected": -5.0,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["dpo.loss=cdpo"], "dpo refuses its options: label_smoothing goes with loss=cdpo and loss=robust: set both"),
+        (["dpo.label_smoothing=0.1"], "label_smoothing goes with loss=cdpo"),
+        (["dpo.gamma=1"], "gamma is the margin of loss=simpo: leave it out"),
+        (["dpo.loss=simpo", "dpo.reference=x"], "loss=simpo has no reference: leave it out"),
+        (["dpo.loss=dop"], r"dpo.loss: .*did you mean 'dpo'"),
+        (["dpo.beta=0"], "dpo.beta: Input should be greater than 0"),
+        (["dpo.bta=0.2"], r"has no option 'bta' \(did you mean 'beta'\?\)"),
+    ],
+)
+def test_wrong_settings_are_refused(model: str, tmp_path: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        driver.run(make_config("dpo", model, tmp_path, *settings), "dpo")
+
+
+def test_a_run_prefers_what_is_chosen_and_keeps_its_reference(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_pairs(12)
+    patch_rows(monkeypatch, made)
+    held_out = ("eval.data.source=held.jsonl", "eval.num_prompts=4", "eval.every_steps=10")
+    driver.run(make_config("dpo", model, tmp_path, *held_out, "trainer.steps=20"), "dpo")
+    kept = json.loads((tmp_path / "run" / "reference.json").read_text())["logps"]
+    sequences = [side for pair in [*made, *made[:4]] for side in (pair.chosen, pair.rejected)]
+    assert kept == pytest.approx([sum(own) for own in logprobs_of(model, sequences)], abs=1e-4)
+    before, first, *_, last = records_of(tmp_path / "run")
+    assert before["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["train/loss"] < 0.5
+    assert last["rewards/accuracies"] == last["eval/rewards/accuracies"] == 1.0
+    after = [sum(own) for own in logprobs_of(tmp_path / "run" / "model", sequences[-8:])]
+    rewards = [0.1 * (now - then) for now, then in zip(after, kept[-8:], strict=True)]
+    margins = [chosen - rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True)]
+    assert last["eval/rewards/margins"] == pytest.approx(sum(margins) / 4, abs=1e-5)
+    assert 0 < last["train/shared"] < 0.5
+    said = capsys.readouterr().out
+    assert "12 preferences, " in said
+    assert "<eos>]] / t" in said
+    assert "held-out loss 0.6931  held-out accuracy " in said
+
+
+@pytest.mark.parametrize("loss", ["ipo", "simpo"])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not_and_measures_its_reference_once(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    patch_rows(monkeypatch, make_pairs(12))
+    settings = (f"dpo.loss={loss}", "dpo.epochs=2", "dpo.batch_size=5", "checkpoint.every_steps=2", "model.lora={}")
+    driver.run(make_config("dpo", model, tmp_path, *settings, f"run.dir={tmp_path}/straight"), "dpo")
+    resumable = make_config("dpo", model, tmp_path, *settings, "checkpoint.resume=true")
+    with stopped(monkeypatch, at=3):
+        driver.run(resumable, "dpo")
+    asked: list[Any] = []
+    monkeypatch.setattr(Trainer, "numbers", lambda *args: asked.append(args))
+    driver.run(resumable, "dpo")
+    assert asked == []
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "straight")
+    runs = [records_of(tmp_path / name) for name in ("run", "straight")]
+    assert [record["train/loss"] for record in runs[0]] == [record["train/loss"] for record in runs[1]]
+    assert (tmp_path / "run" / "reference.json").exists() == (loss == "ipo")
+    with pytest.raises(ConfigError, match=r"dpo.batch_size was 5, 6 is another run"):
+        driver.run(make_config("dpo", model, tmp_path, *settings, "checkpoint.resume=true", "dpo.batch_size=6"), "dpo")
+    with pytest.raises(ConfigError, match=r"it is of dpo"):
+        driver.run(make_config("sft", model, tmp_path, "model.lora={}", "checkpoint.resume=true"), "sft")
+
+
+def test_another_model_can_be_the_reference(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = make_pairs(6)
+    patch_rows(monkeypatch, made)
+    other = make_model(tmp_path_factory.mktemp("models") / "other", tied=True)
+    driver.run(make_config("dpo", model, tmp_path, f"dpo.reference={other}", "trainer.steps=1"), "dpo")
+    kept = json.loads((tmp_path / "run" / "reference.json").read_text())["logps"]
+    sequences = [side for pair in made for side in (pair.chosen, pair.rejected)]
+    assert kept == pytest.approx([sum(own) for own in logprobs_of(other, sequences)], abs=1e-4)
+    ours = [sum(own) for own in logprobs_of(model, sequences)]
+    ratios = [mine - theirs for mine, theirs in zip(ours, kept, strict=True)]
+    expected = [
+        softplus(-0.1 * (chosen - rejected)) for chosen, rejected in zip(ratios[::2], ratios[1::2], strict=True)
+    ]
+    assert records_of(tmp_path / "run")[0]["train/loss"] == pytest.approx(sum(expected) / 6, abs=1e-5)
