@@ -182,7 +182,7 @@ async def wait_counted(folder: Path, dollars: float) -> None:
 async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
     scorer_of: Scorers, make_rollout: Make, tmp_path: Path
 ) -> None:
-    """A call costs a dollar and may cost as many as `max_tokens`; those that are asked for at once wait their turn."""
+    """A call costs a dollar and may cost as many as `max_tokens`, which those under way at once hold."""
     options: dict[str, Any] = {"price": [0.0, 1e6], "cache": str(tmp_path / "cache.db")}
     async with Saying(completion('{"score": 10}', 1000, 1)).open() as service:
         for budget, max_tokens, enough, cost in ((2, 1, "ab", 2), (3, 1, "abc", 3), (8, 5, "d", 4)):
@@ -194,9 +194,10 @@ async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
                 await rewards.score_group([make_rollout(enough[0]), make_rollout("x")])
         rewards = scorer_of(functions(service, budget=11, max_tokens=5, **options))
         scores = await asyncio.gather(*(rewards.score(make_rollout(str(i))) for i in range(40)), return_exceptions=True)
-    assert len([one for one in scores if isinstance(one, RewardError)]) == 37
-    assert len(service.arrivals) == 7
-    await wait_counted(tmp_path, 7)
+    calls = len(service.arrivals)
+    assert 5 <= calls <= 7
+    assert len([one for one in scores if isinstance(one, RewardError)]) == 40 - (calls - 4)
+    await wait_counted(tmp_path, calls)
 
 
 @pytest.mark.parametrize(
@@ -280,13 +281,13 @@ async def test_the_next_rollout_with_a_text_whose_calls_have_failed_does_not_pay
         assert (await rewards.score(make_rollout("x"))).parts["judge/calls"] == 1
 
 
-async def test_rewards_that_ask_one_model_share_the_smallest_of_their_limits(
+async def test_rewards_that_ask_one_model_within_the_same_limit_share_it(
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "MINUTE_S", 0.5)
     async with Service(QUIET).open() as service:
         slower = functions(service, "judge_ranking", requests_per_minute=3, base_url=f"{service.url}/v1/")
-        rewards = scorer_of(functions(service, requests_per_minute=9) | slower)
+        rewards = scorer_of(functions(service, requests_per_minute=3) | slower)
         for group in range(3):
             await rewards.score_group([make_rollout(str(2 * group + i)) for i in range(2)])
     assert (len(service.arrivals), service.most_within(0.5)) == (9, 3)

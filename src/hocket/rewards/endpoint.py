@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import cache, cached_property, partial
-from operator import attrgetter
 from typing import Annotated, Any, Self
 
 import pydantic
@@ -34,8 +33,6 @@ POLL_S = 0.05
 LOCKED_S = 60.0  # to wait for a process that has locked the cache
 TOKENS_PER_BYTE = 0.5  # of a prompt, until they are counted: English has 0.25
 Counted = Annotated[int, Field(ge=0, le=10**7)]  # more is not believed
-UNDER_WAY = Counter[str | None]()  # calls, by the file where they are counted
-SET_UP = set["Endpoint"]()  # judges whose limits hold
 OPEN = """
     PRAGMA synchronous=OFF;  -- an answer that is lost is asked for again
     BEGIN IMMEDIATE;  -- fails where it is locked
@@ -75,22 +72,19 @@ class Endpoint(Service):
                 raise ValueError(f"set key_env: {advice}")
             self.key_env = "OPENAI_API_KEY"
         super().__post_init__()
-        self.asks = [(self.base_url, model) for model in self.model]
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it
-        self._next_to_pay = asyncio.Lock()
+        self._under_way = 0  # calls
         self.call_seconds = clock()
         self._thread = ThreadPoolExecutor(1, "cache")  # waits for other processes, while the event loop goes on
         self._broken: RewardError | None = None  # after which nothing would be counted: no statement is tried
 
     async def __aenter__(self) -> Self:
         await self._stored("dollars")  # fails here where the cache can't be used
-        SET_UP.add(self)
         return await super().__aenter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
-        while UNDER_WAY[self.cache]:  # cancelled calls, too, may have cost something
+        while self._under_way:  # cancelled calls, too, may have cost something
             await asyncio.sleep(POLL_S)
-        SET_UP.discard(self)
         self._thread.submit(self._store.close)
         self._thread.shutdown()
         await super().__aexit__()
@@ -125,7 +119,8 @@ class Endpoint(Service):
             return read(str(await self._stored(key)))
         body = {"model": model, "messages": [{"role": "user", "content": content}], **request}
         expected = len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)
-        requests, tokens = _windows(self.base_url, model)
+        requests = _window(self.base_url, model, "requests", self.requests_per_minute or math.inf)
+        tokens = _window(self.base_url, model, "tokens", self.tokens_per_minute or math.inf)
         async with tokens.room(sum(expected)), requests.room():
             held = await self._hold(self._dollars((len(question), self.max_tokens)))  # at most a token each
             answer, used = await self._paid(body, expected, held, paid)
@@ -149,7 +144,7 @@ class Endpoint(Service):
         A call that is late or cancelled may be billed, too: as it was expected.
         """
         paid["calls"] += 1
-        UNDER_WAY[self.cache] += 1
+        self._under_way += 1
         used = expected
         try:
             with clocked(self.call_seconds):
@@ -162,25 +157,20 @@ class Endpoint(Service):
             dollars = self._dollars(used)
             paid.update({"tokens": sum(used), "dollars": dollars})
             self._execute(SPEND, dollars - held, math.inf)
-            UNDER_WAY[self.cache] -= 1
+            self._under_way -= 1
         return answer, used
 
     def _dollars(self, tokens: Tokens) -> float:
         return (self.price[0] * tokens[0] + self.price[1] * tokens[1]) / 1e6
 
     async def _hold(self, dollars: float) -> float:
-        """Count what a call may cost before it is made, and return it; wait while calls under way may cost less."""
+        """Count what a call may cost before it is made, and return it. Raise RewardError where that is too much."""
         if self.budget is None:
             return 0.0
-        async with self._next_to_pay:
-            others = UNDER_WAY[self.cache]
-            while await asyncio.wrap_future(self._execute(SPEND, dollars, self.budget)) is None:
-                if not others:
-                    spent = f"{await self._stored('dollars'):.2f} dollars (counted in the cache {self.cache})"
-                    advice = f"its budget is {self.budget:g}: raise the judge's budget to go on"
-                    raise RewardError(f"the judge has cost {spent} and the next call may cost {dollars:.2g}, {advice}")
-                await asyncio.sleep(POLL_S)
-                others = UNDER_WAY[self.cache]
+        if await asyncio.wrap_future(self._execute(SPEND, dollars, self.budget)) is None:
+            spent = f"{await self._stored('dollars'):.2f} dollars (counted in the cache {self.cache})"
+            advice = f"its budget is {self.budget:g}: raise the judge's budget to go on"
+            raise RewardError(f"the judge has cost {spent} and the next call may cost {dollars:.2g}, {advice}")
         return dollars
 
     async def _stored(self, key: str) -> Any:
@@ -226,23 +216,18 @@ def _counted(answer: str, expected: Tokens) -> Tokens:
 
 
 class Window:
-    """Bounds the requests, or tokens, under way or ended within a minute, by the smallest limit."""
+    """Bounds the requests, or tokens, under way or ended within a minute."""
 
-    def __init__(self, asked: tuple[str, str], limit_of: Callable[[Endpoint], int | None]) -> None:
-        self._asked = asked
-        self._limit_of = limit_of
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
         self._ended = deque[tuple[float, float]]()  # (time, amount)
         self._sum = 0.0  # of these and what is under way
 
-    def _limit(self) -> float:
-        return min(self._limit_of(one) or math.inf for one in SET_UP if self._asked in one.asks)
-
     @asynccontextmanager
     async def room(self, amount: float = 1.0) -> AsyncIterator[None]:
-        limit = self._limit()
-        if amount > limit:
-            raise ValueError(f"a call may take {amount:g} tokens, but only {limit:g} are allowed per minute")
-        while self._sum + amount > self._limit():
+        if amount > self._limit:
+            raise ValueError(f"a call may take {amount:g} tokens, but only {self._limit:g} are allowed per minute")
+        while self._sum + amount > self._limit:
             await asyncio.sleep(POLL_S)
             while self._ended and self._ended[0][0] + MINUTE_S <= time.monotonic():
                 self._sum -= self._ended.popleft()[1]
@@ -260,8 +245,6 @@ class Window:
 
 
 @cache
-def _windows(base_url: str, model: str) -> tuple[Window, Window]:
-    """Return the windows of requests and of tokens, which all judges who ask this model share."""
-    asked = base_url, model
-    requests = Window(asked, attrgetter("requests_per_minute"))
-    return requests, Window(asked, attrgetter("tokens_per_minute"))
+def _window(base_url: str, model: str, what: str, limit: float) -> Window:
+    """Return the window that all judges share who ask this model within this limit."""
+    return Window(limit)
