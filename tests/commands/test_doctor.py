@@ -1,16 +1,13 @@
-"""The doctor: what it says of this machine, of a broken one, and which processes it takes for hocket's."""
+"""The doctor: what it says of this machine, and of a broken one."""
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hocket.commands import doctor
-from hocket.commands.doctor import is_ours
 from hocket.common import environment
 
 
@@ -88,39 +85,6 @@ def test_a_taken_port_names_its_holder() -> None:
         (finding,) = doctor.port(number)
     assert finding.text.startswith(f"{number} is taken by process {os.getpid()} (")
     assert "server.port=8001" in finding.advice
-
-
-@pytest.mark.parametrize(
-    ("words", "ours"),
-    [
-        (["python3", "run.py", "serve"], True),
-        (["/x/.venv/bin/python", "-u", "/x/run.py", "--local_rank=0", "train", "a.yaml"], True),
-        (["/x/.venv/bin/python", "/x/.venv/bin/hocket", "train"], True),
-        (["python3", "/x/bin/torchrun", "--nproc-per-node", "4", "run.py", "train", "a.yaml"], True),
-        (["VLLM::EngineCore"], True),
-        (["python3", "run.py", "doctor"], False),
-        (["python3", "-m", "pytest", "hocket", "train"], False),
-        (["tmux", "new", "python3", "run.py", "serve"], False),
-        ([], False),
-    ],
-)
-def test_hockets_processes_are_told_from_others(words: list[str], ours: bool) -> None:
-    assert is_ours(words) is ours
-
-
-def test_running_processes_are_listed_and_one_without_a_parent_is_a_leftover(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "run.py"
-    script.write_text("import time; time.sleep(600)")
-    with subprocess.Popen([sys.executable, str(script), "serve"]) as process:
-        try:
-            assert any(finding.text.startswith(f"{process.pid} running") for finding in doctor.processes())
-            monkeypatch.setattr(psutil.Process, "ppid", lambda process: 1)
-            (found,) = (finding for finding in doctor.processes() if finding.text.startswith(f"{process.pid} leftover"))
-        finally:
-            process.kill()
-    assert f"kill {process.pid}" in found.advice
 
 
 def test_what_triton_and_torch_need_on_a_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

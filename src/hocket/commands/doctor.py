@@ -6,14 +6,11 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +28,6 @@ gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 gpus = [[torch.cuda.get_device_name(i), *(n / 1e9 for n in torch.cuda.mem_get_info(i))] for i in gpus]
 print("\\n" + json.dumps([torch.version.cuda, gpus]))
 """
-OURS = re.compile(  # an editor or a terminal multiplexer may have such words, too
-    r"VLLM::|\S*python\S* (.* )?(\S*run\.py|\S*bin/hocket|-m hocket)( -\S+)* (serve|train|quickstart|sft|rm|dpo)\b"
-)
 
 
 class Finding(NamedTuple):
@@ -49,7 +43,7 @@ def run() -> int:
     errors = 0
     checks = [packages, devices, libraries, resources]
     if psutil:
-        checks += [port, processes]
+        checks.append(port)
     for check in checks:
         for label, text, ok, advice, blocks in check():
             print(f"{label:<10} {text}")
@@ -86,7 +80,7 @@ def devices() -> Iterator[Finding]:
     built_for, gpus = json.loads(answer.stdout.strip().splitlines()[-1])
     for index, (name, free, total) in enumerate(gpus):
         text = f"cuda:{index} {name}, {free:.0f} of {total:.0f} GB free"
-        note = f"more than half of cuda:{index} is taken: see the processes below, or `nvidia-smi`"
+        note = f"more than half of cuda:{index} is taken: `nvidia-smi` says by which process"
         yield Finding("device", text, free >= total / 2, note, blocks=False)
     if not gpus:
         built = f"CUDA {built_for}" if built_for else "CPUs"
@@ -137,25 +131,6 @@ def port(number: int = PORT) -> Iterator[Finding]:
     text = f"taken by {who}" if who else "free"
     note = f"port {number} is taken: end that process, or choose another port with server.port=8001"
     yield Finding("port", f"{number} is {text}", not who, note, blocks=False)
-
-
-def processes() -> Iterator[Finding]:
-    """Find this user's servers, trainers and engines, except this process and its ancestors."""
-    skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    in_container = is_ours(psutil.Process(1).cmdline())  # process 1 is the server then
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            words = process.cmdline()
-            if process.pid in skip or process.uids().real != os.getuid() or not is_ours(words):
-                continue
-            orphan = process.ppid() == 1 and not in_container
-            text = f"{'leftover' if orphan else 'running'}, {time.time() - process.create_time():.0f} s old"
-            note = f"process {process.pid} may be left over from a killed run: kill {process.pid}"
-            yield Finding("process", f"{process.pid} {text}: {' '.join(words)[:90]}", not orphan, note, blocks=False)
-
-
-def is_ours(words: list[str]) -> bool:
-    return OURS.match(" ".join(words)) is not None
 
 
 def _version(name: str) -> str | None:
