@@ -126,19 +126,26 @@ WHOLE = HALF + b"y\r\n\r\n"
 REFUSED = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
 KEY = f"Authorization: Bearer {TOKEN}\r\n".encode()
 HOLD = b"GET /hold HTTP/1.1\r\nHost: localhost\r\n" + KEY + b"\r\n"
+NO_PUT = b"PUT /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
+EARLY = b"PUT /early HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n" + KEY + b"\r\nx"
+HALF_PUT = b"PUT /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n" + KEY + b"\r\nx"
 HALF_BODY = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n" + KEY + b"\r\nx"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @contextlib.asynccontextmanager
 async def listening(held: asyncio.Event, free: str = "/health") -> AsyncIterator[int]:
-    """Serves /hold, which is answered when `held` is set, and /health behind the guard, on a port."""
+    """Serves /hold, which is answered when `held` is set, /early, before its body, and others behind the guard."""
 
     async def hold(request: Request) -> PlainTextResponse:
         await held.wait()
         return PlainTextResponse("at last")
 
-    app = Starlette(routes=[Route("/hold", hold), Route("/{path:path}", echo)])
+    async def early(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("no")
+
+    some = [Route("/hold", hold), Route("/early", early, methods=["PUT"])]
+    app = Starlette(routes=[*some, Route("/{path:path}", echo, methods=["GET", "PUT"])])
     with main.bind("127.0.0.1", 0, None) as sock:
         server = main.http_server(Guard(app, host="localhost", token=TOKEN, free=free))
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
@@ -167,7 +174,7 @@ async def test_a_connection_without_a_whole_head_is_closed_and_a_request_that_ta
     held = asyncio.Event()
     async with listening(held) as port, asyncio.timeout(20):
         reader, writer = await sent(port, HOLD)
-        for parts in [(b"",), (HALF,), (WHOLE, HALF), (REFUSED, b"x")]:
+        for parts in [(b"",), (HALF,), (WHOLE, HALF), (REFUSED, b"x"), (REFUSED,), (NO_PUT,), (EARLY,)]:
             slow, half = await sent(port, *parts)
             await slow.read()  # ends where it is closed
             half.close()
@@ -176,7 +183,7 @@ async def test_a_connection_without_a_whole_head_is_closed_and_a_request_that_ta
         writer.close()
 
 
-@pytest.mark.parametrize("part", [HALF, HALF_BODY])
+@pytest.mark.parametrize("part", [HALF, HALF_BODY, HALF_PUT])
 async def test_of_too_many_idle_connections_from_an_address_the_oldest_goes(
     monkeypatch: pytest.MonkeyPatch, part: bytes
 ) -> None:

@@ -22,7 +22,7 @@ MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
-HEAD_TIMEOUT_S = 20.0  # for request line and headers
+HEAD_TIMEOUT_S = 20.0  # for request line and headers, or the rest of what is answered already
 MAX_CONNECTIONS = 4096  # without an admitted request, of one address: a trainer has 512, its agents some of their own
 ADMITTED = "hocket_admitted"  # in the state of a request's scope
 
@@ -62,7 +62,16 @@ class Connection(H11Protocol):  # httptools, which some machines have, takes hea
 
     @property
     def is_strange(self) -> bool:
-        return self.is_idle or ADMITTED not in self.cycle.scope["state"]
+        return self.is_idle or self._lacks_body or ADMITTED not in self.cycle.scope["state"]
+
+    @property
+    def _lacks_body(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._lacks_body:  # it was answered before it ended
+            self._expect_head()
 
     def _expect_head(self) -> None:
         self._before = self.cycle
