@@ -91,21 +91,22 @@ def test_a_child_of_a_background_job_can_be_interrupted(monkeypatch: pytest.Monk
     assert handlers == []
     monkeypatch.setenv(launch.PARENT_VARIABLE, str(os.getppid()))
     assert launch.die_with_launcher()
-    assert handlers == [(signal.SIGINT, signal.default_int_handler)]
+    assert handlers == [(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGUSR1)]
 
 
 LAUNCH = """
 import sys; from pathlib import Path; from hocket import config; from hocket.cluster import launch
 sys.executable, folder = sys.argv[1], Path(sys.argv[2])
-launch.launch(config.load(None, [f"run.dir={folder}"]), [])
+sys.exit(launch.launch(config.load(None, [f"run.dir={folder}"]), []))
 """
 PYTHON = """#!{python}
 import signal, sys, time; from pathlib import Path
 command = Path("{folder}", sys.argv[3])
 def end(*_):
     command.with_suffix(".ended").touch()
-    sys.exit(0)
-signal.signal(signal.SIGINT, end); signal.signal(signal.SIGTERM, end)
+    sys.exit(130)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, end)
 command.touch()
 time.sleep(600)
 """

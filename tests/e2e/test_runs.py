@@ -240,7 +240,7 @@ def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_p
     assert metrics_of(run_dir)[-1]["step"] == 2
 
 
-def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_quickstart_with_a_checkpoint_and_everything_it_started(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}") as process:
         process.wait_for((run_dir / "rollouts" / "step_000002.jsonl").exists, "step_000002")
@@ -249,7 +249,11 @@ def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> 
         assert process.wait_end(60) == 130, log.read_text()
         process.assert_gone()
     assert "Traceback" not in log.read_text()
-    assert log.read_text().count("interrupted; to go on from the start") == log.read_text().count("interrupted") == 1
+    assert log.read_text().count("interrupted: this step ends with") == log.read_text().count("interrupted") == 1
+    steps = [*(run_dir / "checkpoints").iterdir()]
+    assert f"\ncheckpointed; to go on from {steps[0]}: python3 " in log.read_text()
+    assert len(steps) == 1
+    assert len(metrics_of(run_dir)) == int(steps[0].name[-6:]) + 1
 
 
 def test_a_killed_launch_takes_its_server_and_ranks_along(tmp_path: Path) -> None:

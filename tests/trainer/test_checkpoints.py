@@ -1,6 +1,8 @@
 """Which checkpoints there are: when one is due, what is kept, what a kill leaves, and what a run may go on from."""
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -166,6 +168,49 @@ def test_a_full_disk_is_heard_of_by_the_next_step_and_nothing_half_stays(
     with pytest.raises(TrainerError, match=r"No space left on device; free space there"):
         train(config, last=1)
     assert names(config) == ["step_000001"]
+
+
+@pytest.mark.parametrize(("launched", "in_background"), [(False, "false"), (True, "true")])
+def test_the_first_ctrl_c_ends_the_run_with_a_checkpoint_of_its_step_and_the_second_ends_it_at_once(
+    launched: bool,
+    in_background: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if launched:
+        monkeypatch.setenv("WORLD_SIZE", "1")
+    number = signal.SIGUSR1 if launched else signal.SIGINT
+    state = FakeTrainer.state
+    config = make_config(tmp_path, f"checkpoint.async={in_background}")
+
+    def press(self: FakeTrainer, sink: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+        for _ in range(self.steps - 2):
+            os.kill(os.getpid(), number)
+        return state(self, sink)
+
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        config = make_config(tmp_path, "checkpoint.every_steps=3", f"checkpoint.async={in_background}")
+        monkeypatch.setattr(FakeTrainer, "state", press)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+        assert names(config) == ["step_000003"]
+        assert checkpoints.read(config.run_dir / "checkpoints/step_000003").parts == {"part": {"value": 30}}
+        assert signal.getsignal(number) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt):
+            train(config, last=3)
+        assert "step_000006" not in names(config)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            Checkpoints(make_config(tmp_path, "checkpoint.every_steps=0"), state, {}),
+        ):
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
+    said = "interrupted: this step ends with a checkpoint, and the run with it; Ctrl-C again ends it now"
+    assert capfd.readouterr().err.strip().splitlines() == [said, "", said]
 
 
 def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: Path) -> None:

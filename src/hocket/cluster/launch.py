@@ -20,7 +20,7 @@ from typing import NamedTuple
 from hocket.common import environment
 from hocket.common.files import kind_of, numbered, unused
 from hocket.common.machine import holder, refuse_open, url_of
-from hocket.common.processes import die_with_parent
+from hocket.common.processes import die_with_parent, first
 from hocket.config import Config, LaunchConfig, ObserveConfig
 from hocket.errors import ConfigError, ServerError, door
 from hocket.trainer import checkpoints
@@ -36,7 +36,8 @@ def die_with_launcher() -> bool:
     """Have the kernel end this process with the one of hocket that started it, if one did."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+        for number in (signal.SIGINT, signal.SIGUSR1):  # background jobs ignore the first
+            signal.signal(number, signal.default_int_handler)
         die_with_parent(int(parent), signal.SIGTERM)
     return parent is not None
 
@@ -216,7 +217,8 @@ def run_ranks(
     """Run a command as `size` ranks, as torchrun would (whose workers outlive it where it is killed).
 
     Return 0 once all have ended well, or the first failed rank's exit status, after the others are stopped. `check` is
-    called several times a second; an error from it ends the ranks. Ranks above 0 write to rank_N.log in `logs`.
+    called several times a second; an error from it ends the ranks, the first Ctrl-C with a checkpoint. Ranks above 0
+    write to rank_N.log in `logs`.
     """
     together = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     together["MASTER_PORT"] = str(free_port("127.0.0.1", 0))
@@ -225,20 +227,25 @@ def run_ranks(
         for rank in range(size):
             own = {**env, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(Child(command, env=own, log=logs / f"rank_{rank}.log" if rank else None))
-        while True:
-            statuses = [child.poll() for child in ranks]
-            for number, child in enumerate(ranks):
-                if child.returncode:
-                    if child.log is not None:  # others print here
-                        print(child.last_words(f"rank {number}"), file=sys.stderr)
-                    return child.returncode if child.returncode > 0 else 128 - child.returncode  # as a shell says it
-            if None not in statuses:
-                return 0
-            check()
-            time.sleep(0.2)
+        with first(signal.SIGINT, functools.partial(ranks[0].send_signal, signal.SIGUSR1)):
+            return _status_of(ranks, check)
     finally:
         stop(ranks[:1], signal.SIGINT)  # it closes the run and releases the others
         stop(ranks[1:])
+
+
+def _status_of(ranks: Sequence[Child], check: Callable[[], None]) -> int:
+    while True:
+        statuses = [child.poll() for child in ranks]
+        for number, child in enumerate(ranks):
+            if child.returncode:
+                if child.log is not None:  # others print here
+                    print(child.last_words(f"rank {number}"), file=sys.stderr)
+                return child.returncode if child.returncode > 0 else 128 - child.returncode  # as a shell says it
+        if None not in statuses:
+            return 0
+        check()
+        time.sleep(0.2)
 
 
 def refuse_all_dead(servers: list[Child]) -> None:

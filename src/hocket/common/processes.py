@@ -43,6 +43,25 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
     sys.exit(status)
 
 
+@contextlib.contextmanager
+def first(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
+    """Have the first of these signals during the body call something; the next one acts as it did before."""
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        yield
+        return
+    before = signal.getsignal(number)
+
+    def once(*_: object) -> None:
+        signal.signal(number, before)
+        call()
+
+    signal.signal(number, once)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 def nobody_reads() -> bool:
     """Return whether an output is a pipe whose reader has gone."""
     poll = select.poll()

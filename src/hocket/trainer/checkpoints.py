@@ -4,15 +4,18 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from hocket.common.files import complete_folder, numbered, partial_of, remove_folder, unused
+from hocket.common.processes import first
 from hocket.common.tasks import note
 from hocket.config import Config
 from hocket.errors import ConfigError, TrainerError, remedy
@@ -150,6 +153,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     With checkpoint.async a thread writes them; its errors are raised at the next step. Another one calls `after` with
     each complete one. `last`: step of the newest, 0 before any. `kept`: a step whose checkpoint stays.
+
+    The first Ctrl-C has the step write one; then `complete` raises KeyboardInterrupt. From launchers SIGUSR1 has.
     """
 
     def __init__(
@@ -168,6 +173,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._parts = parts
         self.last = last
         self.kept = 0
+        self._interrupted = False
+        self._signals = ExitStack()
         self._after = after
         self._copied: Mapping[str, Any] | None = None  # the trainer's state, until it is in a checkpoint
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
@@ -177,7 +184,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
 
+    def __enter__(self) -> "Checkpoints":
+        if self._settings.every_steps:
+            number = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT
+            self._signals.enter_context(first(number, self._interrupt))
+        return self
+
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self._signals.close()
         self._thread.shutdown()
         self._later.shutdown()
         if kind is None:
@@ -186,7 +200,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint."""
         every = self._settings.every_steps
-        if every == 0 or step == self.last or not (last or step // every > self.last // every):
+        if every == 0 or step == self.last or not (last or self._interrupted or step // every > self.last // every):
             return {}
         start = time.perf_counter()
         self._writing.result()
@@ -215,8 +229,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         }
         self._copied = None
         self._writing = self._thread.submit(self._finish, state)
-        if not self._settings.in_background:
+        if self._interrupted or not self._settings.in_background:
             self._writing.result()
+        if self._interrupted:
+            raise KeyboardInterrupt
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        os.write(2, b"\ninterrupted: this step ends with a checkpoint, and the run with it; Ctrl-C again ends it now\n")
 
     @property
     def _folder(self) -> Path:
