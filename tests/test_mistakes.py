@@ -45,6 +45,8 @@ FILES = {
     "lacks.py": "import levenshtein_nope\n",
     "plain.py": "from hocket.envs import environment\n\n@environment('plain')\nclass Plain: ...\n",
     "still.py": "from hocket.envs import *\n\n@environment('still')\nclass Still(Environment): ...\n",
+    "named.py": "from hocket.envs import tool\n\n@tool('add')\ndef add(a, b):\n    return a + b\n",
+    "short.py": "from hocket import reward\n",
     "fine.yaml": "trainer: {steps: 3}\n",
     "typo.yaml": "trainer: {stps: 3}\n",
     "mine.py": "import time\n\nfrom hocket.rewards import reward\n"
@@ -52,6 +54,7 @@ FILES = {
     "@reward('my_text')\ndef text():\n    return 'good'\n"
     "@reward('my_none')\ndef none(completion):\n    len(completion)\n"
     "@reward('my_hangs')\ndef hangs():\n    time.sleep(60)\n"
+    "@reward('my_array')\ndef array():\n    import numpy\n    return numpy.ones(2)\n"
     "def forgotten(completion):\n    return 1.0\n"
     "@reward('my_solution')\ndef solution(completion, solution):\n    return 1.0\n"
     "@reward('my_trl')\ndef trl(prompts, completions, **kwargs):\n    return [0.0]\n",
@@ -103,6 +106,12 @@ check plugins=[bare.py] | bare.py, line 3: it needs a name: @reward("bare")
 check plugins=[lacks.py] | ; .venv/bin/pip install levenshtein_nope, or, for a file of yours, set PYTHONPATH
 check plugins=[plain.py] | environment 'plain' must be a class of its own: class Mine(Environment)
 check plugins=[still.py] | environment 'still' lacks a method: async def step(self, action) -> Step
+check plugins=[named.py] | named.py, line 3: @tool('add'): write @tool alone, as a tool has the name of its function
+check plugins=[short.py] | short.py, line 1: ImportError: cannot import name 'reward' from 'hocket'
+check plugins=[short.py] | ; decorators are in hocket.rewards and hocket.envs
+check data.source=rows.jsonl data.split=test | data: split=test: leave it out of a file, which has none; eval.data
+config checkpoint.copy_to=rows.jsonl | checkpoint: copy_to=rows.jsonl is a file: name a folder, which need not be there
+reward-test --samples nope | --samples nope is not a file: give rows in .jsonl, or a run's rollouts/step_N.jsonl
 check data.source=rows.jsonl | no column 'prompt', only 'question', 'answer': set data.prompt_column to one of these
 check data.source=broken.jsonl | broken.jsonl:2: Expecting value: line 1 column 12 (char 11)
 check data.source=null.jsonl | 1 of 2 rows of null.jsonl can't be used; repair or remove them (line):
@@ -120,6 +129,7 @@ check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but her
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, more than rewards.max_error_rate=0.5; the
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)
 rollout plugins=[mine.py] 'rewards.functions={my_text: 1}' | the first: step 1/0/0: my_text: returned str
+rollout plugins=[mine.py] 'rewards.functions={my_array: 1}' | my_array: returned ndarray (return its .item()) instead of
 rollout plugins=[mine.py] 'rewards.functions={my_none: 1}' | my_none: returned None instead of a number; rewards can be
 rollout plugins=[mine.py] 'rewards.functions={my_none: 1}' | reward-test CONFIG --samples RUN/rollouts/FILE
 rollout plugins=[mine.py] 'rewards.functions={my_hangs: 1}' | no result within 1 s; its worker process was ended

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +27,7 @@ from hocket.errors import ConfigError, HocketError, RewardError, ServerError
 from hocket.protocol import GenerateRequest
 from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
+from hocket.server import vllm_arguments
 
 ROOT = Path(__file__).parents[2]
 SORT = ROOT / "checkpoints" / "tiny-sort"
@@ -73,7 +75,7 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the_template_opens(
-    dry_run: Any, tmp_path: Path
+    dry_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = dry_run("server.urls=[http://up,http://down]")
     assert "the reference answer of " in said
@@ -98,6 +100,10 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert "no server answers at http://down yet" in said
     assert "and answers" in dry_run("server.urls=[http://up]", "model.random_init=true", architecture="?")
     assert "a run, as far as is seen without a server" in dry_run("server.urls=[http://down]")
+    monkeypatch.setattr(vllm_arguments, "engine_arguments", Mock(side_effect=ConfigError("no such engine argument")))
+    with pytest.raises(ConfigError, match="no such engine argument"):
+        dry_run("server.engine.foo=1")  # of the server that would be started
+    assert "nothing stands" in dry_run("server.engine.foo=1", "server.urls=[http://up]")
 
 
 def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the_start(tmp_path: Path) -> None:

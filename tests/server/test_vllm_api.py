@@ -20,6 +20,7 @@ import torch
 
 from hocket.config import load
 from hocket.data import tokenizer
+from hocket.errors import ConfigError
 from hocket.protocol import Completion, SamplingParams, SessionRequest, TensorSpec, Toolbox
 from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
 from hocket.server.errors import ApiError
@@ -268,7 +269,7 @@ OWNED = "can't be set, as hocket sets it:"
     ],
 )
 def test_an_engine_argument_that_hocket_owns_or_vllm_lacks_is_refused(model: str, engine: str, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         arguments(model, f"server.engine={engine}")
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -120,6 +120,11 @@ def _check(parts: Parts, calls: RewardCalls, saved: Saved | None, stack: ExitSta
         run_there(replay.batch(config.trainer.steps))  # the last: it says which are there
     else:
         up = run_there(parts.servers.up(say))
+    if config.server.engine and not (up or config.names_servers):
+        from hocket.server.vllm_arguments import engine_arguments
+
+        with suppress(ImportError):  # vLLM is not on this machine
+            engine_arguments(config)
     if up and config.launch.share_gpu:
         raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which needs it")
     parts.trainer(stack, saved)
@@ -315,6 +320,8 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
 
     Groups are those of a run, or rows of one prompt and answer. `against`: a reward to compare their total with.
     """
+    if not file.is_file():
+        raise ConfigError(f"--samples {file} is not a file: give rows in .jsonl, or a run's rollouts/step_N.jsonl")
     load_plugins(config.plugins)
     groups: dict[str, list[Rollout]] = {}
     for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):

@@ -223,6 +223,8 @@ def _load_plugin(path: str) -> Plugin:
         cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError):
             cause += f"; .venv/bin/pip install {error.name}, or, for a file of yours, set PYTHONPATH to its folder"
+        elif isinstance(error, ImportError) and error.name == "hocket":
+            cause += "; decorators are in hocket.rewards and hocket.envs"
         raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
     registers = [f"{registry.kind} {one}" for registry in Registry.every for one in sorted(_added(registry, before))]
     digest = hashlib.sha256(content).hexdigest()

@@ -159,6 +159,11 @@ class DataConfig(Section):
     """Number of rows used, from the first. Default: all."""
 
     def refuse(self) -> None:
+        is_file = self.source.partition(":")[0] not in ("hf", "task")
+        if is_file and self.split != type(self).model_fields["split"].default:
+            raise ValueError(
+                f"split={self.split}: leave it out of a file, which has none; eval.data names held-out rows"
+            )
         if self.system_prompt is not None and not self.chat_template:
             raise ValueError("system_prompt needs chat_template: true")
         if self.answer_pattern is None:
@@ -346,6 +351,10 @@ class CheckpointConfig(Section):
     """Written while training goes on."""
     resume: bool = False
     """Continue from the newest checkpoint, if there is one."""
+
+    def refuse(self) -> None:
+        if self.copy_to is not None and os.path.isfile(self.copy_to):
+            raise ValueError(f"copy_to={self.copy_to} is a file: name a folder, which need not be there")
 
     @property
     def patience(self) -> float:

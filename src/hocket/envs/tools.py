@@ -26,6 +26,8 @@ TOOLS: Registry[Callable[..., Any]] = Registry("tool")
 
 def tool(function: F) -> F:
     """Register a function as the tool of its name (decorator)."""
+    if isinstance(function, str):
+        raise ConfigError(f"@tool({function!r}): write @tool alone, as a tool has the name of its function")
     TOOLS.register(function.__name__)(function)
     return function
 

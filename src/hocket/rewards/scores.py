@@ -148,7 +148,8 @@ def _number(value: Any) -> float:
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else type(value).__name__
+    advice = " (return its .item())" if hasattr(value, "item") else ""
+    return "None" if value is None else f"{type(value).__name__}{advice}"
 
 
 def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:

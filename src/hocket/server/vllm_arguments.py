@@ -7,6 +7,7 @@ from typing import Any, get_args
 from hocket.common.registry import refuse_owned
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
+from hocket.errors import ConfigError
 
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
@@ -39,7 +40,7 @@ def is_cpu_build() -> bool:
 
 
 def engine_arguments(config: Config) -> Namespace:
-    """Return vLLM's own server arguments. Raises ValueError where vLLM or hocket refuses one."""
+    """Return vLLM's own server arguments. Raises ConfigError for one that it has not, or that hocket sets."""
     from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -78,11 +79,14 @@ def engine_arguments(config: Config) -> Namespace:
     if parser := engine.pop("tool_call_parser", None):
         if parser not in (parsers := ToolParserManager.list_registered()):
             known = ", ".join(parsers)
-            raise ValueError(f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}")
+            raise ConfigError(f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}")
         settings |= {"enable_auto_tool_choice": True, "tool_call_parser": parser}
     owned = dict.fromkeys(OWNED | settings.keys(), "") | OWN_NAMES
     arguments = AsyncEngineArgs.__dataclass_fields__
-    refuse_owned("server.engine.", engine, owned, arguments, ": vLLM has no such engine argument")
+    try:
+        refuse_owned("server.engine.", engine, owned, arguments, ": vLLM has no such engine argument")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     chosen = {name: value for name, value in settings.items() if value is not None}
     vars(args).update(_build_defaults(config) | chosen | engine)
     return args
