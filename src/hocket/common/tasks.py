@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -102,23 +102,32 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
         raise
 
 
+def in_own_thread(call: Callable[[], T]) -> Future[T]:
+    """Make a call that may hang for ever, in a thread that no exit waits for."""
+    found = Future[T]()
+    found.set_running_or_notify_cancel()  # who waits no longer can't cancel it
+
+    def work() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - of who waits
+            if not isinstance(error, Exception) or isinstance(error, StopIteration | CancelledError):
+                # These would end the event loop of who waits, are refused by its future, and would cancel the task.
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return found
+
+
 async def look_up(function: Callable[..., T], *args: Any) -> T:
-    """Call what may hang for ever, in a thread that no exit waits for; calls alike wait for the same one."""
+    """Call a function in its own thread; calls alike wait for the same one."""
     key = function, args
     found: Future[T] | None = _LOOK_UPS.get(key)
     if found is None:
-        found = _LOOK_UPS[key] = Future()
-        found.set_running_or_notify_cancel()  # who waits no longer can't cancel it
+        found = _LOOK_UPS[key] = in_own_thread(partial(function, *args))
         found.add_done_callback(lambda _: _LOOK_UPS.pop(key))
-        threading.Thread(target=_settle, args=(found, partial(function, *args)), daemon=True).start()
     return await asyncio.wrap_future(found)
-
-
-def _settle(found: Future[T], call: Callable[[], T]) -> None:
-    try:
-        found.set_result(call())
-    except Exception as error:  # noqa: BLE001 - of who waits
-        found.set_exception(error)
 
 
 async def as_completed(

@@ -1,12 +1,10 @@
 """Define environments: classes under a name, of which every episode gets an instance (docs/environments.md)."""
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import functools
 import inspect
 import json
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +12,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictStr
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from hocket.common.registry import Registry
+from hocket.common.tasks import in_own_thread
 from hocket.config import EnvConfig
 from hocket.errors import ConfigError
 from hocket.protocol import Toolbox, ToolCall
@@ -150,17 +149,4 @@ def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaita
     """Call an async function here, a plain one in a thread of its own: one that hangs holds up no other."""
     if inspect.iscoroutinefunction(function):
         return function(**arguments)  # type: ignore[no-any-return]  # a coroutine
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # a caller that gives up can't cancel it
-
-    def work() -> None:
-        try:
-            future.set_result(function(**arguments))
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            if not isinstance(error, Exception) or isinstance(error, StopIteration | concurrent.futures.CancelledError):
-                # These would end the caller's event loop, are refused by its future, and would cancel the caller.
-                error = RuntimeError(f"{type(error).__name__}: {error}")
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=function.__name__, daemon=True).start()
-    return asyncio.wrap_future(future)
+    return asyncio.wrap_future(in_own_thread(functools.partial(function, **arguments)))

@@ -1,12 +1,13 @@
 """Receive broadcast versions inside the engine's processes; collective.py has the engine's half."""
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
+from hocket.common.tasks import in_own_thread
 from hocket.protocol import CollectiveSource, GroupAddress, weight_group
 from hocket.protocol.weight_group import Part, WeightGroup
 from hocket.server.vllm_api import answered
@@ -29,11 +30,8 @@ class GroupReceiver:
             joined.add_done_callback(_leave)
             self.hocket_group = None
             device = _device_for(address, self.device)
-            joined = Future()
+            joined = in_own_thread(partial(_join, address, 1 + self.rank, size, device))
             self.hocket_group = address.name, joined
-            # A daemon: a process that ends waits for an executor's threads.
-            arguments = joined, address, 1 + self.rank, size, device
-            threading.Thread(target=_join, args=arguments, name="join", daemon=True).start()
         return joined.done() and joined.result() is not None
 
     @answered
@@ -63,15 +61,10 @@ def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
     return own
 
 
-def _join(joined: "Future[WeightGroup]", address: GroupAddress, rank: int, size: int, device: torch.device) -> None:
-    try:
-        store = weight_group.find_store(address.host, address.port, address.timeout_s)
-        own = weight_group.address_towards(address.host, address.port)
-        group = WeightGroup(store, address.name, device, own, rank=rank, size=size, timeout_s=address.timeout_s)
-    except BaseException as error:  # noqa: BLE001 - raised where the result is read
-        joined.set_exception(error)
-    else:
-        joined.set_result(group)
+def _join(address: GroupAddress, rank: int, size: int, device: torch.device) -> WeightGroup:
+    store = weight_group.find_store(address.host, address.port, address.timeout_s)
+    own = weight_group.address_towards(address.host, address.port)
+    return WeightGroup(store, address.name, device, own, rank=rank, size=size, timeout_s=address.timeout_s)
 
 
 def _leave(joined: "Future[WeightGroup]") -> None:

@@ -1,7 +1,6 @@
 """The processes that train together: one under plain `python`, or those of `torchrun` or the `deepspeed` launcher."""
 
 import atexit
-import concurrent.futures
 import contextlib
 import datetime
 import os
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hocket.common.tasks import in_own_thread
 from hocket.errors import TrainerError
 
 T = TypeVar("T")
@@ -146,19 +146,12 @@ class Ranks:
 
         Where the link to its host is cut, it would take a quarter of an hour.
         """
-        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(call())
-            except Exception as error:  # noqa: BLE001 - this thread has no caller
-                answer.set_exception(RuntimeError(str(error) or type(error).__name__))
-
-        threading.Thread(target=ask, name="hocket-store", daemon=True).start()
         try:
-            return answer.result(seconds)
+            return in_own_thread(call).result(seconds)
         except TimeoutError:
             raise RuntimeError(f"no answer in {seconds:g} s") from None
+        except Exception as error:
+            raise RuntimeError(str(error) or type(error).__name__) from error
 
     def _stop_watching(self) -> None:
         self._left.set()
