@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 import hocket
 from hocket.commands.cli import DEFAULTS, main
-from hocket.errors import ServerError
+from hocket.errors import ConfigError, ServerError
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
@@ -261,6 +261,7 @@ def test_an_interrupted_run_says_once_how_to_go_on(
     [
         ("train", ServerError("it is gone", code="unreachable"), "COMPLETE", True),
         ("train", ServerError("it is gone", code="unreachable"), "state.json", False),  # no whole checkpoint
+        ("train", ConfigError("another process has the folder, and makes checkpoints"), "COMPLETE", False),
         ("sft", MemoryError(), "COMPLETE", True),
         ("launch", 137, "COMPLETE", True),  # a rank that was killed for its memory
         ("quickstart", 1, "COMPLETE", True),

@@ -70,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
         if TRACEBACK in os.environ:
             print(redacted(traceback.format_exc()), file=sys.stderr)
         print(redacted(f"error: {_sentence(error)}"), file=sys.stderr)
+        if isinstance(error, ConfigError):  # a checkpoint that is new was made by the process that has the folder
+            return 1
         status = 1
     if speaks and status not in WHOLE and "newest" in args and _newest(args.config.run_dir) not in (None, args.newest):
         print(redacted(f"checkpointed{_how_to_go_on(args)}"), file=sys.stderr)
