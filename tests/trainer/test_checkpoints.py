@@ -178,10 +178,8 @@ def test_the_first_ctrl_c_ends_the_run_with_a_checkpoint_of_its_step_and_the_sec
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if launched:
-        monkeypatch.setenv("WORLD_SIZE", "1")
     number = signal.SIGUSR1 if launched else signal.SIGINT
+    monkeypatch.setattr(checkpoints, "CTRL_C", number)
     state = FakeTrainer.state
     config = make_config(tmp_path, f"checkpoint.async={in_background}")
 

@@ -46,10 +46,10 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
 @contextlib.contextmanager
 def first(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
     """Have the first of these signals during the body call something; the next one acts as it did before."""
-    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+    before = signal.getsignal(number)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():  # others get none
         yield
         return
-    before = signal.getsignal(number)
 
     def once(*_: object) -> None:
         signal.signal(number, before)

@@ -25,6 +25,7 @@ from hocket.protocol.manifest import COMPLETE_FILE
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
+CTRL_C = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT  # as launchers pass it on to rank 0
 _STAGES = {"demonstrations": "sft", "preferences": "dpo"}  # a part of its checkpoints → the command
 _SIZES = (f"{command}.batch_size." for command in _STAGES.values())
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", *_SIZES)  # settings that a resumed run keeps
@@ -154,7 +155,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     With checkpoint.async a thread writes them; its errors are raised at the next step. Another one calls `after` with
     each complete one. `last`: step of the newest, 0 before any. `kept`: a step whose checkpoint stays.
 
-    The first Ctrl-C has the step write one; then `complete` raises KeyboardInterrupt. From launchers SIGUSR1 has.
+    The first Ctrl-C has the step write one; then `complete` raises KeyboardInterrupt.
     """
 
     def __init__(
@@ -186,8 +187,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def __enter__(self) -> "Checkpoints":
         if self._settings.every_steps:
-            number = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT
-            self._signals.enter_context(first(number, self._interrupt))
+            self._signals.enter_context(first(CTRL_C, self._interrupt))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
