@@ -14,6 +14,7 @@ import torch
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError, TrainerError
+from hocket.protocol import manifest
 from hocket.trainer import checkpoints
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.state import SavedTensors
@@ -219,9 +220,9 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     state = json.loads(older.read_text())
     del state["config"]["model"]["max_length"], state["config"]["data"]
     state["config"]["trainer"]["collective_timeout_s"] = 1800.0  # which this version has no more
-    del state["checked"]
     older.write_text(json.dumps(state))
-    (older.parent / "COMPLETE").write_text("")  # nor a checksum
+    checksum = manifest.total_checksum(manifest.specs(manifest.tensors(older.parent)), older.read_text())
+    (older.parent / "COMPLETE").write_text(checksum)
     said: list[str] = []
     changes = ("trainer.steps=20", "server.urls=http://b:1", "trainer.learning_rate=1e-5")
     found = checkpoints.find(
@@ -252,8 +253,8 @@ def test_of_damaged_checkpoints_none_is_used_and_the_one_before_is(tmp_path: Pat
             assert found is not None
             assert found.step == 8
             assert said == [
-                f"WARNING: {folder} is no complete checkpoint: something has changed its files, or the disk is "
-                "failing. Remove it, or name another one; the one before is taken",
+                f"WARNING: {folder} is no complete checkpoint: something has changed its files, the disk is failing, or "
+                "an earlier hocket wrote it. Remove it, or name another one; the one before is taken",
                 f"going on from {folders[1]}",
             ]
     with pytest.raises(ConfigError, match="step_000008 is no complete checkpoint: something has changed its files"):

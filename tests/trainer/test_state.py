@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from hocket import config as config_module
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
+from hocket.protocol import manifest
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.export import export
 from hocket.trainer.ranks import Ranks
@@ -81,9 +82,8 @@ def test_a_model_made_of_a_checkpoint_is_what_the_trainer_publishes(
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(ConfigError, match="something has changed its files"):
         export(folder, tmp_path / "again", base=None)
-    del state["checked"]  # as before there were checksums
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "COMPLETE").write_text("")
+    checksum = manifest.total_checksum(manifest.specs(manifest.tensors(folder)), json.dumps(state))
+    (folder / "COMPLETE").write_text(checksum)
     with pytest.raises(ConfigError, match=r"moved"):
         export(folder, tmp_path / "again", base=None)
     with pytest.raises(TrainerError, match=r"of another model than .*model\.path"):

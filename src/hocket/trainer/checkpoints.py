@@ -57,7 +57,6 @@ class Saved:
     metrics: Mapping[str, float]
     trainer: Mapping[str, Any]  # the trainer's state beside its tensors
     parts: Mapping[str, Mapping[str, Any]]  # name → state
-    checked: bool = False  # COMPLETE has a checksum; older ones have none
 
     def restore(self, parts: Mapping[str, Part]) -> None:
         if parts.keys() != self.parts.keys():
@@ -76,9 +75,8 @@ def read(folder: Path, *, whole: bool = True) -> Saved:
         mark = (folder / COMPLETE_FILE).read_text(encoding="utf-8")
         text = (folder / STATE_FILE).read_text(encoding="utf-8")
         saved = Saved(folder=folder, **json.loads(text))
-        has_sum = mark or saved.checked
-        if whole and has_sum and mark != manifest.total_checksum(manifest.specs(manifest.tensors(folder)), text):
-            raise ValueError("something has changed its files, or the disk is failing")
+        if whole and mark != manifest.total_checksum(manifest.specs(manifest.tensors(folder)), text):
+            raise ValueError("something has changed its files, the disk is failing, or an earlier hocket wrote it")
         return saved
     except (OSError, SafetensorError, *DAMAGED) as error:
         raise ConfigError(f"{folder} is no complete checkpoint: {error}. Remove it, or name another one") from error
@@ -224,7 +222,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "config": self._config.as_dict(),
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
             "trainer": self._copied,
-            "checked": True,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
         self._copied = None
