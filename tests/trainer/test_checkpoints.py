@@ -253,8 +253,8 @@ def test_of_damaged_checkpoints_none_is_used_and_the_one_before_is(tmp_path: Pat
             assert found is not None
             assert found.step == 8
             assert said == [
-                f"WARNING: {folder} is no complete checkpoint: something has changed its files, the disk is failing, or "
-                "an earlier hocket wrote it. Remove it, or name another one; the one before is taken",
+                f"WARNING: {folder} is no complete checkpoint: something has changed its files, the disk is failing, "
+                "or an earlier hocket wrote it. Remove it, or name another one; the one before is taken",
                 f"going on from {folders[1]}",
             ]
     with pytest.raises(ConfigError, match="step_000008 is no complete checkpoint: something has changed its files"):
