@@ -190,6 +190,10 @@ FULL = "No space left on device"
 @pytest.mark.parametrize(
     ("error", "said"),
     [
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "error: [Errno 27] File too large; raise the shell's limit of file sizes (ulimit -f)",
+        ),
         (OSError(errno.ENOSPC, FULL, "runs/a"), f"error: [Errno 28] {FULL}: 'runs/a'; free space there"),
         (OSError(errno.ENOSPC, FULL), f"error: [Errno 28] {FULL}; free space there"),
         (OSError(errno.EROFS, "Read-only file system", "a"), "Read-only file system: 'a'; mount it writable"),
