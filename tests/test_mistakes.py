@@ -167,7 +167,7 @@ launch --dry-run sync.root=empty | runs/default must lie under sync.root=HERE/em
 launch --dry-run launch.share_gpu=true launch.servers=2 | launch.share_gpu is for one server; give several GPUs of
 quickstart fine.yaml run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
 plan --gpus 0 | --gpus 0: a plan needs 1 or more
-plan sft.epochs=2 | a plan is of `train`: leave the section sft out, whose command has no servers
+plan sft.epochs=2 rm.epochs=2 | a plan is of one command: leave all but one of the sections rm, sft out
 plan launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0: take more, or
 config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
 config checkpoint.best=eval/reward | checkpoint.best.name: String should match pattern '^eval/(greedy

@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "start the GRPO trainer (DeepSpeed), which finds the server over HTTP; one process per GPU under torchrun",
     "rollout": "play and score trainer.steps batches without a trainer; train on them by pipeline.replay",
     "sft": "fine-tune on demonstrations: conversations (messages), or prompts with responses",
+    "rm": "train a reward model on preferences, for the reward reward_model",
     "dpo": "learn from preferences: prompts with a chosen and a rejected completion",
     "select": "write the best rollouts of the run in folder RUN as demonstrations (rejection sampling), or preferences",
     "generate": "ask a running server for completions",
@@ -87,6 +88,11 @@ def sft(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[
         "run_dir", "model" (its folder), and "history" (metrics.jsonl).
     """
     return _stage("sft", config, overrides)
+
+
+def rm(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Train a reward model as the command does. Take, return and raise as `sft`."""
+    return _stage("rm", config, overrides)
 
 
 def dpo(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:

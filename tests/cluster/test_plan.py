@@ -3,6 +3,7 @@
 import csv
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import Qwen2Config
 from hocket.cluster import plan
 from hocket.config import load
 from hocket.errors import ConfigError
+from hocket.stages import staged
 from hocket.trainer import memory
 from hocket.trainer.memory import GIB
 
@@ -62,11 +64,11 @@ def row(model: str, size: str, mode: str, card: str) -> dict[str, str]:
 def test_what_fits_on_which_gpu_is_what_the_table_says(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}  # a model without weights takes a second, and all GPUs have the same
 
-    def once(config: Any) -> Any:
+    def once(config: Any, *_: Any) -> Any:
         return made.setdefault(f"{config}", skeleton(config))
 
     skeleton = memory.skeleton
-    monkeypatch.setattr(memory, "skeleton", lambda config: made.get(f"{config}") or once(config))
+    monkeypatch.setattr(memory, "skeleton", lambda config, *_: made.get(f"{config}") or once(config))
     monkeypatch.setattr(plan, "skeleton", memory.skeleton)
     rows = [row(models[size], size, mode, card) for size, mode, card in itertools.product(OF_TABLE, MODES, plan.GPUS)]
     with GOLDEN.open(encoding="utf-8") as file:
@@ -176,3 +178,23 @@ def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, 
 
 def test_every_card_has_a_peak() -> None:
     assert {gpu.name for gpu in plan.GPUS.values()} <= plan.flops.PEAKS.keys()
+
+
+def test_a_stage_has_all_gpus_for_its_ranks_and_what_it_needs_beside_the_model(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.data.tokenizer.load", lambda *_: SimpleNamespace(pad_token_id=0, get_vocab=dict))
+    path = models["7B"]
+
+    def needs(*settings: str) -> plan.Needs:
+        config = load(None, [f"model.path={path}", *COMMON, *settings])
+        return plan.Needs(config, 4, plan.GPUS["80GB"], staged(config))
+
+    of_sft, of_dpo, of_rm = needs("sft.epochs=1"), needs(f"dpo.reference={path}"), needs("rm.epochs=1")
+    assert of_sft.where.num_ranks == 4
+    assert of_dpo.rank.weights == 2 * of_sft.rank.weights
+    assert of_rm.rank.logits < of_sft.rank.logits / 1000  # one score in place of a vocabulary
+    assert of_rm.trained < of_sft.trained  # no output head
+    assert needs("dpo.beta=0.2").rank == of_sft.rank
+    said = list(plan.report([f"model.path={path}", "rm.epochs=1"], 4, "80GB", staged))
+    assert [line.split()[0] for line in said[1:]] == ["ranks", "largest", "host"]

@@ -39,7 +39,7 @@ def softplus(x: float) -> float:
     ],
 )
 def test_losses_by_hand(options: dict[str, Any], expected: float) -> None:
-    made = dpo.Options(beta=0.5, **options)
+    made = dpo.DpoOptions(beta=0.5, **options)
     reference = {} if made.loss == "simpo" else {"chosen": -4.0, "rejected": -3.0}
     both = {"chosen": sequence((1, 2, 3, 4)), "rejected": sequence((1, 2, 5))}
     columns = {side: {"ref_logprobs": number} for side, number in reference.items()}

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tests.stages.builders import make_pairs
 from tests.trainer.builders import (
     bytes_besides,
     gap_of,
@@ -36,6 +37,8 @@ from tests.trainer.builders import (
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
+from hocket.stages import STAGES as STAGED
+from hocket.stages.pairs import sample
 from hocket.trainer import engine, flops, long_rows, policy, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Objective
@@ -92,10 +95,13 @@ def make_config(model: str, *settings: str) -> config_module.Config:
     return config_module.load(None, [*SETTINGS, *waits, f"model.path={model}", *settings])
 
 
-def led(model: str, ranks: Ranks, variants: Mapping[Any, Sequence[str]]) -> Iterator[tuple[Any, Trainer]]:
-    """Yields a trainer for each variant's settings on rank 0, which the other ranks follow."""
+def led(
+    model: str, ranks: Ranks, variants: Mapping[Any, Sequence[str]], stage: str = ""
+) -> Iterator[tuple[Any, Trainer]]:
+    """Yields a trainer for each variant's settings on rank 0, which the others follow; `stage`: of that command."""
     for name, settings in variants.items():
-        trainer = Trainer(make_config(model, *settings), ranks=ranks)
+        config = make_config(model, *settings)
+        trainer = Trainer(config, ranks=ranks, objective=STAGED.get(stage)(config).objective if stage else None)
         if not trainer.is_main:
             trainer.follow()
             continue
@@ -257,6 +263,40 @@ SPLITS = {
 }
 
 
+PAIRS = {
+    "ZeRO-0": "trainer.zero_stage=0",
+    "not shared, one micro-batch": "trainer.zero_stage=0 trainer.share_prefixes=false trainer.micro_batch_tokens=1000",
+    "ZeRO-1": "trainer.zero_stage=1",
+    "ZeRO-2, one micro-batch": "trainer.zero_stage=2 trainer.micro_batch_tokens=1000",
+    "ZeRO-3": "trainer.zero_stage=3 trainer.gradient_checkpointing=true",
+    "rows divided": "trainer.zero_stage=1 trainer.sequence_parallel=SIZE",
+    "lora": "trainer.zero_stage=0 model.lora.rank=4",
+    "lora, ZeRO-3": "trainer.zero_stage=3 model.lora.rank=4",
+}
+"""Ways to take the same steps on pairs; those with lora differ from the others."""
+
+
+def pairs(model: str, output: Path, ranks: Ranks) -> None:
+    """Two steps of dpo and of rm on the same pairs, and what is measured of these behind them."""
+    cells = {
+        name: [*cell.replace("SIZE", str(ranks.size)).split(), "data.chat_template=false"]
+        for name, cell in PAIRS.items()
+    }
+    if ranks.size == 3:
+        del cells["rows divided"]  # there are four heads
+    for stage in ("dpo", "rm"):
+        sides = [side for pair in make_pairs(11) for side in (pair.chosen, pair.rejected)]
+        samples = [sample(side, ref_logprobs=-20.0 - place, margins=0.1) for place, side in enumerate(sides)]
+        if stage == "rm":
+            ends = [dataclasses.replace(side, mask=(*(False,) * (len(side.mask) - 1), True)) for side in sides]
+            samples = [sample(end, margins=0.1) for end in ends]
+        for name, trainer in led(model, ranks, cells, stage):
+            stats = [trainer.step(samples[step * 10 :]) for step in range(2)]
+            found = {"stats": stats, "evaluated": trainer.evaluate(samples)}
+            trainer.export(output / stage / name)
+            (output / stage / name / "found.json").write_text(json.dumps(found))
+
+
 SPLITS_OF_FOUR = ("2 sequence mask", "2 ZeRO-3", "4 ZeRO-3")
 
 
@@ -347,7 +387,7 @@ def fail(scenario: str, model: str) -> None:
                 happen()
 
 
-SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates, splits)
+SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates, splits, pairs)
 COMMON = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 

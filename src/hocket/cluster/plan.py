@@ -5,13 +5,13 @@ Seconds are good for a choice between settings, not for a promise.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from hocket.algorithm import choices
-from hocket.cluster.launch import place
+from hocket.cluster.launch import Placement, place
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data import tokenizer as tokenizers
@@ -20,6 +20,7 @@ from hocket.trainer import flops, memory
 from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.extras import configured
 from hocket.trainer.memory import GIB
+from hocket.trainer.models import Objective
 from hocket.trainer.policy import skeleton
 from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES
@@ -68,24 +69,31 @@ WAYS = (
 )
 """Settings that save the trainer memory, those that cost least speed first."""
 NUM_WAYS = 3
+Staged = Callable[[Config], Objective | None]  # what the stage minimises that a config is of; None: it is of train
 
 
 class Needs:
     """What a run needs on one machine; sizes in bytes. Raise ConfigError where its GPUs can't be divided."""
 
-    def __init__(self, config: Config, num_gpus: int, gpu: Gpu) -> None:
+    def __init__(self, config: Config, num_gpus: int, gpu: Gpu, stage: Objective | None = None) -> None:
         self._config = config
         self._gpu = gpu
         server = config.server
         size = server.tensor_parallel_size
-        where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
+        gpus = [str(number) for number in range(num_gpus)]
+        if stage is None:
+            objective = configured(config)
+            where = place(config.launch, size, config.sync.backend, gpus)
+        else:
+            objective = stage
+            where = Placement([], ",".join(gpus), num_gpus, apart=True)
         self.where = where
         dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
         trainer = config.trainer.unmeasured()
-        self._model = skeleton(config.model)
-        models = configured(config).models(config.model)
+        self._model = skeleton(config.model, objective.kind)
+        models = objective.models(config.model)
         self.parameters = sum(p.numel() for p in self._model.parameters())
-        learned = itertools.chain(*(skeleton(model).parameters() for model, learns in models if learns))
+        learned = itertools.chain(*(skeleton(model, kind).parameters() for model, kind, learns in models if learns))
         self.trained = sum(p.numel() for p in learned if p.requires_grad)
         self.published = 2 * sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         self.weights = self.parameters * dtype.itemsize / size  # on each GPU of a server
@@ -107,7 +115,9 @@ class Needs:
         self.largest_micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))  # tokens that fit
         self._prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
         if config.trainer.micro_batch_tokens == "auto":  # at least one sequence
-            tokens = min(8192, max(self.largest_micro_batch, self._prompt + config.rollout.max_tokens))
+            tokens = min(
+                8192, max(self.largest_micro_batch, objective.unit * (self._prompt + config.rollout.max_tokens))
+            )
             rank = rank._replace(activations=per_token * tokens)
         self.rank = rank
         backend = config.sync.backend
@@ -116,7 +126,11 @@ class Needs:
     @property
     def fits(self) -> bool:
         """Whether both sides have room; vLLM's is for one sequence of the full context."""
-        return self.rank.total <= self.room and self.sequences > 0
+        return self.rank.total <= self.room and self.has_servers_room
+
+    @property
+    def has_servers_room(self) -> bool:
+        return self.sequences > 0 or not self.where.servers
 
     @property
     def host(self) -> dict[str, float]:
@@ -182,14 +196,18 @@ class Needs:
         return seconds
 
 
-def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+def of_train(config: Config) -> None:
+    """Say that a config is of no stage."""
+
+
+def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective | None) -> Iterator[tuple[str, Needs]]:
     """Yield settings with which a config fits, and its needs then, the least costly first."""
     found: list[set[str]] = []
     for way in WAYS:
         if any(less <= set(way) for less in found):
             continue
         try:
-            needs = Needs(read_settings([*arguments, *way])[0], num_gpus, gpu)
+            needs = Needs(read_settings([*arguments, *way])[0], num_gpus, gpu, stage)
         except ConfigError:  # it contradicts another setting
             continue
         if needs.fits:
@@ -197,7 +215,7 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tupl
             yield " ".join(way), needs
 
 
-def report(arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
+def report(arguments: Sequence[str], num_gpus: int, size: str, staged: Staged = of_train) -> Iterator[str]:
     """Yield the lines of a plan. Raise ConfigError for an unknown card."""
     size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
     if size not in GPUS:
@@ -206,32 +224,32 @@ def report(arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
         raise ConfigError(f"--gpus {num_gpus}: a plan needs 1 or more")
     gpu = GPUS[size]
     config, _ = read_settings(arguments)
-    if "sft" in config.model_fields_set:
-        raise ConfigError("a plan is of `train`: leave the section sft out, whose command has no servers")
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
-    needs = Needs(config, num_gpus, gpu)
+    stage = staged(config)
+    needs = Needs(config, num_gpus, gpu, stage)
     where = needs.where
     context = tokenizers.context_length(config.model)
     yield f"{config.model.path}: {needs.parameters / 1e9:.2f} billion parameters; {num_gpus} x {size} ({gpu.name})"
-    yield (
-        f"servers  {len(where.servers)}, the first on GPU {where.servers[0]}: weights {needs.weights / GIB:.1f} GiB, "
-        f"KV cache {needs.kv_cache / GIB:.1f} GiB for {needs.kv_tokens:,} tokens: {needs.sequences} sequences of "
-        f"{context:,}"
-    )
+    if where.servers:
+        yield (
+            f"servers  {len(where.servers)}, the first on GPU {where.servers[0]}: "
+            f"weights {needs.weights / GIB:.1f} GiB, KV cache {needs.kv_cache / GIB:.1f} GiB "
+            f"for {needs.kv_tokens:,} tokens: {needs.sequences} sequences of {context:,}"
+        )
     yield f"ranks    {where.num_ranks} on GPU {where.ranks}: {needs.rank}; it may use {needs.room / GIB:.1f}"
     yield f"         largest trainer.micro_batch_tokens that fits: {needs.largest_micro_batch:,}"
     host = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needs.host.items())
     yield f"host     up to {sum(needs.host.values()) / GIB:.0f} GiB of memory beside the GPUs': {host}"
-    if needs.fits:
+    if needs.fits and where.servers:
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in needs.seconds.items())
         yield f"a step   {times}; completions of {LENGTH:.0%} of rollout.max_tokens are assumed"
-    if needs.sequences == 0:
+    if not needs.has_servers_room:
         advice = "a shorter model.max_length, server.tensor_parallel_size=2 or 4, or larger GPUs"
         yield f"does not fit: the server has no room for one sequence of {context:,} tokens; choose {advice}"
     if needs.rank.total > needs.room:
         yield "does not fit: a rank needs more than its GPU has. What would change it:"
-        found = [*itertools.islice(ways_out(arguments, num_gpus, gpu), NUM_WAYS)]
+        found = [*itertools.islice(ways_out(arguments, num_gpus, gpu, stage), NUM_WAYS)]
         yield from (f"         {way}: {other.rank}" for way, other in found)
         if not found:
             yield f"         no setting does on {num_gpus} x {size}: take more GPUs, larger ones, or a smaller model"

@@ -24,7 +24,7 @@ from hocket.common.redaction import redacted
 from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, door, remedy
 from hocket.observe import metrics
-from hocket.stages import STAGES
+from hocket.stages import STAGES, staged
 from hocket.trainer import checkpoints
 
 DEFAULTS = {"quickstart": "config/quickstart.yaml"}  # command → config
@@ -282,7 +282,7 @@ def _plan(args: argparse.Namespace) -> int:
     from hocket.cluster import plan
 
     status = 0
-    for line in plan.report(args.arguments, args.gpus, args.gpu):
+    for line in plan.report(args.arguments, args.gpus, args.gpu, staged):
         print(line, flush=True)
         status |= line.startswith("does not fit")
     return status

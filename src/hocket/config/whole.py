@@ -31,6 +31,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()
     sft: sections.StageConfig = sections.StageConfig()
+    rm: sections.PairsConfig = sections.PairsConfig()
     dpo: sections.PairsConfig = sections.PairsConfig()
     pipeline: deployment.PipelineConfig = deployment.PipelineConfig()
     sync: deployment.SyncConfig = deployment.SyncConfig()

@@ -3,6 +3,16 @@
 from typing import Any
 
 from hocket.common.registry import Registry
+from hocket.config import Config
+from hocket.errors import ConfigError
 
-STAGES: Registry[Any] = Registry("stage", sft="hocket.stages.sft", dpo="hocket.stages.dpo")
+STAGES: Registry[Any] = Registry("stage", sft="hocket.stages.sft", rm="hocket.stages.rm", dpo="hocket.stages.dpo")
 """Makers: a config → its `driver.Stage`."""
+
+
+def staged(config: Config) -> Any:
+    """Return the objective of the stage whose section a config has; None without one."""
+    named = sorted(STAGES.names & config.model_fields_set)
+    if len(named) > 1:
+        raise ConfigError(f"a plan is of one command: leave all but one of the sections {', '.join(named)} out")
+    return STAGES.get(named[0])(config).objective if named else None

@@ -31,7 +31,7 @@ CHUNK = 256  # sequences whose log-probs are measured at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class DpoOptions:
     """Keys of the section dpo (docs/stages.md)."""
 
     loss: Literal["dpo", "ipo", "cdpo", "robust", "simpo"] = "dpo"
@@ -60,7 +60,7 @@ class Options:
 
 @STAGES.register("dpo")
 def dpo(config: Config) -> Stage:
-    options = options_of_stage(Options, config.dpo, "dpo")
+    options = options_of_stage(DpoOptions, config.dpo, "dpo")
     extras = [Extra(column=REFERENCE, load=lambda models: models.policy_logprobs)]
     if options.reference is not None:
         extras = [frozen(options.reference, "dpo.reference", config.model)]
@@ -72,7 +72,7 @@ def dpo(config: Config) -> Stage:
         first="the first one, with what is compared in [[ ]]",
         rate="preferences mostly take 5e-7 to 5e-6, 10x as much with model.lora",
         objective=Objective(loss=functools.partial(pair_loss, options=options), extras=extras, unit=2),
-        load=pairs.loader(config.model, _row),
+        load=functools.partial(pairs.load, config.model, _row),
         prepare=functools.partial(_referenced, config, options) if extras else None,
         held_out=pairs.held_out,
     )
@@ -83,7 +83,7 @@ def _row(pair: Preference) -> Row:
 
 
 def _referenced(
-    config: Config, options: Options, trainer: Trainer, rows: Sequence[Row], say: Callable[[str], None]
+    config: Config, options: DpoOptions, trainer: Trainer, rows: Sequence[Row], say: Callable[[str], None]
 ) -> list[Row]:
     """Return the rows with the reference's log-probs, measured at the start of a run and kept in its folder."""
     samples = flat(rows)
@@ -106,7 +106,7 @@ def _referenced(
     return list(zip(with_column[::2], with_column[1::2], strict=True))
 
 
-def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, options: Options) -> LossOutput:
+def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, options: DpoOptions) -> LossOutput:
     """Return the batch's share of the mean of `losses` over pairs.
 
     h = log π(chosen) / ref(chosen) − log π(rejected) / ref(rejected), of sums or means over tokens; simpo: without ref.
@@ -128,7 +128,7 @@ def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, option
     return LossOutput(loss=loss, metrics=metrics)
 
 
-def losses(h_p: Tensor, options: Options) -> Tensor:
+def losses(h_p: Tensor, options: DpoOptions) -> Tensor:
     """Return the loss of each pair, with x = beta h − gamma, gamma 0 but for simpo, and e = label_smoothing.
 
     dpo: −log σ(x) (arXiv 2305.18290), simpo likewise (2405.14734). cdpo: −(1 − e) log σ(x) − e log σ(−x)

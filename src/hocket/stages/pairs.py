@@ -16,14 +16,9 @@ from hocket.types import Metrics, TokenSequence, TrainSample
 HELD_OUT = ("loss", "rewards/accuracies", "rewards/margins")
 
 
-def loader(model: ModelConfig, made: Callable[[Preference], Row]) -> Callable[[DataConfig], list[Row]]:
-    """Return what loads preferences as rows."""
-
-    def load(data: DataConfig) -> list[Row]:
-        pairs = load_preferences(data, tokenizers.load(model.path), tokenizers.context_length(model))
-        return list(map(made, pairs))
-
-    return load
+def load(model: ModelConfig, made: Callable[[Preference], Row], data: DataConfig) -> list[Row]:
+    pairs = load_preferences(data, tokenizers.load(model.path), tokenizers.context_length(model))
+    return list(map(made, pairs))
 
 
 def sample(sequence: TokenSequence, **numbers: float) -> TrainSample:

@@ -26,7 +26,8 @@ from hocket.protocol.manifest import COMPLETE_FILE
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 CTRL_C = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT  # as launchers pass it on to rank 0
-_STAGES = {"demonstrations": "sft", "preferences": "dpo"}  # a part of its checkpoints → the command
+# By a part of its checkpoints, the command of a stage.
+_STAGES = {"demonstrations": "sft", "comparisons": "rm", "preferences": "dpo"}
 _SIZES = (f"{command}.batch_size." for command in _STAGES.values())
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", *_SIZES)  # settings that a resumed run keeps
 _LOGS = ("trace.json", "tensorboard", "wandb", "skipped", "trained")

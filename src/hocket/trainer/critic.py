@@ -16,12 +16,13 @@ from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.models import Column, Extra, Models
-from hocket.trainer.policy import Policy, compute_in_float32
+from hocket.trainer.policy import compute_in_float32
+from hocket.trainer.scalar import ScalarModel
 from hocket.trainer.step import Learner, Update
 
 
-class ValueModel(Policy):
-    """A language model with one number in place of logits: the value before the token."""
+class ValueModel(ScalarModel):
+    """A language model with the value before a token in place of its logits."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -31,14 +32,6 @@ class ValueModel(Policy):
         compute_in_float32(head)  # 16 bits round values near 1 to steps of .004
         self.model.config.tie_word_embeddings = False
         self.model.set_output_embeddings(head)
-
-    def forward(self, batch: TrainBatch) -> Tensor:  # type: ignore[override]  # in place of log-probs and entropies
-        """Return values_bt, float32, 0 where the batch's mask is false."""
-        hidden_brh = self._hidden(batch.input_ids_br, batch.segments)
-        values_n1: Tensor = self.model.get_output_embeddings()(hidden_brh[0].index_select(0, batch.row_n))
-        zeros_t = torch.zeros(batch.mask_bt.numel(), device=values_n1.device)
-        values_bt = zeros_t.index_copy(0, batch.trained_n, values_n1.squeeze(-1).float())[None]
-        return batch.segments.part.whole(values_bt)
 
 
 def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:

@@ -20,7 +20,7 @@ from hocket.config import ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig, manifest
-from hocket.trainer.weights import Weights, load_model
+from hocket.trainer.weights import Weights, head_of, load_model
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
@@ -30,8 +30,8 @@ _NAME = "default"  # PEFT's name of the adapter, part of the parameters' names i
 class Adapter(Weights):
     """The adapter alone is trained, in the precision of the frozen model."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, *, scores: bool = False) -> None:
+        super().__init__(config, scores=scores)
         assert config.lora is not None
         self._lora = config.lora
 
@@ -43,7 +43,7 @@ class Adapter(Weights):
 
         path = self.config.path
         settings = self._lora
-        head = model.get_output_embeddings()
+        head = head_of(model)
         linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
         known = sorted({name.rpartition(".")[2] for name in linear})
         targets = known if settings.targets == "all-linear" else sorted(settings.targets)
@@ -87,7 +87,8 @@ class Adapter(Weights):
         save(folder, self.adapter, published)
 
     def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
-        _merge(self.published(None, tensors), self._lora.alpha / self._lora.rank, self.config.path, output)
+        scale = self._lora.alpha / self._lora.rank
+        _merge(self.published(None, tensors), scale, self.config.path, output, scores=self.scores)
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
@@ -131,13 +132,15 @@ def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> 
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
 
 
-def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) -> None:
-    """Write the model at `path` with W + scale · B A in place of W."""
+def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path, *, scores: bool = False) -> None:
+    """Write the model at `path` with W + scale · B A in place of W, and whole tensors as they are."""
     tokenizer = tokenizers.load(path)
-    model = load_model(path, dtype="auto")
+    model = load_model(path, scores=scores, dtype="auto")
     left = dict(tensors)
     for name, parameter in model.named_parameters():
         layer = f"{_FILE_PREFIX}{name.removesuffix('.weight')}"
+        if f"{layer}.weight" in left:
+            parameter.data.copy_(left.pop(f"{layer}.weight"))
         pair = (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
         if not left.keys() >= set(pair):
             continue

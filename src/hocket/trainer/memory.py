@@ -18,14 +18,15 @@ from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.logprobs import CHUNK_TOKENS
-from hocket.trainer.policy import skeleton
+from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
+from hocket.trainer.weights import head_of
 from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
-Models = Iterable[tuple[ModelConfig, bool]]  # each with whether it learns
+Models = Iterable[tuple[ModelConfig, type[Policy], bool]]  # each with its kind, and whether it learns
 LARGEST_MICRO_BATCH = 1 << 17  # kernels that count elements in 32 bits may fail above
 MAX_TRIES = 40
 WORTH_A_TRY = 1.1  # least growth from one size to the next
@@ -102,7 +103,7 @@ def estimate(
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
     row = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
     tokens = row / config.sequence_parallel
-    logits = _HEAD_BYTES * min(tokens, CHUNK_TOKENS) * shape.vocab
+    logits = _HEAD_BYTES * min(tokens, CHUNK_TOKENS) * head_of(model).out_features
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
     if not sizes:
         return Estimate(weights=weights, logits=logits)
@@ -129,15 +130,15 @@ def estimate(
 
 
 def _frozen_in_layers(model: Any) -> int:
-    head = model.get_output_embeddings()
+    head = head_of(model)
     linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
     return sum(weight.numel() for weight in linear if not weight.requires_grad)
 
 
 def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
     parts = []
-    for model, learns in models:
-        whole = skeleton(model)
+    for model, kind, learns in models:
+        whole = skeleton(model, kind)
         if not learns:
             whole.requires_grad_(False)
         part = estimate(

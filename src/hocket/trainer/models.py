@@ -30,8 +30,9 @@ from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES, POLICY
 from hocket.trainer.step import Learner, Update, accumulate, update
 
-BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
-"""(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
+BatchLoss = Callable[..., LossOutput]
+"""(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss; of a scalar model:
+(values_bt with gradient, batch)."""
 Column = Callable[[TrainBatch], Tensor]
 """→ [b, t] numbers of a batch's targets, 0 where its mask is False."""
 Numbers = dict[int, dict[str, tuple[float, ...]]]
@@ -58,15 +59,17 @@ class Objective:
     """What training minimises."""
 
     loss: BatchLoss  # of the policy
+    kind: type[Policy] = Policy  # of the trained model
     temperature: float = 1.0  # of the distribution whose log-probs the loss gets
     epochs: int = 1
     minibatches: int = 1  # of an epoch
     unit: int = 1  # samples, one after another, that no micro-batch divides
     extras: Sequence[Extra] = ()
 
-    def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, bool]]:
-        """Return every model, each with whether it learns."""
-        return [(policy, True), *((extra.model, extra.learns) for extra in self.extras if extra.model is not None)]
+    def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, type[Policy], bool]]:
+        """Return every model, each with its kind and whether it learns."""
+        others = [(extra.model, Policy, extra.learns) for extra in self.extras if extra.model is not None]
+        return [(policy, self.kind, True), *others]
 
 
 class Models:
@@ -100,8 +103,8 @@ class Models:
         self.part = attention.WHOLE
         if settings.sequence_parallel > 1:
             self.part = ulysses.split(settings.sequence_parallel, self.ranks)
-        self.policy = self.load(model, Policy)
-        self.flops = flops.model_flops(skeleton(model))
+        self.policy = self.load(model, objective.kind)
+        self.flops = flops.model_flops(skeleton(model, objective.kind))
         self.key_share = Shape.of(self.policy.model).key_share
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
         delay = sum(extra.delay for extra in objective.extras)
@@ -155,11 +158,9 @@ class Models:
         return entropy_bt
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
-        logprobs_bt, entropy_bt, *others = self.engine.forward(batch)
-        output = self._objective.loss(logprobs_bt, entropy_bt, batch)
-        entropy = entropy_bt.detach().sum() / batch.num_tokens_global
-        drawn = draw_sums(batch, logprobs_bt, entropy_bt, *others)
-        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **drawn, **output.metrics})
+        columns = self.engine.forward(batch)
+        output = self._objective.loss(*columns[:2], batch)
+        return LossOutput(loss=output.loss, metrics={**self.policy.metrics(batch, *columns), **output.metrics})
 
     def _fitted(self) -> int:
         config = self._config

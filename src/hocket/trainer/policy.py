@@ -16,11 +16,12 @@ from hocket.protocol import TensorSpec, manifest
 from hocket.trainer import attention
 from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
+from hocket.trainer.draws import draw_sums
 from hocket.trainer.kernels import compile_layers, use_liger
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.long_rows import kept_on_cpu, use_tiles
 from hocket.trainer.lora import Adapter
-from hocket.trainer.weights import Weights, empty_model, load_model, unshared
+from hocket.trainer.weights import Weights, empty_model, head_of, load_model, unshared
 
 PREFIX = "model."  # of names of Policy.model's parameters
 WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
@@ -34,13 +35,15 @@ def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal language model whose forward never holds all logits.
+    """A Hugging Face causal language model whose forward never holds all logits; `scores`: a classifier of sequences.
 
     Args:
         dtype: of the parameters.
         seed: of random weights, and of a new adapter.
         loads: False: the weights are meta tensors until engine.spread brings rank 0's.
     """
+
+    scores = False
 
     def __init__(
         self,
@@ -56,8 +59,13 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         transformers.utils.logging.disable_progress_bar()
-        self.weights = WEIGHTS[config.weights](config)
-        options = {"dtype": dtype, "attn_implementation": attention.NAME, **self.weights.options(dtype)}
+        self.weights = WEIGHTS[config.weights](config, scores=self.scores)
+        options = {
+            "dtype": dtype,
+            "attn_implementation": attention.NAME,
+            "scores": self.scores,
+            **self.weights.options(dtype),
+        }
         torch.manual_seed(seed)
         if loads:
             model = load_model(config.path, random_init=config.random_init, **options)
@@ -82,7 +90,7 @@ class Policy(nn.Module):
         if kernels != "eager":
             KERNELS[kernels](model)
         if config.float32_head:
-            compute_in_float32(model.get_output_embeddings())
+            compute_in_float32(head_of(model))
 
     @property
     def vocab_size(self) -> int:
@@ -107,7 +115,7 @@ class Policy(nn.Module):
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments)
         columns = token_logprobs(
             hidden_brh,
-            self.model.get_output_embeddings(),
+            head_of(self.model),
             batch.target_ids_bt,
             temperature=self.temperature,
             chunk_tokens=CHUNK_TOKENS,
@@ -117,6 +125,11 @@ class Policy(nn.Module):
             entropy_gradient=self.entropy_gradient,
         )
         return tuple(map(batch.segments.part.whole, columns))
+
+    def metrics(self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *others: Tensor) -> dict[str, Tensor]:
+        """Return the batch's share of what is told of any loss on what `forward` returns."""
+        entropy = entropy_bt.detach().sum() / batch.num_tokens_global
+        return {"entropy": entropy, **draw_sums(batch, logprobs_bt, entropy_bt, *others)}
 
     def _hidden(self, input_ids_br: Tensor, segments: Segments) -> Tensor:
         inputs = {"input_ids": input_ids_br, "position_ids": segments.positions_br, "segments": segments}
@@ -129,7 +142,6 @@ class Policy(nn.Module):
         """Raise TrainerError for an architecture that would train wrong here."""
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         one = Segments((8,), device)
-        head = self.model.get_output_embeddings()
         branch_bt = torch.cat([ids_bt[:, :4], ids_bt[:, 8:12]], dim=1)  # begins like the first
         alone = [self._hidden(part_bt, one) for part_bt in (ids_bt[:, :8], ids_bt[:, 8:], branch_bt)]
         seen = torch.cat([torch.arange(16), torch.arange(4), torch.arange(16, 20)])
@@ -138,10 +150,13 @@ class Policy(nn.Module):
         self.model.set_attn_implementation("eager")  # the model's own
         inputs = {"input_ids": ids_bt[:, 8:], "position_ids": one.positions_br}
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        logits = self.model(**inputs, use_cache=False).logits
+        logits = own = hidden
+        if not self.scores:  # a classifier has them at the last position alone
+            logits = self.model(**inputs, use_cache=False).logits
+            own = head_of(self.model)(hidden)
         self.model.set_attn_implementation(attention.NAME)
         for problem, actual, expected in (
-            ("changes its logits after the output head", head(hidden), logits),
+            ("changes its logits after the output head", own, logits),
             ("has more in its attention than is computed here", alone[1], hidden),
             ("lets sequences that share a row see each other", packed, torch.cat([*alone[:2], alone[2][:, 4:]], dim=1)),
         ):
@@ -150,9 +165,9 @@ class Policy(nn.Module):
                 raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
 
 
-def skeleton(config: ModelConfig) -> Any:
+def skeleton(config: ModelConfig, kind: type[Policy] = Policy) -> Any:
     """Return a model as it is trained, without weights, on the meta device."""
-    model = empty_model(config.path)
+    model = empty_model(config.path, scores=kind.scores)
     with torch.device("meta"):
         WEIGHTS[config.weights](config).prepare(model, seed=0)
     return model

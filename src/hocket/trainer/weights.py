@@ -25,8 +25,9 @@ class Weights:
 
     adapter: AdapterConfig | None = None  # what servers must know of weights that are no whole model
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, scores: bool = False) -> None:
         self.config = config
+        self.scores = scores  # of a sequence classifier with one output
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return options of `from_pretrained`."""
@@ -47,7 +48,7 @@ class Weights:
         """Write published parameters, and what loads them."""
         model.config.architectures = [type(model).__name__]
         model.config.dtype = dtype  # ZeRO-0's live parameters are float32
-        for part in (model.config, model.generation_config, tokenizer):
+        for part in filter(None, (model.config, model.generation_config, tokenizer)):
             part.save_pretrained(folder)
         save_torch_state_dict(published, folder)
 
@@ -55,7 +56,7 @@ class Weights:
         """Write a whole model from a checkpoint's parameters."""
         path = self.config.path
         tokenizer = tokenizers.load(path)
-        model = empty_model(path)
+        model = empty_model(path, scores=self.scores)
         with contextlib.suppress(OSError):  # it has none
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -70,6 +71,12 @@ class Weights:
         raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers")
 
 
+def head_of(model: Any) -> Any:
+    """Return the linear layer on top: to logits, or to a classifier's score."""
+    head = model.get_output_embeddings()
+    return model.score if head is None else head
+
+
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that own their storages: safetensors refuses parts of one."""
     return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
@@ -81,14 +88,20 @@ def empty_model(path: str, **options: Any) -> Any:
         return load_model(path, random_init=True, **options)
 
 
-def load_model(path: str, *, random_init: bool = False, **options: Any) -> Any:
+def load_model(path: str, *, random_init: bool = False, scores: bool = False, **options: Any) -> Any:
+    """Load a language model or, with `scores`, a sequence classifier with one output, a new one where path has none."""
     tokenizers.check_is_model(path, "model.path")
-    auto = transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForCausalLM
+    changes: dict[str, Any] = {}  # of its config
+    if scores:
+        auto = transformers.AutoModelForSequenceClassification
+        transformers.utils.logging.set_verbosity_error()  # it would warn that the head is new
+        changes = {"num_labels": 1, "pad_token_id": tokenizers.load(path).pad_token_id}
     try:
         if random_init:
-            architecture = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            architecture = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
             return auto.from_config(architecture, trust_remote_code=False, **options)
-        return auto.from_pretrained(path, trust_remote_code=False, **options)
+        return auto.from_pretrained(path, trust_remote_code=False, **changes, **options)
     except (OSError, ValueError, SafetensorError) as error:
         advice = "copy or download it again, if files lack or are cut off"
         raise ConfigError(f"can't load the model at model.path={path}: {error}; {advice}") from error

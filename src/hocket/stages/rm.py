@@ -1,0 +1,114 @@
+"""Reward models: a score at the last token, by which chosen completions lie above rejected ones (Bradley-Terry)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from hocket.algorithm.losses import LossOutput
+from hocket.config import Config, DataConfig
+from hocket.data import tokenizer as tokenizers
+from hocket.data.preferences import Preference
+from hocket.data.prompts import renderer_of
+from hocket.errors import ConfigError
+from hocket.protocol import TensorSpec
+from hocket.stages import STAGES, pairs
+from hocket.stages.driver import Row, Stage, options_of_stage
+from hocket.trainer.batching import TrainBatch
+from hocket.trainer.models import Objective
+from hocket.trainer.policy import PREFIX, compute_in_float32
+from hocket.trainer.scalar import ScalarModel
+from hocket.trainer.weights import head_of
+from hocket.types import TokenSequence, TrainSample
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RmOptions:
+    """Keys of the section rm (docs/stages.md)."""
+
+    center_coef: Annotated[float, Field(ge=0)] = 0.0  # weight of the term that keeps scores around 0
+
+
+class RewardModel(ScalarModel):
+    """A sequence classifier with one output."""
+
+    scores = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        head = head_of(self.model)
+        head.requires_grad_(True)  # beside an adapter, too
+        compute_in_float32(head)
+
+    def forward(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        return (super().forward(batch),)
+
+    def write(
+        self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
+    ) -> dict[str, TensorSpec]:
+        """Write a whole model, with an adapter merged into it."""
+        self.weights.make_model({name.removeprefix(PREFIX): tensor for name, tensor in named}, dtype, folder)
+        return {}
+
+
+@STAGES.register("rm")
+def rm(config: Config) -> Stage:
+    options = options_of_stage(RmOptions, config.rm, "rm")
+
+    def load(data: DataConfig) -> list[Row]:
+        return pairs.load(config.model, _as_read(config.model.path, data), data)
+
+    return Stage(
+        settings=config.rm,
+        rows="comparisons",
+        first="the first one, whose scores are read before [[ ]]",
+        rate="reward models mostly take 1e-5, 10x as much with model.lora",
+        objective=Objective(loss=functools.partial(comparison_loss, options=options), kind=RewardModel, unit=2),
+        load=load,
+        held_out=pairs.held_out,
+    )
+
+
+def _as_read(path: str, data: DataConfig) -> Callable[[Preference], Row]:
+    """Return what makes the sequences of a pair those that the reward `reward_model` reads, up to their last token.
+
+    Behind a completion it has what the chat template writes there, in plain text nothing; padding is not read.
+    """
+    tokenizer = tokenizers.load(path)
+    if tokenizer.chat_template and not data.chat_template:
+        advice = "set data.chat_template=true, or take the template out of the model's folder"
+        raise ConfigError(f"the reward reward_model would read text in {path}'s chat template: {advice}")
+    renderer = renderer_of(data, tokenizer)
+    end = renderer.end_of_turn()
+    (behind,) = renderer.encode([renderer.after_turn])
+
+    def read(sequence: TokenSequence, **numbers: float) -> TrainSample:
+        ids = list(sequence.token_ids)
+        if ids[-1] == end:
+            ids[-1:] = behind
+        while ids[-1] == tokenizer.pad_token_id:
+            ids.pop()
+        mask = (False,) * len(ids) + (True,)  # where the token that follows would be predicted
+        read = TokenSequence(token_ids=(*ids, ids[-1]), mask=mask, logprobs=(0.0,) * len(mask))
+        return pairs.sample(read, **numbers)
+
+    return lambda pair: (read(pair.chosen, margins=pair.margin or 0.0), read(pair.rejected, margins=0.0))
+
+
+def comparison_loss(scores_bt: Tensor, batch: TrainBatch, options: RmOptions) -> LossOutput:
+    """Return the batch's share of the mean over pairs of −log σ(r_w − r_l − margin) + center_coef (r_w + r_l)².
+
+    r_w and r_l are the scores of chosen and rejected; the second term is of arXiv 2312.09244.
+    """
+    scores_p2 = pairs.sums(scores_bt, batch)
+    chosen_p, rejected_p = scores_p2.unbind(dim=1)
+    margins_p = pairs.sums(batch.columns["margins"], batch)[:, 0]
+    losses_p = -logsigmoid(chosen_p - rejected_p - margins_p)
+    losses_p = losses_p + options.center_coef * (chosen_p + rejected_p).square()
+    return LossOutput(loss=pairs.mean(losses_p, batch), metrics=pairs.metrics(scores_p2, batch))

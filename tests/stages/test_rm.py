@@ -1,0 +1,132 @@
+"""Reward models: the loss by hand, and scores that are alike wherever the trained model is read."""
+
+import json
+import math
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tests.stages.builders import make_config, make_pairs, patch_rows, records_of, stopped, weights_of
+from tests.trainer.builders import pack, sequence
+from tests.trainer.conftest import make_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from batches import scorer_of_all
+from hocket.config import RewardsConfig
+from hocket.errors import ConfigError
+from hocket.stages import STAGES, driver, pairs, rm
+from hocket.trainer.export import export
+from hocket.trainer.trainer import Trainer
+from hocket.types import Prompt, Rollout
+from processes import ROOT
+
+TINY = ROOT / "checkpoints" / "tiny-sort"
+WORDS = ("ba", "cab", "dcab", "bedca", "afcbd", "gab")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "start", tied=True)
+
+
+def test_the_loss_by_hand() -> None:
+    # scores 2 and −1, margin .5; and −1, 1 without one: −log σ(2.5) + .1 · 1, −log σ(−2) + .1 · 0
+    both = (sequence((1, 2, 3), 2), sequence((1, 2, 4, 5), 3))
+    rows = [pairs.sample(one, margins=margin) for margin in (0.5, 0.0) for one in both]
+    [[batch]] = pack(rows, unit=2)
+    of_samples = (2.0, -1.0, -1.0, 1.0)
+    scores = torch.zeros(batch.mask_bt.shape)
+    scores[0, batch.trained_n] = torch.tensor([of_samples[place] for place in batch.places])
+    output = rm.comparison_loss(scores, batch, rm.RmOptions(center_coef=0.1))
+    expected = (math.log1p(math.exp(-2.5)) + 0.1 + math.log1p(math.exp(2))) / 2
+    assert float(output.loss) == pytest.approx(expected, abs=1e-12)
+    told = {"chosen": 0.5, "rejected": 0.0, "margins": 0.5, "accuracies": 0.5}
+    assert {name: float(value) for name, value in output.metrics.items()} == pytest.approx(
+        {f"rewards/{name}": value for name, value in told.items()}
+    )
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    made = [
+        {"prompt": f"Sort: {word}", "chosen": "".join(sorted(word)), "rejected": word, "margin": 0.1} for word in WORDS
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return file
+
+
+@pytest.mark.parametrize("settings", [[], ["model.lora={}", "trainer.zero_stage=3"], ["data.chat_template=false"]])
+async def test_the_trainer_transformers_and_the_reward_give_the_same_scores(
+    rows: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    start = Path(shutil.copytree(TINY, tmp_path / "start"))
+    common = (f"data.source={rows}", "data.chat_template=true", "rm.center_coef=0.01", "trainer.steps=8")
+    held_out = (f"eval.data.source={rows}", "eval.num_prompts=6")
+    config = make_config("rm", str(start), tmp_path, *common, *held_out, *settings)
+    is_chat = config.data.chat_template
+    if not is_chat:
+        with pytest.raises(ConfigError, match=r"would read text in .* chat template: set data.chat_template=true"):
+            driver.run(config, "rm")
+        (start / "chat_template.jinja").unlink()
+    driver.run(config, "rm")
+    folder = tmp_path / "run" / "model"
+    records = records_of(tmp_path / "run")
+    assert records[-1]["train/loss"] < records[1]["train/loss"]
+    assert records[-1]["eval/rewards/margins"] > records[0]["eval/rewards/margins"]
+    config = make_config("rm", str(folder), tmp_path, f"data.source={rows}", "data.chat_template=true", *settings[-1:])
+    config = config.model_copy(update={"model": config.model.beside(None)})
+    stage = STAGES.get("rm")(config)
+    with Trainer(config, objective=stage.objective) as trainer:
+        samples = driver.flat(stage.load(config.data))
+        own = [sum(scores) for scores in trainer.logprobs(samples)]
+    margins = [chosen - rejected for chosen, rejected in zip(own[::2], own[1::2], strict=True)]
+    assert records[-1]["eval/rewards/margins"] == pytest.approx(sum(margins) / 6, abs=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    assert (classifier.num_labels, type(classifier).__name__) == (1, "Qwen2ForSequenceClassification")
+    rollouts, expected = [], []
+    for word in WORDS:
+        for said in ("".join(sorted(word)), word):
+            asked = f"Sort: {word}"
+            chat = ({"role": "user", "content": asked},)
+            text = asked + said
+            if is_chat:
+                text = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": said}], tokenize=False)
+            ids = torch.tensor([tokenizer(text, add_special_tokens=not is_chat)["input_ids"]])
+            expected.append(float(classifier(ids).logits.detach()))
+            prompt = Prompt(id="row", token_ids=(1,), text=asked, messages=chat if is_chat else None)
+            rollouts.append(Rollout(id="row", prompt=prompt, sequences=(sequence((1, 2, 3)),)))
+            object.__setattr__(rollouts[-1].sequences[0], "text", said)
+    assert own == pytest.approx(expected, abs=1e-5)
+    assert max(own) - min(own) > 0.1
+    functions = {"reward_model": {"path": str(folder), "batch_size": 4}}
+    with ExitStack() as stack:
+        scorer = stack.enter_context(scorer_of_all(RewardsConfig.model_validate({"functions": functions})))
+        scores = await scorer.score_group(rollouts)
+    assert [score.total for score in scores] == pytest.approx(own, abs=1e-5)
+
+
+def test_training_goes_on_from_a_reward_model_and_from_a_checkpoint(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_rows(monkeypatch, make_pairs(12))
+    settings = ("trainer.steps=4", "checkpoint.every_steps=2")
+    driver.run(make_config("rm", model, tmp_path, *settings, f"run.dir={tmp_path}/straight"), "rm")
+    resumable = make_config("rm", model, tmp_path, *settings, "checkpoint.resume=true")
+    with stopped(monkeypatch, at=3):
+        driver.run(resumable, "rm")
+    driver.run(resumable, "rm")
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "straight")
+    losses = [[one["train/loss"] for one in records_of(tmp_path / name)] for name in ("run", "straight")]
+    assert losses[0] == losses[1]
+    export(tmp_path / "run" / "checkpoints" / "step_000004", tmp_path / "run" / "exported" / "model", base=None)
+    assert weights_of(tmp_path / "run" / "exported") == weights_of(tmp_path / "run")
+    driver.run(
+        make_config("rm", f"{tmp_path}/run/model", tmp_path, "trainer.steps=1", f"run.dir={tmp_path}/more"), "rm"
+    )
+    assert records_of(tmp_path / "more")[0]["train/loss"] < losses[0][-1]
+    with pytest.raises(ConfigError, match=r"rm.center_coef: Input should be greater than or equal to 0"):
+        driver.run(make_config("rm", model, tmp_path, "rm.center_coef=-1"), "rm")
