@@ -342,9 +342,7 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
         ({"scale": [1, 1]}, "lowest, highest"),
         ({"budget": 5.0}, "a budget needs the price"),
         ({"budget": 5.0, "price": [1.0, 1.0]}, "a budget needs .*, and a cache"),
-        ({"key_env": ""}, "set key_env: the variable that holds the key of http://127.0.0.1:1/v1"),
-        ({"key_env": "", "base_url": "https://api.openai.com.example/v1"}, "set key_env"),
-        ({"key_env": "", "base_url": "https://api.openai.com/v1"}, "OPENAI_API_KEY is not set"),
+        ({"key_env": "OPENAI_API_KEY"}, "OPENAI_API_KEY is not set"),
         ({"template": "{compleshun}"}, "template: 'compleshun'; its fields are {completion}, {rubric}"),
         ({"template": "{rubric}"}, "template: it lacks {completion}"),
         ({"template": '{completion} {"score": 1}'}, "any other brace is written twice"),
@@ -360,4 +358,7 @@ def test_options_that_can_not_work_are_refused(
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     options = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "r", "key_env": None} | options
     with pytest.raises(ConfigError, match=message):
+        scorer_of({"judge": options})
+    del options["key_env"]
+    with pytest.raises(ConfigError, match="needs the option 'key_env': set rewards"):
         scorer_of({"judge": options})

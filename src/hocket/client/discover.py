@@ -1,12 +1,11 @@
 """Look up the servers there are now: addresses of a DNS name, or lines of a file."""
 
 import asyncio
-import re
 import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from hocket.common.tasks import look_up
+from hocket.config.deployment import web_url
 from hocket.errors import ServerError
 
 LOOK_UP_S = 10.0
@@ -32,13 +31,13 @@ def _in_file(path: str) -> list[str]:
         text = file.read(MAX_CHARACTERS)
     if len(text) == MAX_CHARACTERS:
         raise ValueError(f"it has {MAX_CHARACTERS:,} characters or more: is it the right file?")
-    lines = text.splitlines()
-    urls = {number: line.partition("#")[0].strip().rstrip("/") for number, line in enumerate(lines, 1)}
-    for number, url in urls.items():
-        if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-            raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {url[:200]}")
-        _ = urlsplit(url).port  # ValueError where it is no number
-    return [*filter(None, urls.values())]
+    lines = [line.partition("#")[0].strip().rstrip("/") for line in text.splitlines()]
+    for number, url in enumerate(lines, 1):
+        try:
+            _ = url and web_url(url)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}; write http://10.0.0.1:8000") from error
+    return [*filter(None, lines)]
 
 
 def _at_name(name_and_port: str) -> list[str]:

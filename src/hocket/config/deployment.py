@@ -12,16 +12,17 @@ from hocket.config.sections import Section, UserPath, or_one
 from hocket.types import InFlight
 
 
-def _with_host(url: str) -> str:
+def web_url(url: str) -> str:
     parts = urlsplit(url)
+    _ = parts.port  # ValueError where it is no number
     if parts.username is not None or any(map(SECRET_NAME.search, dict(parse_qsl(parts.query)))):
         raise ValueError("must hold no user, password or key, as files keep it: use key_env, or server.token")
-    if not url.startswith(("http://", "https://")) or not parts.hostname:
-        raise ValueError(f"must begin with http:// or https:// and a host, got {url!r}")
+    if not re.fullmatch(r"https?://\S+", url) or not parts.hostname:
+        raise ValueError(f"must begin with http:// or https:// and a host, got {url!r:.200}")
     return url
 
 
-WebUrl = Annotated[str, pydantic.AfterValidator(_with_host)]
+WebUrl = Annotated[str, pydantic.AfterValidator(web_url)]
 Url = Annotated[WebUrl, pydantic.AfterValidator(lambda url: url.rstrip("/"))]  # what paths are added to
 Urls = Annotated[tuple[Url, ...], or_one, pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))]
 

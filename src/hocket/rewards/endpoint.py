@@ -50,7 +50,7 @@ class Endpoint(Service):
     again = AGAIN | {*range(500, 600)}
     base_url: Url
     model: Annotated[Names, Field(min_length=1)]
-    key_env: str | None = ""
+    key_env: str | None = dataclasses.field()  # to be said; null: none is sent
     request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     max_tokens: Count = 512
     requests_per_minute: Count | None = None
@@ -66,11 +66,6 @@ class Endpoint(Service):
         if self.budget is not None and not (self.cache and max(self.price) > 0):
             price = "price: [dollars per million tokens of prompts, of answers]"
             raise ValueError(f"a budget needs the {price}, and a cache: the file where all judges of the run count")
-        if self.key_env == "":
-            if not self.base_url.startswith("https://api.openai.com/"):
-                advice = f"the variable that holds the key of {self.base_url}, or null: none is sent"
-                raise ValueError(f"set key_env: {advice}")
-            self.key_env = "OPENAI_API_KEY"
         super().__post_init__()
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it
         self._under_way = 0  # calls
