@@ -161,7 +161,7 @@ def test_a_failed_run_is_told_as_failed(tmp_path: Path) -> None:
         ("tensorbord", r"no logger 'tensorbord' \(did you mean 'tensorboard'\?\); known: .*mlflow.*trackio, wandb"),
         ("[{name: fake, failing: 1}]", r"fake\(.*\) has no option 'failing' \(did you mean 'fails'\?\)"),
         ("[{name: fake, rollouts: -1}]", r"observe.loggers.0.rollouts: .*greater than or equal to 0"),
-        ("[fake, missing]", r"the logger missing needs a package: .*pip install not_there; or leave it out of observe"),
+        ("[fake, missing]", r"observe.loggers: missing needs the package not_there: .*pip install not_there, or leave"),
     ],
 )
 def test_a_wrong_choice_is_refused_before_the_run(chosen: str, said: str, tmp_path: Path) -> None:

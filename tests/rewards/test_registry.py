@@ -112,7 +112,7 @@ def test_wrong_arguments_and_options_are_answered_with_the_fix(
     with pytest.raises(ConfigError, match=message):
         bind("mine" if function else "lexicon", RewardSpec.model_validate(options))
     register("needy", len, imports=("no_such_package",))
-    with pytest.raises(ConfigError, match="needs the package no_such_package"):
+    with pytest.raises(ConfigError, match=r"reward needy needs the package no_such_package: .*pip install no_such_p"):
         bind("needy", RewardSpec())
 
 

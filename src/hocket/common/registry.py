@@ -142,6 +142,12 @@ def options_of(
     return options
 
 
+def need(what: str, package: str) -> None:
+    """Raise ConfigError where a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{what} needs the package {package}: .venv/bin/pip install {package}, or leave it out")
+
+
 def try_out(make: Callable[[], Any], called: str, section: str) -> None:
     """Raise ConfigError where a plugin can't be made with its options."""
     try:

@@ -1,6 +1,5 @@
 """Bind the loggers of `observe.loggers`, each in a thread of its own: none can slow or stop the run."""
 
-import importlib.util
 import queue
 import threading
 import time
@@ -10,9 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from hocket.common.registry import Registry, options_of
+from hocket.common.registry import Registry, need, options_of
 from hocket.config import LoggerSpec
-from hocket.errors import ConfigError
 from hocket.observe.rows import row_of
 from hocket.types import Group
 
@@ -64,9 +62,7 @@ def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
 def _bound(name: str, given: Mapping[str, Any]) -> Callable[..., Logger]:
     target: Any = LOGGERS.get(name)
     options = options_of(f"logger {name}", target, given, section="observe.loggers", keys=GIVEN)
-    if importlib.util.find_spec(target.package) is None:
-        advice = f".venv/bin/pip install {target.package}; or leave it out of observe.loggers"
-        raise ConfigError(f"the logger {name} needs a package: {advice}")
+    need(f"observe.loggers: {name}", target.package)
     return partial(target, **options)
 
 

@@ -4,7 +4,6 @@ A reward gets the arguments of `_OF_PROMPT`, `_OF_ONE` and `_OF_GROUP` that it n
 """
 
 import dataclasses
-import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hocket.common.registry import Registry, options_of, try_out
+from hocket.common.registry import Registry, need, options_of, try_out
 from hocket.errors import ConfigError
 from hocket.types import Rollout
 
@@ -143,8 +142,7 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     called = f"reward {name}"
     section = f"rewards.functions.{name}"
     for package in found.imports:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
+        need(called, package)
     of_async = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
     if of_async and found.runs != "async":
         raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")

@@ -3,7 +3,6 @@
 An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685), with B [out, rank] zero at first.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hocket.common.files import atomic_folder
+from hocket.common.registry import need
 from hocket.config import ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
@@ -112,11 +112,7 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
     """Return transformers' options to load frozen weights in 4 bits (QLoRA, arXiv 2305.14314)."""
     if not torch.cuda.is_available():
         raise ConfigError("model.lora.quantize needs a CUDA device; leave it out here")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "model.lora.quantize needs the package bitsandbytes: "
-            ".venv/bin/python -m pip install bitsandbytes, or leave it out"
-        )
+    need("model.lora.quantize", "bitsandbytes")
     settings = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
