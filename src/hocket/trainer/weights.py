@@ -48,7 +48,7 @@ class Weights:
         """Write published parameters, and what loads them."""
         model.config.architectures = [type(model).__name__]
         model.config.dtype = dtype  # ZeRO-0's live parameters are float32
-        for part in filter(None, (model.config, model.generation_config, tokenizer)):
+        for part in filter(None, (model.config, getattr(model, "generation_config", None), tokenizer)):
             part.save_pretrained(folder)
         save_torch_state_dict(published, folder)
 
