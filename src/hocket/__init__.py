@@ -1,5 +1,6 @@
 """GRPO with a vLLM generation server and a DeepSpeed trainer, in step over HTTP."""
 
+import functools
 import gc
 import json
 from collections.abc import Callable, Mapping
@@ -81,26 +82,8 @@ def train(
     return summary | {"run_dir": folder, "model": model, "history": history}
 
 
-def sft(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Fine-tune on demonstrations as the command does. Take and raise as `train`.
-
-    Returns:
-        "run_dir", "model" (its folder), and "history" (metrics.jsonl).
-    """
-    return _stage("sft", config, overrides)
-
-
-def rm(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train a reward model as the command does. Take, return and raise as `sft`."""
-    return _stage("rm", config, overrides)
-
-
-def dpo(config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Learn from preferences as the command does. Take, return and raise as `sft`."""
-    return _stage("dpo", config, overrides)
-
-
-def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Run a stage as its command does. Take and raise as `train`; return run_dir, model (its folder) and history."""
     from hocket.common import environment
 
     environment.prepare()
@@ -113,6 +96,11 @@ def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None
         driver.run(loaded, command)
     folder = loaded.run_dir
     return {"run_dir": folder, "model": folder / "model", "history": read_lines(folder / "metrics.jsonl")}
+
+
+sft = functools.partial(_stage, "sft")
+rm = functools.partial(_stage, "rm")
+dpo = functools.partial(_stage, "dpo")
 
 
 def _loaded(config: "Settings", more: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> "Config":

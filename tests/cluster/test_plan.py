@@ -145,12 +145,12 @@ def test_a_shipped_config_fits_the_gpus_that_it_is_for(
 
 def test_a_plan_that_does_not_fit_names_the_least_costly_ways_out(models: dict[str, str]) -> None:
     settings = [f"model.path={models['7B']}", "model.max_length=4096", "trainer.micro_batch_tokens=8192"]
-    said = list(plan.report(settings, 8, "80GB"))
+    said = list(plan.report(settings, 8, "80GB", staged))
     assert any("a rank needs more than its GPU has" in line for line in said)
     ways = [line.split(":")[0].strip() for line in said[-3:]]
     assert ways == ["trainer.gradient_checkpointing=true", "trainer.offload_optimizer=true", "model.lora={}"]
     settings += ["model.lora={}", "trainer.gradient_checkpointing=true", "server.gpu_memory_utilization=0.7"]
-    said = list(plan.report(settings, 2, "24GB"))
+    said = list(plan.report(settings, 2, "24GB", staged))
     assert "no room for one sequence of 4,096 tokens; choose a shorter model.max_length" in said[-1]
 
 
@@ -171,9 +171,9 @@ def test_a_rank_fits_where_a_sequence_does_with_the_margin_that_the_trainer_leav
 
 def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, str]) -> None:
     settings = [f"model.path={models['0.5B']}"]
-    assert "8 x 80GB (H100)" in next(plan.report(settings, 8, "h100"))
+    assert "8 x 80GB (H100)" in next(plan.report(settings, 8, "h100", staged))
     with pytest.raises(ConfigError, match=r"--gpu 90GB is not known: choose 24GB \(4090\), 48GB"):
-        list(plan.report(settings, 8, "90GB"))
+        list(plan.report(settings, 8, "90GB", staged))
 
 
 def test_every_card_has_a_peak() -> None:

@@ -17,6 +17,7 @@ from batches import scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError
 from hocket.stages import STAGES, driver, pairs, rm
+from hocket.trainer import memory
 from hocket.trainer.export import export
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout
@@ -130,3 +131,10 @@ def test_training_goes_on_from_a_reward_model_and_from_a_checkpoint(
     assert records_of(tmp_path / "more")[0]["train/loss"] < losses[0][-1]
     with pytest.raises(ConfigError, match=r"rm.center_coef: Input should be greater than or equal to 0"):
         driver.run(make_config("rm", model, tmp_path, "rm.center_coef=-1"), "rm")
+
+
+@pytest.mark.parametrize("command", ["rm", "dpo"])
+def test_a_step_can_be_rehearsed_on_any_number_of_sequences(model: str, tmp_path: Path, command: str) -> None:
+    config = make_config(command, model, tmp_path, "trainer.zero_stage=2")
+    with Trainer(config, objective=STAGES.get(command)(config).objective) as trainer:
+        memory.rehearse(trainer.models.learners[0], 9, trainer.ranks, longest=4)  # raises where a weight moves

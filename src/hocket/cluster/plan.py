@@ -196,10 +196,6 @@ class Needs:
         return seconds
 
 
-def of_train(config: Config) -> None:
-    """Say that a config is of no stage."""
-
-
 def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective | None) -> Iterator[tuple[str, Needs]]:
     """Yield settings with which a config fits, and its needs then, the least costly first."""
     found: list[set[str]] = []
@@ -215,7 +211,7 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective
             yield " ".join(way), needs
 
 
-def report(arguments: Sequence[str], num_gpus: int, size: str, staged: Staged = of_train) -> Iterator[str]:
+def report(arguments: Sequence[str], num_gpus: int, size: str, staged: Staged) -> Iterator[str]:
     """Yield the lines of a plan. Raise ConfigError for an unknown card."""
     size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
     if size not in GPUS:

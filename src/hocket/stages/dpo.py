@@ -38,24 +38,17 @@ class DpoOptions:
     beta: Annotated[float, Field(gt=0)] = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # share of pairs that are the wrong way round
     length_normalized: bool = False  # means over tokens in place of sums
-    gamma: Annotated[float, Field(ge=0)] | None = None  # margin of simpo
+    gamma: Annotated[float, Field(ge=0)] = 0.0  # margin of simpo
     reference: UserPath | None = None  # default: the model that training begins with
 
     def __post_init__(self) -> None:
-        if (self.label_smoothing > 0) != (self.loss in ("cdpo", "robust")):
-            raise ValueError("label_smoothing goes with loss=cdpo and loss=robust: set both, such as 0.1, or neither")
-        if self.gamma is not None and self.loss != "simpo":
-            raise ValueError("gamma is the margin of loss=simpo: leave it out")
-        if self.reference is not None and self.loss == "simpo":
-            raise ValueError("loss=simpo has no reference: leave it out")
-
-    @property
-    def has_means(self) -> bool:
-        return self.length_normalized or self.loss in ("ipo", "simpo")
-
-    @property
-    def margin(self) -> float:
-        return 0.5 if self.loss == "simpo" and self.gamma is None else self.gamma or 0.0
+        for option, given, losses in (
+            ("label_smoothing", self.label_smoothing, ("cdpo", "robust")),
+            ("gamma", self.gamma, ("simpo",)),
+            ("reference", self.reference, ("dpo", "ipo", "cdpo", "robust")),
+        ):
+            if given and self.loss not in losses:
+                raise ValueError(f"{option} has no effect with loss={self.loss}, only with {' or '.join(losses)}")
 
 
 @STAGES.register("dpo")
@@ -117,7 +110,7 @@ def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, option
     if REFERENCE in batch.columns:
         ratios_p2 = logps_p2 - pairs.sums(batch.columns[REFERENCE], batch)
     compared_p2 = ratios_p2
-    if options.has_means:
+    if options.length_normalized or options.loss in ("ipo", "simpo"):
         compared_p2 = ratios_p2 / pairs.sums(batch.mask_bt, batch)
     chosen_p, rejected_p = compared_p2.unbind(dim=1)
     loss = pairs.mean(losses(chosen_p - rejected_p, options), batch)
@@ -129,7 +122,7 @@ def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, option
 
 
 def losses(h_p: Tensor, options: DpoOptions) -> Tensor:
-    """Return the loss of each pair, with x = beta h − gamma, gamma 0 but for simpo, and e = label_smoothing.
+    """Return the loss of each pair, with x = beta h − gamma and e = label_smoothing.
 
     dpo: −log σ(x) (arXiv 2305.18290), simpo likewise (2405.14734). cdpo: −(1 − e) log σ(x) − e log σ(−x)
     (Mitchell's note of 2023). robust: [−(1 − e) log σ(x) + e log σ(−x)] / (1 − 2e) (2403.00409). ipo:
@@ -137,7 +130,7 @@ def losses(h_p: Tensor, options: DpoOptions) -> Tensor:
     """
     if options.loss == "ipo":
         return (h_p - 1 / (2 * options.beta)).square()
-    x_p = options.beta * h_p - options.margin
+    x_p = options.beta * h_p - options.gamma
     share = options.label_smoothing
     right_p = -(1 - share) * logsigmoid(x_p)
     wrong_p = -share * logsigmoid(-x_p)

@@ -32,7 +32,8 @@ def sums(values_bt: Tensor, batch: TrainBatch) -> Tensor:
     """Return the sums over sequences of numbers that are 0 where no token is trained: [pairs, (chosen, rejected)]."""
     values_t = values_bt[0].double()
     sums_n = torch.zeros_like(values_t).index_add(0, batch.sample_bt[0], values_t)
-    return sums_n[: len(batch.places)].view(-1, 2)  # a rank's last micro-batch may have none
+    num = len(batch.places)  # 0 in a rank's last micro-batch; a rehearsal's may be odd
+    return sums_n[: num + num % 2].view(-1, 2)
 
 
 def mean(values_p: Tensor, batch: TrainBatch) -> Tensor:

@@ -108,7 +108,8 @@ def comparison_loss(scores_bt: Tensor, batch: TrainBatch, options: RmOptions) ->
     """
     scores_p2 = pairs.sums(scores_bt, batch)
     chosen_p, rejected_p = scores_p2.unbind(dim=1)
-    margins_p = pairs.sums(batch.columns["margins"], batch)[:, 0]
+    margins_bt = batch.columns.get("margins", torch.zeros_like(scores_bt))  # a rehearsal has none
+    margins_p = pairs.sums(margins_bt, batch)[:, 0]
     losses_p = -logsigmoid(chosen_p - rejected_p - margins_p)
     losses_p = losses_p + options.center_coef * (chosen_p + rejected_p).square()
     return LossOutput(loss=pairs.mean(losses_p, batch), metrics=pairs.metrics(scores_p2, batch))
