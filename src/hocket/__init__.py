@@ -35,7 +35,7 @@ COMMANDS = {
     "export": "turn a checkpoint, or a trained adapter (model.lora), into a Hugging Face model folder",
     "plan": "say what a run needs and takes on given GPUs, from the model's config.json alone",
     "config": "check a config, or print every key",
-    "doctor": "report on this machine: packages, GPUs, ports",
+    "doctor": "report on this machine: packages, GPUs, memory, disk",
 }
 
 

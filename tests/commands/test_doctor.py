@@ -1,7 +1,5 @@
 """The doctor: what it says of this machine, and of a broken one."""
 
-import os
-import socket
 import sys
 from pathlib import Path
 
@@ -25,7 +23,7 @@ def test_a_machine_with_everything_is_ready(
     monkeypatch.setattr(doctor, "libraries", lambda: ())
     assert doctor.run() == 0
     out = capsys.readouterr().out
-    for label in ("python", "build", "device", "cores", "memory", "disk", "port", "verdict"):
+    for label in ("python", "build", "device", "cores", "memory", "disk", "verdict"):
         assert f"\n{label}" in f"\n{out}"
     assert f"{sys.version_info.major}.{sys.version_info.minor}." in out
     assert out.splitlines()[-1] == "verdict    ready: python3 run.py quickstart"
@@ -35,13 +33,11 @@ def test_what_is_missing_is_an_error_with_a_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "missing", lambda build, command: ["httpx>=1"])
-    monkeypatch.setattr(doctor, "psutil", None)  # then the rest is still reported
     assert doctor.run() == 1
     out = capsys.readouterr().out
     assert "missing: httpx>=1\n" in out
     assert "fix:  packages are missing" in out
     assert out.splitlines()[-1].endswith("to fix")
-    assert "\nport" not in out
 
 
 def test_torch_is_really_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,18 +69,6 @@ def test_a_full_gpu_is_noted_and_a_driver_that_torch_cannot_use_is_an_error(monk
     assert (first.text, first.ok) == ("cuda:0 NVIDIA H200, 140 of 150 GB free", True)
     assert "more than half of cuda:1 is taken" in second.advice
     assert not second.blocks
-
-
-def test_a_taken_port_names_its_holder() -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound, not listening: nobody else can take it meanwhile
-        number = held.getsockname()[1]
-        (finding,) = doctor.port(number)
-        assert (finding.text, finding.ok) == (f"{number} is free", True)
-        held.listen()
-        (finding,) = doctor.port(number)
-    assert finding.text.startswith(f"{number} is taken by process {os.getpid()} (")
-    assert "server.port=8001" in finding.advice
 
 
 def test_what_triton_and_torch_need_on_a_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

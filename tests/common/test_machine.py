@@ -1,11 +1,12 @@
-"""What this machine has left."""
+"""What this machine has left, and who has its ports."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from hocket.common.machine import SMALL_MODEL, cpu_threads, free_memory
+from hocket.common.machine import SMALL_MODEL, cpu_threads, free_memory, holder
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,12 @@ def test_free_memory_is_what_the_machine_or_the_control_group_has_left(
     assert free_memory() == 9000 - 5000 + 1000  # files that are only cached can go
     files[f"{folder}/{limit}"] = "max\n" if new else f"{1 << 62}\n"
     assert free_memory() == 3000 * 1024
+
+
+def test_who_listens_on_a_port_is_named() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound, not listening: nobody else can take it meanwhile
+        number = held.getsockname()[1]
+        assert holder(number) is None
+        held.listen()
+        assert str(holder(number)).startswith(f"process {os.getpid()} (")

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hocket.common import environment
-from hocket.common.machine import free_memory, holder, psutil
+from hocket.common.machine import free_memory
 from hocket.errors import door
 
-PORT = 8000
 NEEDED_GB = 1.0
 NEEDED_MEMORY_GB = 4.0
 PROBE_TIMEOUT_S = 60.0
@@ -41,10 +40,7 @@ class Finding(NamedTuple):
 def run() -> int:
     """Print the report; return 1 where something is to be fixed."""
     errors = 0
-    checks = [packages, devices, libraries, resources]
-    if psutil:
-        checks.append(port)
-    for check in checks:
+    for check in (packages, devices, libraries, resources):
         for label, text, ok, advice, blocks in check():
             print(f"{label:<10} {text}")
             if not ok:
@@ -124,13 +120,6 @@ def resources() -> Iterator[Finding]:
     disk = shutil.disk_usage(Path.cwd()).free / 1e9
     fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
     yield Finding("disk", f"{disk:.1f} GB free in {Path.cwd()}", disk >= NEEDED_GB, fix)
-
-
-def port(number: int = PORT) -> Iterator[Finding]:
-    who = holder(number)
-    text = f"taken by {who}" if who else "free"
-    note = f"port {number} is taken: end that process, or choose another port with server.port=8001"
-    yield Finding("port", f"{number} is {text}", not who, note, blocks=False)
 
 
 def _version(name: str) -> str | None:

@@ -1,19 +1,14 @@
 """What this machine has, and who listens on its ports. Standard library only, but for psutil."""
 
 import ctypes
-import importlib
-import importlib.util
 import ipaddress
 import math
 import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hocket.errors import ConfigError
-
-psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 
 SMALL_MODEL = 16 << 20  # bytes of weights
 KEPT_MEMORY = 2 << 30  # bytes; to get them anew in each step takes longer than the step
@@ -92,6 +87,8 @@ def refuse_open(section: str, host: str, token: str | None) -> None:
 
 def holder(number: int) -> str | None:
     """Return who listens on a port of this machine: "process 7 (python3 run.py serve)"."""
+    import psutil
+
     for each in psutil.net_connections(kind="tcp"):
         if each.status == psutil.CONN_LISTEN and each.laddr.port == number:
             with suppress(psutil.Error, TypeError):  # TypeError: None, of another user
