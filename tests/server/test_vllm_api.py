@@ -213,7 +213,8 @@ def test_a_load_frees_its_memory_for_a_kv_cache_that_wakes_up(monkeypatch: pytes
 
 
 def arguments(model: str, *settings: str) -> Any:
-    return vllm_arguments.engine_arguments(load(None, [f"model.path={model}", "server.kv_cache_mib=64", *settings]))
+    config = load(None, [f"model.path={model}", "server.kv_cache_mib=64", *settings])
+    return vllm_arguments.app_arguments(vllm_arguments.engine_arguments(config))
 
 
 def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

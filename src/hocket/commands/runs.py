@@ -83,12 +83,14 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
                 refuse_missing(visible_gpus())
                 calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
                 loggers.bound(config.observe.loggers)
-                parts = Parts(config, console)
-                run_there(calls.set_up())
-                if dry_run:
-                    _check(parts, calls, saved, stack, run_there)
-                    return 0
-                summary = run_there(_train(_run(parts, calls, saved, stack, serve, on_step, run_there)))
+                with tasks.starting():
+                    parts = Parts(config, console)
+                    run_there(calls.set_up())
+                    if dry_run:
+                        _check(parts, calls, saved, stack, run_there)
+                        return 0
+                    run = _run(parts, calls, saved, stack, serve, on_step, run_there)
+                summary = run_there(_train(run))
             console.finish(config.run_dir)
             return 0 if summary["updated"] else NO_UPDATE
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hocket.common.machine import bound_nccl, cpu_threads, holder, refuse_open
+from hocket.common.tasks import starting
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, door
@@ -62,7 +64,9 @@ def serve(config: Config) -> None:
         bound_nccl(config.sync.bucket_timeout_s)
         _on_signals(_end_at_once)
         print(f"hocket: loading model {config.model.path}", flush=True)
-        args, llm = _load(config)
+        with starting():
+            args, llm = _load(config)
+            gc.freeze()  # no later search looks at what is there now
         try:
             uvloop.run(_serve(config, args, llm, sock, start))
         except ApiError as error:

