@@ -3,7 +3,9 @@
 import ast
 import functools
 import graphlib
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +150,29 @@ def test_no_torch_is_needed_for(package: str) -> None:
 def test_arguments_are_parsed_before_anything_heavy_is_imported(module: str) -> None:
     for name in reached(module):
         assert not HEAVY & {target.split(".")[0] for target in imports(FILES[name], at_import_time=True)}, name
+
+
+ENGINES = HEAVY | {"peft", "accelerate", "uvicorn", "openai", "wandb", "mlflow"}
+COMPILER = "torch._inductor.lowering"  # half a second of a processor
+VLLM = "from hocket.server import main, vllm_arguments; vllm_arguments.import_vllm()"
+TRAINER = "import hocket.commands.runs, hocket.trainer.trainer, hocket.loop, hocket.sync.collective"
+
+
+@pytest.mark.parametrize(
+    ("start", "without"),
+    [
+        ("import hocket", ENGINES | {"pydantic", "yaml", "numpy", "asyncio"}),
+        ("import hocket.commands.cli", ENGINES),
+        ("import hocket.server.main", ENGINES),
+        pytest.param(VLLM, {COMPILER, "deepspeed", "peft", "datasets"}, marks=pytest.mark.engine),
+        pytest.param(TRAINER, {COMPILER, "vllm", "fastapi", "datasets", "peft", "openai"}, marks=pytest.mark.engine),
+    ],
+)
+def test_a_start_imports_nothing_that_it_can_do_without(start: str, without: set[str]) -> None:
+    code = f"{start}\nimport sys\nprint(*sys.modules)"
+    variables = os.environ | {"PYTHONPATH": str(SOURCE), "TORCHDYNAMO_DISABLE": "1"}  # as a server has it on a CPU
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert without & set(done.stdout.split()) == set()
 
 
 def test_rewards_that_ask_others_are_imported_by_their_name_alone() -> None:

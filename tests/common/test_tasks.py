@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from hocket.common.tasks import event_loop, run, run_in_thread
+from hocket.common.tasks import event_loop, run, run_in_thread, starting
 
 
 async def test_a_cancelled_call_ends_once_its_thread_has() -> None:
@@ -82,3 +83,10 @@ def test_what_does_not_end_is_left_behind_at_the_end_of_its_event_loop(monkeypat
     assert took < 60  # neither was waited for
     assert not tasks[0].done()
     assert threads[0].cancelled()
+
+
+def test_a_start_that_fails_leaves_the_search_for_garbage_on() -> None:
+    with contextlib.suppress(OSError), starting():
+        assert not gc.isenabled()
+        raise OSError("no model")
+    assert gc.isenabled()

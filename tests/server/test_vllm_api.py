@@ -217,6 +217,16 @@ def arguments(model: str, *settings: str) -> Any:
     return vllm_arguments.app_arguments(vllm_arguments.engine_arguments(config))
 
 
+def test_the_engine_gets_what_vllm_s_own_command_line_would_give_it(model: str) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    given = vllm_arguments.engine_arguments(load(None, [f"model.path={model}"]))
+    alone = vars(AsyncEngineArgs.from_cli_args(given))
+    parsed = vars(AsyncEngineArgs.from_cli_args(vllm_arguments.app_arguments(given)))
+    differ = {name for name in alone if alone[name] != parsed[name]}
+    assert differ <= {"mm_device_do_normalize", "reasoning_parser_plugin"}  # of images; None in place of ""
+
+
 def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(model, "launch.share_gpu=true")
     assert (args.model, args.served_model_name, args.trust_remote_code) == (model, [model], False)
