@@ -52,7 +52,7 @@ def import_vllm() -> None:
 
 
 def engine_arguments(config: Config) -> Namespace:
-    """Return those of vLLM's arguments that are set. Raises ConfigError for one that it has not, or that hocket sets."""
+    """Return vLLM's arguments that are set. Raises ConfigError for one that it has not, or that hocket sets."""
     import_vllm()
     from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
