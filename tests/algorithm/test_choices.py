@@ -96,7 +96,7 @@ def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_exampl
         ("baseline={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),
         ("baseline={name: rank, power: x}", "algorithm.baseline.power: must be a number, got 'x'"),
         ("clip={name: ppo, dual_clip: 1}", "algorithm.clip.dual_clip: Input should be greater than 1"),
-        ("baseline={name: none, discount: 0};scale=none", "algorithm.baseline.discount: Input should be gr"),
+        ("baseline={name: none, discount: -1};scale=none", "algorithm.baseline.discount: Input should be gr"),
         ("baseline={name: none, gae_lambda: 1};scale=none", r"advantage none.* has no option 'gae_lambda'"),
         ("clip={name: cispo, dual_clip: 3}", "objective cispo.* has no option 'dual_clip'"),
         ("baseline=none", "baseline=none compares no rollouts: set algorithm.scale to tokens or none"),

@@ -47,6 +47,7 @@ BY_HAND = {
     "reinforce_pp": (-0.16, [[g / 5 for g in row] for row in CLIPPED]),
     "reinforce_pp_baseline": (-0.16, [[g / 5 for g in row] for row in CLIPPED]),
     "ppo": (-0.16, [[g / 5 for g in row] for row in CLIPPED]),
+    "distill": (-(1 + 1.5 + 0.5 - 1.1 - 0.7) / 5, [[-0.2, -0.3, -0.1], [0.22, 0.14, 0]]),
 }
 
 

@@ -191,6 +191,18 @@ def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -
     assert list(samples[0].advantages) == [0.0, 0.0, 0.25, 0.0, 1.5]
 
 
+def test_distillation_has_the_teachers_log_ratio_as_the_advantage_of_each_token_alone() -> None:
+    groups = [
+        of_rollouts(make_rollout(-1.0, None, -1.0), rewards=[0.0]),
+        of_rollouts(make_rollout(-1.0), rewards=[0.0]),
+    ]
+    measured = [{"ref_logprobs": (0.0, 0.0, -2.0, 0.0, -0.5)}, {"ref_logprobs": (0.0, 0.0, -1.0)}]
+    algorithm = settings("preset=distill", "reference=teacher")
+    samples, shaping = sampled(groups, algorithm, measured, algorithm.kl_coef)
+    assert [list(sample.advantages) for sample in samples] == [[0.0, 0.0, -1.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    assert shaping["rollout/kl"] == pytest.approx((1 - 0.5 + 0) / 3)
+
+
 @pytest.mark.parametrize(
     ("preset", "rewards", "expected"),
     [  # 1 − (2 + 6)/2, 2 − (1 + 6)/2, 6 − (1 + 2)/2; only centred

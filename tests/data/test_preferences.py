@@ -106,7 +106,7 @@ def test_the_tokens_are_trls_but_for_what_the_template_writes_behind_the_end_of_
         ({**WHOLE, "rejected": [{"from": "gpt"}]}, "message 0 of column 'rejected' must be {'role': text, 'content'"),
         ({"chosen": [user("x"), says("y")], "rejected": [user("z"), says("y")]}, "'chosen' has a message of 'user'"),
         ({"prompt": ASKED, **WHOLE}, "column 'chosen' has a message of 'user' behind the prompt: chosen and rej"),
-        ({**WHOLE, "chosen": [*ASKED, says("c"), user("d"), says("e")]}, "rewrites earlier turns of column 'chosen'"),
+        ({**WHOLE, "chosen": [*ASKED, says("c"), user("d"), says("e")]}, "the chat template rewrites earlier turns"),
         ({**WHOLE, "tools": "add"}, "Expecting value"),
         *(
             ({"prompt": "x", "chosen": "y", "rejected": "z", "margin": margin}, "column 'margin' must be a finite")

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         ).train()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [one for one in PRESETS if one != "distill"])  # which has a teacher
 async def test_the_reward_rises(preset: PresetName, ranks: Ranks, tmp_path: Path) -> None:
     knobs = PRESETS[preset].knobs
     updates = knobs.get("epochs", 1) * knobs.get("minibatches", 1)  # the more, the smaller
@@ -180,6 +181,35 @@ async def test_the_reward_rises(preset: PresetName, ranks: Ranks, tmp_path: Path
     )
     summary = await trained(config, ranks)
     assert summary["after"]["sampled"] >= summary["before"]["sampled"] + RISE
+
+
+async def test_a_student_comes_close_to_its_teacher_without_any_reward(ranks: Ranks, tmp_path: Path) -> None:
+    teacher, student = ROOT / "checkpoints" / "tiny-sort", tmp_path / "student"
+    shutil.copytree(teacher, student)
+    model = AutoModelForCausalLM.from_pretrained(student)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.02 * torch.randn_like(weights)
+    model.save_pretrained(student)
+    config = config_module.load(
+        ROOT / "config" / "sort.yaml",
+        [
+            "algorithm.preset=distill",
+            f"algorithm.reference={teacher}",
+            f"model.path={student}",
+            "rewards.functions={exact_match: 0}",
+            f"run.dir={tmp_path}/runs/a",
+            "trainer.steps=10",
+            "trainer.learning_rate=1e-3",
+            "eval.num_prompts=0",
+            "checkpoint.every_steps=0",
+        ],
+    )
+    await trained(config, ranks)
+    _, *rows = map(json.loads, (tmp_path / "runs/a/metrics.jsonl").open())
+    divergences = [row["rollout/kl"] for row in rows]
+    assert divergences[-1] < divergences[0] / 3
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples" / "algorithms").glob("*.py")), ids=lambda file: file.stem)

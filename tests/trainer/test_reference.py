@@ -1,8 +1,11 @@
 """The reference policy against transformers' own log-probs, wherever it comes from and whatever the policy does."""
 
 import dataclasses
+import json
 import random
+import threading
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,10 @@ import torch
 from tests.trainer import builders
 from tests.trainer.builders import logprobs_of
 
+import fakes
 from hocket.algorithm.losses import LossOutput
-from hocket.errors import ConfigError, TrainerError
+from hocket.data import tokenizer as tokenizers
+from hocket.errors import ConfigError, ServerError, TrainerError
 from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -136,3 +141,55 @@ def test_without_a_divergence_or_with_a_loss_of_its_own_there_is_nothing_to_meas
             assert len(trainer.models.tensors) == 1
     with make_trainer(ranks, tied_model) as trainer:
         assert trainer.measure([]) == []
+
+
+class Scorer(BaseHTTPRequestHandler):
+    """A server that gives the n-th token of a sequence the log-prob −n."""
+
+    sha256 = ""
+
+    def do_GET(self) -> None:
+        self._answer(fakes.health(tokenizer_sha256=self.sha256).model_dump())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, body["prompt_logprobs"]) == ("/v1/completions", 0)
+        assert self.headers["Authorization"] == "Bearer a-token-of-some-length"
+        scores = [None, *({str(one): {"logprob": -n, "rank": 1}} for n, one in enumerate(body["prompt"][1:], start=1))]
+        self._answer({"choices": [{"text": "", "prompt_logprobs": scores}]})
+
+    def _answer(self, content: object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_server_scores_what_was_sampled_if_its_tokens_are_the_same(
+    ranks: Ranks, tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOCKET_TOKEN", "a-token-of-some-length")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scorer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        cut = dataclasses.replace(ROLLOUTS[0], finish_reason="length")
+        settings = (f"algorithm.reference={url}", "algorithm.mask_truncated=true")
+        with make_trainer(ranks, tied_model, *settings) as trainer:
+            with pytest.raises(ConfigError, match=rf"algorithm.reference={url} serves m, with another tokenizer than"):
+                trainer.measure(ROLLOUTS)
+            monkeypatch.setattr(Scorer, "sha256", tokenizers.fingerprint(trainer.tokenizer))
+            expected = [[-float(n) * on for n, on in enumerate(rollout.mask)] for rollout in ROLLOUTS]
+            assert len(trainer.models.tensors) == 1, "there is no second model"
+            assert_close(trainer.measure(ROLLOUTS), expected, atol=0)
+            assert trainer.measure([cut]) == [{}]
+            trainer.step(make_samples())
+        server.shutdown()
+    with (
+        make_trainer(ranks, tied_model, f"algorithm.reference={url}") as trainer,
+        pytest.raises(ServerError, match=rf"can't reach {url}/health: .*; start one there: .* serve CONFIG"),
+    ):
+        trainer.measure(ROLLOUTS)

@@ -85,6 +85,8 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
             f"rollout.group_size=1 leaves algorithm.baseline={algorithm.baseline} nothing to compare with: set 2 or "
             f"more"
         )
+    if algorithm.preset == "distill" and algorithm.reference is None:
+        raise ConfigError("algorithm.preset=distill needs a teacher: set algorithm.reference to its folder or server")
     if algorithm.kl == "off":
         return
     estimate = choose("kl", algorithm.kl)
@@ -154,7 +156,7 @@ def leave_one_out(rewards_g: "Tensor") -> "Tensor":
 
 
 @advantage("none", per="token")
-def none(rewards_t: "Tensor", discount: Discount = 1.0) -> "Tensor":
+def none(rewards_t: "Tensor", discount: Annotated[float, Field(ge=0, le=1)] = 1.0) -> "Tensor":
     """Return Σ_{s≥t} discount^(s−t) · reward_s (arXiv 2501.03262)."""
     returns = []
     following = 0.0

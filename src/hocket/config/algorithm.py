@@ -32,7 +32,17 @@ Chosen = Annotated[str | dict[str, Any], pydantic.PlainValidator(_named)]
 """A function of algorithm/choices.py or of a plugin: NAME, or {name: NAME, its options}."""
 KlIn = Literal["loss", "reward"] | AdaptiveKl
 PresetName = Literal[
-    "grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "bnpo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "distill",
 ]
 
 
@@ -76,6 +86,16 @@ PRESETS: Mapping[str, Preset] = {
         scale="tokens",
         epochs=4,
     ),
+    "distill": _row(
+        "2306.13649",
+        "reference: the teacher; the reverse KL of sampled tokens alone, with rewards of weight 0",
+        baseline={"name": "none", "discount": 0.0},
+        scale="none",
+        clip="none",
+        kl="k1",
+        kl_in="reward",
+        kl_coef=1.0,
+    ),
 }
 
 
@@ -103,7 +123,7 @@ class AdvantageConfig(Section):
     reward_range: Range | None = None
     """Groups are trained whose mean reward lies between, bounds left out."""
     reference: UserPath | None = None
-    """Reference of the KL. Default: model.path, no adapter."""
+    """Reference of the KL: folder, hub name, or URL of a server that scores. Default: model.path, no adapter."""
 
 
 class LossKnobs(Section):
@@ -198,5 +218,6 @@ def preset_table() -> str:
             knobs["kl"] = f"{knobs['kl']} in {knobs['kl_in']}, {knobs['kl_coef']:g}"
         is_paper = preset.source[:1].isdigit()
         source = f"[{preset.source}](https://arxiv.org/abs/{preset.source})" if is_paper else preset.source
-        rows.append((name, *(knobs[column] for column in columns), preset.remark, source))
+        cells = (str(knobs[column]).replace("'", "") for column in columns)
+        rows.append((name, *cells, preset.remark, source))
     return markdown.table(("preset", *columns, "besides", "source"), rows)

@@ -6,13 +6,13 @@ it, the turns of the assistant are taught.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hocket.config import DataConfig
 from hocket.data import demonstrations
 from hocket.data.prompts import Rendered, Renderer, in_parts, renderer_of
-from hocket.types import Message, TokenSequence
+from hocket.types import TokenSequence
 
 SIDES = ("chosen", "rejected")
 
@@ -64,24 +64,19 @@ def _samples(
     sides = [demonstrations.turns_of(columns[name], name) for name in SIDES]
     chosen, rejected = sides
     if isinstance(columns.get(data.prompt_column), list) or chosen[0]["role"] == "assistant":
-        _, prompt = renderer.prompt(columns)
+        prompt = renderer.prompt(columns)[1] or ()
     else:
         alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
         first = [*alike[:-1], False].index(False)  # the last turn is no prompt
         prompt = tuple(chosen[:first])
         sides = [chosen[first:], rejected[first:]]
-    return [_taught(renderer, prompt or (), side, name, tools, end) for name, side in zip(SIDES, sides, strict=True)]
-
-
-def _taught(
-    renderer: Renderer, prompt: Sequence[Message], side: Sequence[Message], column: str, tools: Any, end: int
-) -> list[demonstrations.Passage]:
-    role = side[0]["role"]
-    if role != "assistant":
-        advice = "chosen and rejected must be alike up to an answer of the assistant"
-        raise ValueError(f"column {column!r} has a message of {role!r} behind the prompt: {advice}")
-    first, *others = demonstrations.conversation(renderer, [*prompt, *side], tools, end, first=len(prompt))
-    if others:
-        advice = "leave its last turn alone in it, with those before in the prompt"
-        raise ValueError(f"the chat template rewrites earlier turns of column {column!r}: {advice}")
-    return first
+    samples = []
+    for name, side in zip(SIDES, sides, strict=True):
+        role = side[0]["role"]
+        if role != "assistant":
+            advice = "chosen and rejected must be alike up to an answer of the assistant"
+            raise ValueError(f"column {name!r} has a message of {role!r} behind the prompt: {advice}")
+        samples += demonstrations.conversation(renderer, [*prompt, *side], tools, end, first=len(prompt))
+    if len(samples) > len(sides):
+        raise ValueError("the chat template rewrites earlier turns: leave the last ones alone behind the prompt")
+    return samples

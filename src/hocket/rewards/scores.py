@@ -157,11 +157,14 @@ def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:
 
     Pairs are those of a group that the second reward orders; one that is equal by the first counts half.
     """
-    known = [[(a.total, b.total) for a, b in group if a.error is None and b.error is None] for group in groups]
+    known = [[(a.total, b.total) for a, b in group if math.isfinite(a.total + b.total)] for group in groups]
     within = [one for one in map(rank_correlation, known) if not math.isnan(one)]
-    pairs = itertools.chain.from_iterable(itertools.combinations(group, 2) for group in known)
-    gaps = [(a - c, b - d) for (a, b), (c, d) in pairs if b != d]
-    alike = [(first * second > 0) + (first == 0) / 2 for first, second in gaps]
+    alike = [
+        ((a - c) * (b - d) > 0) + (a == c) / 2
+        for group in known
+        for (a, b), (c, d) in itertools.combinations(group, 2)
+        if b != d
+    ]
     overall = rank_correlation([*itertools.chain(*known)])
     of_groups = f"within groups {_mean(within):.3f}, the mean of {len(within)} in which both differ"
     return f"rank correlation {overall:.3f}; {of_groups}; {_mean(alike):.1%} of {len(alike)} pairs in the same order"

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,15 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES, POLICY
 from hocket.trainer.step import Learner, Update, accumulate, update
+from hocket.types import TokenSequence
 
 BatchLoss = Callable[..., LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss; of a scalar model:
 (values_bt with gradient, batch)."""
 Column = Callable[[TrainBatch], Tensor]
 """→ [b, t] numbers of a batch's targets, 0 where its mask is False."""
+Ask = Callable[[Sequence[TokenSequence], str | None], Coroutine[Any, Any, Sequence[Sequence[float]]]]
+"""(sequences, the servers' token) → a number per token, 0 where it was not sampled."""
 Numbers = dict[int, dict[str, tuple[float, ...]]]
 Share = Sequence[Make]
 """What builds the micro-batches of one rank."""
@@ -48,7 +51,8 @@ class Extra:
     """What an objective needs beside the policy: a column, measured before a step."""
 
     column: str  # its name in `TrainSample.columns`
-    load: Callable[["Models"], Column]  # adds what it loads to `learners` and `tensors`
+    load: Callable[["Models"], Column] | None = None  # adds what it loads to `learners` and `tensors`
+    ask: Ask | None = None  # in place of `load`: rank 0 asks a server
     model: ModelConfig | None = None  # of its own
     learns: bool = False  # whether a step trains that model
     delay: int = 0  # steps that it learns before the policy does
@@ -121,8 +125,7 @@ class Models:
         self.learners = [policy]
         self.tensors: list[Callable[[], Iterator[Tensor]]] = [self.engine.tensors]  # of each model
         self.columns: dict[str, Column] = {"logprobs": self.policy_logprobs, "entropy": self.policy_entropy}
-        for extra in objective.extras:
-            self.columns[extra.column] = extra.load(self)
+        self.columns |= {extra.column: extra.load(self) for extra in objective.extras if extra.load}
         fixed = settings.micro_batch_tokens
         self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
 

@@ -1,24 +1,38 @@
-"""The reference policy of a KL penalty: a frozen model, or the one under a trained adapter."""
+"""The reference policy of a KL penalty: a frozen model, the one under a trained adapter, or one on a server."""
 
-from collections.abc import Iterator
+import asyncio
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor
 
+from hocket.client.server import ServerClient
 from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig
 from hocket.data import tokenizer as tokenizers
+from hocket.errors import ConfigError
+from hocket.protocol.messages import Request
 from hocket.trainer import engine, offload
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Column, Extra, Models
 from hocket.trainer.policy import Policy
+from hocket.types import TokenSequence
+
+SCORE_TIMEOUT_S = 600.0
 
 
 def reference(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
     if algorithm.kl == "off":
         return None
-    if algorithm.reference is None and model.weights == "adapter":
+    path = algorithm.reference
+    if path is not None and "://" in path:
+        sha256 = tokenizers.fingerprint(tokenizers.load(model.path))
+        return Extra(column="ref_logprobs", ask=functools.partial(_ask, path, sha256))
+    if path is None and model.weights == "adapter":
         return Extra(column="ref_logprobs", load=_under_adapter)
-    return frozen(algorithm.reference, "algorithm.reference", model)
+    return frozen(path, "algorithm.reference", model)
 
 
 def frozen(path: str | None, setting: str, model: ModelConfig) -> Extra:
@@ -41,6 +55,38 @@ def _under_adapter(models: Models) -> Column:
             return models.policy_logprobs(batch)
 
     return logprobs
+
+
+class _Scores(pydantic.BaseModel):
+    choices: list[dict[str, Any]]
+
+
+class _ScoreRequest(Request[_Scores]):
+    """POST /v1/completions of vLLM, which samples a token, too."""
+
+    route = "/v1/completions"
+    answer = _Scores
+    prompt: list[int]
+    prompt_logprobs: int = 0  # of tokens besides the prompt's own
+    max_tokens: int = 1
+
+
+async def _ask(
+    url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
+) -> Sequence[Sequence[float]]:
+    """Have a server score what was sampled, at temperature 1. `sha256`: of the tokenizer."""
+    async with ServerClient(url, token=token) as server:
+        health = await server.health()
+        if health.tokenizer_sha256 != sha256:
+            what = f"algorithm.reference={url} serves {health.model}, with another tokenizer than model.path"
+            raise ConfigError(f"{what}: the same ids are other tokens; serve one with the same tokenizer")
+        return await asyncio.gather(*(_scores(server, sequence) for sequence in sequences))
+
+
+async def _scores(server: ServerClient, sequence: TokenSequence) -> Sequence[float]:
+    answer = await server.ask(_ScoreRequest(prompt=list(sequence.token_ids)), timeout_s=SCORE_TIMEOUT_S)
+    known = zip(sequence.token_ids, sequence.mask, answer.choices[0]["prompt_logprobs"], strict=True)
+    return [by_id[str(token)]["logprob"] if sampled else 0.0 for token, sampled, by_id in known]
 
 
 class FrozenModel:

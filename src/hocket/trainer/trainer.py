@@ -11,7 +11,7 @@ from typing import Any
 
 from hocket.algorithm.samples import is_measured
 from hocket.common.machine import cpu_threads
-from hocket.common.tasks import note, seed_of
+from hocket.common.tasks import note, run, seed_of
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import TrainerError
@@ -193,9 +193,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
         """Return what the algorithm needs of each sequence before the step; [] for nothing."""
-        names = tuple(extra.column for extra in self._objective.extras)
-        if not names:
+        extras = self._objective.extras
+        if not extras:
             return []
+        names = tuple(extra.column for extra in extras if extra.load)
         found: list[Columns] = [{} for _ in sequences]
         used = [place for place, sequence in enumerate(sequences) if is_measured(sequence, self._config.algorithm)]
         samples = [
@@ -205,6 +206,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if samples:
             for index, columns in self._on_each(Models.numbers, self._shares(samples, names)).items():
                 found[used[index]] = columns
+            for extra in extras:
+                if extra.ask:
+                    told = run(extra.ask([sequences[place] for place in used], self._config.token))
+                    for place, values in zip(used, told, strict=True):
+                        found[place] = {**found[place], extra.column: values}
         return found
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[Sequence[float]]:
