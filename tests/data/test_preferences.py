@@ -99,6 +99,7 @@ def test_the_tokens_are_trls_but_for_what_the_template_writes_behind_the_end_of_
         ({**WHOLE, "rejected": WHOLE["chosen"]}, "'chosen' and 'rejected' are equal: no one prefers either"),
         ({"prompt": "x", "chosen": "y", "rejected": ""}, "column 'rejected' must be text or one message of"),
         ({"prompt": ASKED, "chosen": None, "rejected": "y"}, "column 'chosen' must be text or one message of"),
+        ({"prompt": ASKED, "chosen": None, "rejected": None}, "column 'chosen' must be text or a list of messages"),
         ({"prompt": ASKED, "chosen": 3, "rejected": []}, "column 'chosen' must be text or a list of messages, got 3"),
         ({"prompt": 3, "chosen": "y", "rejected": "z"}, "column 'prompt' must be text or a list of messages, got 3"),
         ({**WHOLE, "chosen": [user("x"), says("")]}, "column 'chosen' has an empty turn of the assistant: remove it"),

@@ -350,9 +350,13 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
         return list(itertools.chain(*await asyncio.gather(*map(score_group, groups.values()))))
 
     functions = config.rewards.functions
-    with RewardCalls(config.rewards, [*functions, against] if against else functions) as calls:
+    compared = []
+    with RewardCalls(config.rewards, filter(None, (*functions, against))) as calls:
         scores = tasks.run(score(RewardScorer(calls, functions)))
-        others = tasks.run(score(RewardScorer(calls, [against]))) if against else scores
+        if against:
+            both = zip(scores, tasks.run(score(RewardScorer(calls, [against]))), strict=True)
+            grouped = [[*itertools.islice(both, len(group))] for group in groups.values()]
+            compared = [f"against {against}: {agreement(grouped)}"]
     for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
         parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
         print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
@@ -362,9 +366,5 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
         took = f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms" if seconds else "none"
         print(f"calls of {name}: {took} (the first of a process loads it)")
     failed = sum(one.error is not None for one in scores)
-    if against:
-        both = zip(scores, others, strict=True)
-        grouped = [[*itertools.islice(both, len(group))] for group in groups.values()]
-        print(f"against {against}: {agreement(grouped)}")
-    print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
+    print(*compared, f"{len(scores)} samples in {len(groups)} groups, {failed} without a score", sep="\n")
     return int(failed > 0 or not scores)

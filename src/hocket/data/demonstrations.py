@@ -70,20 +70,14 @@ def tools_of(columns: Mapping[str, Any]) -> Any:
     return _clean(json.loads(tools) if isinstance(tools, str) else tools)
 
 
-def text_of(response: Any) -> str:
-    """Return a text, or that of one message of the assistant, as in TRL's completions; "" for others."""
-    match _clean(response):
-        case [{"role": "assistant", "content": text, **more}] if not more:
-            response = text
-    return response if isinstance(response, str) else ""
-
-
 def answered(prompt: str, response: Any, column: str, end: int) -> list[Passage]:
-    text = text_of(response)
-    if not text:
+    match _clean(response):
+        case [{"role": "assistant", "content": text, **more}] if not more:  # as in TRL's prompts with completions
+            response = text
+    if not (isinstance(response, str) and response):
         wanted = "text or one message of the assistant (else join prompt and response as messages)"
-        raise ValueError(f"column {column!r} must be {wanted}, got {_clean(response)!r:.80}")
-    return [(prompt, _behind(opening_of(prompt), text, f"column {column!r}"), [end])]
+        raise ValueError(f"column {column!r} must be {wanted}, got {response!r:.80}")
+    return [(prompt, _behind(opening_of(prompt), response, f"column {column!r}"), [end])]
 
 
 def conversation(
@@ -155,9 +149,10 @@ def _behind(opening: str, response: str, what: str) -> str:
 
 def turns_of(messages: Any, column: str, otherwise: str = "") -> list[Message]:
     """Return the checked messages of a conversation that ends with the assistant's."""
-    given = messages if isinstance(messages, list) else []
-    turns = [{"content": "", **_clean(one)} if isinstance(one, dict) and "role" in one else one for one in given]
-    check_messages(turns or messages, column)
+    turns: list[Message] = messages
+    if isinstance(messages, list):
+        turns = [{"content": "", **_clean(one)} if isinstance(one, dict) and "role" in one else one for one in messages]
+    check_messages(turns, column)
     if {"role": "assistant", "content": ""} in turns:
         raise ValueError(f"column {column!r} has an empty turn of the assistant: remove it")
     last = turns[-1]["role"]

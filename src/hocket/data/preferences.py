@@ -55,11 +55,8 @@ def _samples(
     if not columns.keys() >= set(SIDES):
         there = ", ".join(map(repr, columns))
         raise ValueError(f"no columns 'chosen' and 'rejected', only {there}: rename two of them")
-    tools = demonstrations.tools_of(columns)
-    if not any(isinstance(columns[name], list) and not demonstrations.text_of(columns[name]) for name in SIDES):
-        asked, messages = renderer.prompt(columns)
-        if tools and messages:
-            asked = renderer.render(messages, tools=tools)
+    if any(isinstance(columns[name], str) for name in SIDES):
+        asked, _ = renderer.prompt(columns)
         return [demonstrations.answered(asked, columns[name], name, end) for name in SIDES]
     sides = [demonstrations.turns_of(columns[name], name) for name in SIDES]
     chosen, rejected = sides
@@ -70,6 +67,7 @@ def _samples(
         first = [*alike[:-1], False].index(False)  # the last turn is no prompt
         prompt = tuple(chosen[:first])
         sides = [chosen[first:], rejected[first:]]
+    tools = demonstrations.tools_of(columns)
     samples = []
     for name, side in zip(SIDES, sides, strict=True):
         role = side[0]["role"]
