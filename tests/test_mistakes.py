@@ -121,6 +121,7 @@ check 'rewards.functions={exact_mach: 1}' | ; add your own as a Python file unde
 check eval.reward=exact_mach | rewards.functions or eval.reward: there is no reward 'exact_mach' (did you mean 'exact_
 check algorithm.preset=distill | needs a teacher: set algorithm.reference to its folder or server
 config algorithm.preset=distill algorithm.reference=http://127.0.0.1:8100 rollout.temperature=0.8 | set rollout.temp
+config algorithm.kl=k2 algorithm.kl_coef=1 algorithm.reference=http://here:90000 | Port out of range
 check algorithm.baseline=meen | algorithm.baseline: there is no advantage 'meen' (did you mean 'mean'?); known:
 check env.name=tool | env.name: there is no environment 'tool' (did you mean 'tools'?); known:
 check plugins=mine.py 'rewards.functions={forgotten: 1}' | ; mine.py has a function forgotten without @reward("for

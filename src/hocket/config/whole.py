@@ -55,8 +55,11 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
             )
-        if "://" in str(self.algorithm.reference) and self.rollout.temperature != 1:
-            raise ValueError("a server in algorithm.reference scores at temperature 1: set rollout.temperature=1")
+        reference = str(self.algorithm.reference)
+        if "://" in reference:
+            deployment.web_url(reference)
+            if self.rollout.temperature != 1:
+                raise ValueError(f"the server {reference} scores at temperature 1: set rollout.temperature=1")
         if self.checkpoint.best is not None and self.held_out_data is None:
             raise ValueError("checkpoint.best needs held-out rows: set eval.data")
         run_dir = self.run_dir.resolve()
