@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.observe.console import HEADING_EVERY, Console
+from hocket.observe.console import Console
 
 METRICS = {
     "reward/mean": 0.5, "eval/sampled": 0.25, "rollout/length_mean": 7.0, "rollout/truncated": 0.1,
@@ -14,27 +14,24 @@ BEFORE = {"greedy": 0.2, "sampled": 0.1, "greedy_stderr": 0.03, "sampled_stderr"
 AFTER = {"greedy": 0.95, "sampled": 0.9, "greedy_stderr": 0.01, "sampled_stderr": 0.02, "zero_or_one": 1.0}
 
 
-def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_is_one_line_of_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     with Console(steps=10) as console:
         console.step(1, METRICS)
         console.step(2, {"reward/mean": 0.625})
-    heading, legend, first, alarm, second = capsys.readouterr().out.splitlines()
-    assert legend.strip().startswith("greedy, sampled: held-out; cut: rollouts cut off; gap: ")
-    assert heading.split()[:4] == ["step", "reward", "greedy", "sampled"]
-    assert first.split()[:8] == ["1/10", "0.500", "-", "0.250", "7.0", "10%", "2.0e-06", "3.00%"]
-    assert first.split()[12:14] == ["12,346", "41.0%"]
+    first, alarm, second = capsys.readouterr().out.splitlines()
+    said = "step 1/10  reward 0.500  held-out sampled 0.250  length 7.0  gap 2.0e-06  12,346 tokens/s  2.00 s  "
+    assert first.startswith(said)
     assert first.endswith("left")
     assert "rollout/truncated = 0.1 (> 0.05)" in alarm
-    assert second.split()[:4] == ["2/10", "0.625", "-", "-"]
+    assert second.startswith("step 2/10  reward 0.625  ")
 
 
-def test_an_alarm_is_printed_when_it_begins_and_the_heading_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_alarm_is_printed_when_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
     with Console(steps=100) as console:
-        for step in range(1, HEADING_EVERY + 2):
+        for step in range(1, 7):
             console.step(step, {"rollout/truncated": 0.0 if step == 3 else 0.2})
-    lines = list(enumerate(capsys.readouterr().out.splitlines()))
-    assert [index for index, line in lines if line.startswith(" " * 10 + "!")] == [3, 7]  # after step 1, and step 4
-    assert [index for index, line in lines if "tokens/s" in line] == [0, HEADING_EVERY + 4]
+    lines = enumerate(capsys.readouterr().out.splitlines())
+    assert [index for index, line in lines if line.startswith("  ! ")] == [1, 5]  # after steps 1 and 4
 
 
 def test_the_first_line_may_be_of_step_0_and_without_a_terminal_an_activity_is_printed_once(
@@ -46,9 +43,9 @@ def test_the_first_line_may_be_of_step_0_and_without_a_terminal_an_activity_is_p
         console.doing("loading", 2.6)
         console.step(0, {"eval/sampled": 0.25})
         console.step(1, {"time/step": 1.0})
-    waiting, loading, _, _, before, first = capsys.readouterr().out.splitlines()
+    waiting, loading, before, first = capsys.readouterr().out.splitlines()
     assert (waiting, loading) == ("waiting for [the] server", "loading (3 s)")
-    assert before.split()[:5] == ["0/10", "-", "-", "0.250", "-"]
+    assert before == "step 0/10  held-out sampled 0.250"
     assert (before.endswith("left"), first.endswith("left")) == (False, True)
 
 

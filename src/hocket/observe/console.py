@@ -17,27 +17,15 @@ from hocket.common.redaction import redacted
 from hocket.observe.metrics import alarms
 from hocket.observe.rows import read_lines, said
 
-COLUMNS = (  # heading, metric, width, format
-    ("reward", "reward/mean", 7, "{:.3f}"),
-    ("greedy", "eval/greedy", 6, "{:.3f}"),
-    ("sampled", "eval/sampled", 7, "{:.3f}"),
-    ("length", "rollout/length_mean", 7, "{:.1f}"),
-    ("cut", "rollout/truncated", 5, "{:.0%}"),
-    ("gap", "train/logprob_gap", 8, "{:.1e}"),
-    ("clipped", "clipped", 7, "{:.2%}"),
-    ("grad", "train/grad_norm", 7, "{:.3f}"),
-    ("gen s", "time/generate", 6, "{:.2f}"),
-    ("train s", "time/train", 7, "{:.2f}"),
-    ("sync s", "time/sync", 6, "{:.2f}"),
-    ("tokens/s", "step/tokens_per_s", 8, "{:,.0f}"),
-    ("mfu", "train/mfu", 5, "{:.1%}"),
-)
-CLIPPED = ("train/clip_low", "train/clip_high", "train/importance_capped")  # summed in the column "clipped"
-LEGEND = (
-    "greedy, sampled: held-out; cut: rollouts cut off; gap: |trainer - engine log-prob|; clipped: tokens at a bound; "
-    "mfu: share of peak FLOPs"
-)
-HEADING_EVERY = 25
+SHOWN = {  # metric → what a step's line says of it
+    "reward/mean": "reward {:.3f}",
+    "eval/greedy": "held-out greedy {:.3f}",
+    "eval/sampled": "held-out sampled {:.3f}",
+    "rollout/length_mean": "length {:.1f}",
+    "train/logprob_gap": "gap {:.1e}",
+    "step/tokens_per_s": "{:,.0f} tokens/s",
+    "time/step": "{:.2f} s",
+}
 REPEAT_S = 15.0
 NO_UPDATE = ": all rewards of each group were equal (too hard? too easy?), or no gradient was finite; see {}/rollouts"
 NUM_SAMPLES = 3
@@ -54,7 +42,6 @@ class Console(AbstractContextManager["Console"]):
         self._steps = steps
         self._start = 0.0  # when the first step here began
         self._first = math.inf  # number of that step, once it is finished
-        self._lines = 0  # of steps
         self._activity = ("", 0.0)  # the last one printed, and when
         self.alarmed: set[str] = set()  # metrics outside their healthy range in the last step
 
@@ -81,24 +68,17 @@ class Console(AbstractContextManager["Console"]):
             self.doing(f"step {step}/{self._steps}: {phase}{self._time_left(step - 1)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print a finished step's line, at times the heading, and alarms when they begin."""
+        """Print a finished step's line, and alarms when they begin."""
         if not metrics:
             return
         if 0 < step < self._first:
             self._start = time.monotonic() - metrics.get("time/step", 0.0)
             self._first = step
-        if self._lines % HEADING_EVERY == 0:
-            heading = " ".join(f"{name:>{width}}" for name, _, width, _ in COLUMNS)
-            self._rich.print(f"[bold]{'step':>9} {heading}[/bold]")
-        if not self._lines:
-            self.say(f"{'':9} {LEGEND}")
-        self._lines += 1
-        values = {**metrics, "clipped": sum(metrics.get(name, math.nan) for name in CLIPPED)}
-        cells = " ".join(f"{_cell(values.get(metric), shape):>{width}}" for _, metric, width, shape in COLUMNS)
-        self.say(f"{f'{step}/{self._steps}':>9} {cells}{self._time_left(step)}")
+        told = [shape.format(metrics[name]) for name, shape in SHOWN.items() if name in metrics]
+        self.say("  ".join([f"step {step}/{self._steps}", *told]) + self._time_left(step))
         unhealthy = alarms(metrics)
         for name in unhealthy.keys() - self.alarmed:
-            self._rich.print(f"[yellow]          ! {escape(unhealthy[name])}[/yellow]")
+            self._rich.print(f"[yellow]  ! {escape(unhealthy[name])}[/yellow]")
         self.alarmed = set(unhealthy)
 
     def finish(self, run_dir: Path) -> None:
@@ -136,11 +116,10 @@ def _held_out(before: Mapping[str, float], after: Mapping[str, float]) -> Iterat
     shares = {before.get("zero_or_one", 1), after.get("zero_or_one")}
     kind = "accuracy" if shares == {1} else "reward"
     for way in ("greedy", "sampled"):
-        start = _cell(before.get(way), "{:.3f}")
-        error = _cell(after.get(f"{way}_stderr"), "{:.3f}")
         if way in after:
-            yield f"held-out {kind}, {way:7} {start} → {after[way]:.3f} ± {error}"
+            start, end, error = map(_rounded, (before.get(way), after[way], after.get(f"{way}_stderr")))
+            yield f"held-out {kind}, {way:7} {start} → {end} ± {error}"
 
 
-def _cell(value: float | None, shape: str) -> str:
-    return "-" if value is None or math.isnan(value) else shape.format(value)
+def _rounded(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
