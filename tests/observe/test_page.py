@@ -7,16 +7,16 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from browser import PATH, Browser, browser
-from hocket.errors import DataError
-from hocket.observe.browse import MAX_CHARACTERS
+from hocket.errors import ConfigError, DataError
 from hocket.observe.metrics import METRICS as TABLE
-from hocket.observe.page import write_report
+from hocket.observe.page import MAX_CHARACTERS, write_pictures, write_report
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
@@ -223,12 +223,13 @@ def test_a_report_has_the_newest_step_and_evenly_of_earlier_ones_the_prompt_whos
     folder = write_run(tmp_path / "run", *[group(1.0)] * 47)
     several = [group(*some) for some in ([None], [1.0, 1.0], [0.2, 0.7, 0.9], [0.5, 1.0])]
     for number, one in enumerate(several):
-        several[number] = Group(id=str(number), rollouts=one.rollouts, scores=one.scores)
+        played = tuple(replace(rollout, id=f"{number}/{index}") for index, rollout in enumerate(one.rollouts))
+        several[number] = Group(id=str(number), rollouts=played, scores=one.scores)
     for step in (46, 48):
         (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines_of(several))
     (run,) = report(folder).data["runs"]
     assert run["rollouts"] == {"step": [*range(2, 49, 2)], "eval": []}
-    assert [row["group_id"] for row in run["rows"]["step_000048"]] == ["0", "1", "1", "2", "2", "2", "3", "3"]
+    assert [row["group_id"] for row in run["rows"]["step_000048"]] == ["2", "2", "2", "0", "1", "1", "3", "3"]
     assert [row["reward"] for row in run["rows"]["step_000046"]] == [0.2, 0.7, 0.9]
 
 
@@ -259,3 +260,16 @@ def test_parts_have_curves_of_their_own_without_what_a_judge_costs(tab: Browser,
     assert "step 1: judge 0.5, length -0.1" in page.source
     assert "What judges costtokens per rollout" in page.text
     assert "step 1: http/judge 7, judge 120" in page.source
+
+
+def test_curves_are_written_as_pictures_and_without_a_browser_it_is_said_how(
+    tab: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report(write_run(tmp_path / "run"))
+    write_pictures(tmp_path / "run/report.html", tmp_path / "png")
+    files = sorted((tmp_path / "png").iterdir())
+    assert [file.stem for file in files] == ["held_out", "loss", "reward", "seconds_per_step", "truncated_rollouts"]
+    assert {file.read_bytes()[:4] for file in files} == {b"\x89PNG"}
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="needs Chromium: apt install chromium"):
+        write_pictures(tmp_path / "run/report.html", tmp_path / "png")

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -71,6 +72,12 @@ def serving(*folders: Path, token: str | None = None) -> Iterator[str]:
         thread.join()
 
 
+def first_of(http: httpx.Client) -> Any:
+    """The first event: all that a page shows."""
+    with http.stream("GET", "/events") as answer:
+        return json.loads(next(answer.iter_lines())[6:])
+
+
 def test_every_answer_forbids_what_the_page_does_not_need_and_the_data_needs_the_token(tmp_path: Path) -> None:
     record(tmp_path, 1)
     play(tmp_path, 1, HOSTILE)
@@ -78,17 +85,16 @@ def test_every_answer_forbids_what_the_page_does_not_need_and_the_data_needs_the
         page = http.get("/")
         assert "question" not in page.text
         assert page.headers["content-security-policy"] == f"{policy(WITH_SELF)}; frame-ancestors 'none'"
-        for path in ("/data", "/events?since=[]", "/curves", "/rollouts", "/tokens", "/metrics", "/health", "/docs"):
+        for path in ("/events", "/curves", "/rollouts", "/tokens", "/metrics", "/health", "/docs"):
             assert http.get(path).status_code == 401
         http.headers["Authorization"] = "Bearer a secret token"
-        told = http.get("/data")
+        told = http.get("/rollouts?run=0&name=step_000001")
         assert told.headers["x-content-type-options"] == "nosniff"
-        assert told.json()["runs"][0]["curves"]["step"] == [1]
+        assert [row["completion"] for row in told.json()] == [f"{HOSTILE}0", f"{HOSTILE}1"]
+        assert first_of(http)["runs"][0]["curves"]["step"] == [1]
         assert http.get("/rollouts?run=0&name=../metrics").json() == []
-        rows = http.get("/rollouts?run=0&name=step_000001&group=g0").json()
-        assert [row["completion"] for row in rows] == [f"{HOSTILE}0", f"{HOSTILE}1"]
-        assert f'hocket_step{{run="{tmp_path.name}"}} 1.0' in http.get("/metrics").text.splitlines()
-        assert http.get("/openapi.json").status_code == http.post("/data").status_code - 1 == 404
+        assert f'hocket_metric{{metric="step",run="{tmp_path.name}"}} 1.0' in http.get("/metrics").text.splitlines()
+        assert http.get("/openapi.json").status_code == http.post("/events").status_code - 1 == 404
 
 
 def test_the_page_of_a_run_that_has_not_begun_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +107,8 @@ def test_the_page_of_a_run_that_has_not_begun_waits_for_it(tmp_path: Path, monke
             assert page.poll() is None, page.last_words("the page")
             assert time.monotonic() < until
             time.sleep(0.1)
-        told = httpx.get(f"http://127.0.0.1:{port}/data").json()
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+            told = first_of(http)
     finally:
         stop([page])
     assert told["runs"][0]["state"] == "stopped"
@@ -110,25 +117,23 @@ def test_the_page_of_a_run_that_has_not_begun_waits_for_it(tmp_path: Path, monke
 def test_a_page_of_another_site_gets_nothing(tmp_path: Path) -> None:
     with serving(tmp_path) as url:
         for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
-            assert httpx.get(f"{url}/data", headers=headers).status_code == 403
+            assert httpx.get(f"{url}/events", headers=headers).status_code == 403
 
 
-def test_events_tell_what_is_new_and_end_where_the_run_was_resumed(tmp_path: Path) -> None:
+def test_events_tell_what_is_new_and_all_again_where_the_run_was_resumed(tmp_path: Path) -> None:
     record(tmp_path, 1)
-    with serving(tmp_path) as url:
-        since = json.dumps(httpx.get(f"{url}/data").json()["since"])
+    with serving(tmp_path) as url, httpx.stream("GET", f"{url}/events", timeout=60) as answer:
+        events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+        assert next(events)["runs"][0]["curves"]["step"] == [1]
         record(tmp_path, 2)
-        with httpx.stream("GET", f"{url}/events", params={"since": since}, timeout=60) as answer:
-            lines = (line for line in answer.iter_lines() if line.startswith("data: "))
-            (run,) = json.loads(next(lines)[6:])
-            assert run["curves"]["step"] == [2]
-            (tmp_path / "metrics.jsonl").write_text("")
-            record(tmp_path, 1)
-            assert not [line for line in lines if '"step": [2]' in line]
+        assert next(events)[0]["curves"]["step"] == [2]
+        (tmp_path / "metrics.jsonl").write_text("")
+        record(tmp_path, 1, **{"reward/mean": 0.75})
+        resumed = next(event for event in events if "runs" in event)
+        assert resumed["runs"][0]["curves"]["reward/mean"] == [0.75]
 
 
-ODD = ["/curves?run=9&first=0&last=1", f"/rollouts?run=0&name=step_{'1' * 300}", "/tokens?run=5&name=a&id=b"]
-ODD += [f"/events?since={since}" for since in ("garbage", "[]", "5", '[[1,"a"]]')]
+ODD = ["/curves?run=9&first=0&last=1", f"/rollouts?run=0&name=step_{'1' * 300}", "/tokens?run=5&name=a&group=b"]
 
 
 def test_what_is_not_there_or_not_as_a_run_writes_it_is_said_and_the_page_goes_on(tmp_path: Path) -> None:
@@ -136,19 +141,18 @@ def test_what_is_not_there_or_not_as_a_run_writes_it_is_said_and_the_page_goes_o
     play(tmp_path, 1, "hi")
     with serving(tmp_path) as url, httpx.Client(base_url=url) as http:
         assert [http.get(path).status_code for path in ODD] == [422] * len(ODD)
-        assert http.get("/data").status_code == 200
-        for row in ('{"step": 1' + "0" * 30 + "}", '{"step": 2, "a": "text"}'):
+        for row in ('{"step": 1' + "0" * 400 + "}", '{"step": 2, "a": "text"}'):
             with (tmp_path / "metrics.jsonl").open("a") as file:
                 file.write(f"{row}\n")
-            told = http.get("/data")
+            told = http.get("/metrics")
             assert (told.status_code, "metrics.jsonl is damaged" in told.text) == (422, True)
         record(tmp_path, 3)
-        curves = http.get("/data").json()["runs"][0]["curves"]
+        curves = first_of(http)["runs"][0]["curves"]
         assert (curves["step"], curves["reward/mean"], curves["seconds"]) == ([1, 3], [0.1, 0.3], [1.0, 2.0])
         (tmp_path / "rollouts/step_000001.jsonl").write_text("{}\n")
-        assert "KeyError: 'id'" in http.get("/rollouts?run=0&name=step_000001").json()["error"]["message"]
+        assert "KeyError: 'group_id'" in http.get("/rollouts?run=0&name=step_000001").json()["error"]["message"]
         (tmp_path / "config.yaml").write_text("a: [")
-        assert http.get("/data").status_code == 422
+        assert http.get("/events").status_code == 422
 
 
 @pytest.fixture(scope="module")

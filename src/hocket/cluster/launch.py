@@ -45,7 +45,14 @@ def die_with_launcher() -> bool:
 class Child(subprocess.Popen[bytes]):
     """Run a command in a process that ends with this one; without `log` it shares the output."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path | None = None,
+        sockets: Sequence[socket.socket] = (),
+    ) -> None:
         self.log = log
         self.begin = 0  # of its words: another launch may have written before
         with contextlib.ExitStack() as stack:
@@ -60,6 +67,7 @@ class Child(subprocess.Popen[bytes]):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                pass_fds=[sock.fileno() for sock in sockets],
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which stops its children
             )
 
@@ -149,11 +157,23 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
 
 def page_of(run_dir: Path, observe: ObserveConfig, token: str | None) -> Child:
     """Start the page of a run, in a process that reads its folder alone; say where it is."""
-    refuse_open("observe", observe.host, token)
-    port = free_port(observe.host, observe.port)
-    print(f"page: {url_of(observe.host, port)}/", flush=True)
-    command = ["-m", "hocket", "watch", str(run_dir), f"--host={observe.host}", f"--port={port}"]
-    return Child(command, env={"HOCKET_TOKEN": token or ""}, log=run_dir / "logs" / "page.log")
+    with listening(observe.host, observe.port, token) as sock:
+        print(f"page: {url_of(*sock.getsockname()[:2])}/", flush=True)
+        command = ["-m", "hocket", "watch", str(run_dir), f"--socket={sock.fileno()}"]
+        env = {"HOCKET_TOKEN": token or ""}
+        return Child(command, env=env, log=run_dir / "logs" / "page.log", sockets=[sock])
+
+
+def listening(host: str, port: int, token: str | None) -> socket.socket:
+    """Take the port of a page, or a free one if it is taken. Raise ConfigError where there is none."""
+    refuse_open("observe", host, token)
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and port:
+            return listening(host, 0, token)
+        why = f"the page can't listen on {host}, port {port}: {error.strerror}"
+        raise ConfigError(f"{why}; set another observe.host or observe.port") from error
 
 
 def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:

@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import shlex
+import socket
 import sys
 import tempfile
 import traceback
@@ -304,13 +305,16 @@ def _export(args: argparse.Namespace) -> None:
     _option("RUN", type=Path, nargs="+"),
     _option("--host", default="127.0.0.1", help="address of the page; any but loopback needs $HOCKET_TOKEN"),
     _option("--port", type=int, default=8090, help="default 8090, or another that is free"),
+    _option("--socket", type=int, help=argparse.SUPPRESS),  # a launcher's, which has said where it listens
 )
 def _watch(args: argparse.Namespace) -> None:
     os.nice(10)  # a run comes first, also while this imports for a second
     from hocket.server.watch import watch
 
     runs = [run if (run / "logs").exists() else _run(run) for run in args.RUN]  # a launch's begins later
-    watch(runs, args.host, launch.free_port(args.host, args.port), config_module.Config().token)
+    token = config_module.Config().token
+    given = args.socket and socket.socket(fileno=args.socket)
+    watch(runs, given or launch.listening(args.host, args.port, token), token)
 
 
 def _run(folder: Path) -> Path:
@@ -322,6 +326,7 @@ def _run(folder: Path) -> Path:
 @_command(
     _option("RUN", type=Path, nargs="+"),
     _option("--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs comparison.html"),
+    _option("--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG, by Chromium"),
 )
 def _report(args: argparse.Namespace) -> None:
     from hocket.observe import page
@@ -330,6 +335,9 @@ def _report(args: argparse.Namespace) -> None:
     output = args.output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html"))
     page.write_report(runs, output)
     print(f"wrote {output}")
+    if args.png:
+        page.write_pictures(output, args.png)
+        print(f"wrote the curves to {args.png}")
 
 
 @_command(_option("RUN", type=Path))

@@ -32,7 +32,6 @@ from hocket.observe.owner import owning
 from hocket.observe.rows import DAMAGED, lines_of, rollout_of, sample_of
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.observe.timeline import Timeline
-from hocket.observe.trace import Trace
 from hocket.protocol import GenerateRequest
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rewards.scores import agreement
@@ -196,11 +195,10 @@ def _run(
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
-    timeline = stack.enter_context(Timeline(folder.path, lambda: folder.last_step, servers.states))
+    chosen = config.observe.traced
+    timeline = stack.enter_context(Timeline(folder.path, lambda: folder.last_step, servers.states, chosen))
     folder.after_step.append(timeline.step)
     servers.on_change = timeline.note_servers
-    if config.observe.trace is not None:
-        timeline.also.append(Trace(folder.path, config.observe.traced).step)
     publisher = parts.publisher(stack, trainer, servers, prompts, calls, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}

@@ -384,10 +384,10 @@ class ObserveConfig(Section):
     """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options (observe.md)."""
 
     def refuse(self) -> None:
-        if not self.traced:
+        if self.trace and not self.traced:
             raise ValueError(f"trace={self.trace} has no steps: write first..last, such as 3..5")
 
     @property
     def traced(self) -> range:
-        first, _, last = (self.trace or "0").partition("..")
+        first, _, last = (self.trace or "1..0").partition("..")
         return range(int(first), int(last or first) + 1)

@@ -1,9 +1,9 @@
 """Bind the loggers of `observe.loggers`, each in a thread of its own: none can slow or stop the run."""
 
-import queue
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,11 +11,10 @@ from typing import Any, ClassVar, Protocol
 
 from hocket.common.registry import Registry, need, options_of
 from hocket.config import LoggerSpec
-from hocket.observe.rows import row_of
-from hocket.types import Group
+from hocket.observe.rows import read_text, rows_of
 
-CLOSE_S = 30.0  # at most, until a logger has all records
-MAX_WAITING = 1000  # records of a logger that is slow
+LOOK_S = 0.5  # between looks for new steps
+CLOSE_S = 30.0  # at most, until all loggers have all steps
 MAX_CHARACTERS = 2000  # of a text in a table
 COLUMNS = ("id", "prompt", "completion", "answer", "reward", "parts", "finish_reason", "num_tokens", "error", "note")
 """Of a table of rollouts."""
@@ -32,7 +31,8 @@ class Logger(Protocol):
     def __init__(self, *, run_dir: Path, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin a run, or go on with that of `run_id`."""
 
-    def metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the finite metrics of a step."""
 
     def table(self, step: int, name: str, rows: Table) -> None:
         """Take rollouts of a step ("rollouts") or its evaluation ("eval/rollouts"), with the columns COLUMNS."""
@@ -52,6 +52,7 @@ LOGGERS: Registry[Callable[..., Logger]] = Registry(
 )
 logger = LOGGERS.register
 Say = Callable[[str], None]
+Steps = list[dict[str, Any]]
 
 
 def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
@@ -66,83 +67,89 @@ def _bound(name: str, given: Mapping[str, Any]) -> Callable[..., Logger]:
     return partial(target, **options)
 
 
-def started(specs: Sequence[LoggerSpec], say: Say, **run: Any) -> list["InThread"]:
-    """Return loggers of a run: its GIVEN. Raise ConfigError as `bound`."""
-    return [InThread(spec, partial(make, **run), say) for spec, make in zip(specs, bound(specs), strict=True)]
+def started(specs: Sequence[LoggerSpec], steps: Steps, say: Say, **run: Any) -> list["InThread"]:
+    """Return loggers of a run: its GIVEN, and the list to which it adds its steps. Raise ConfigError as `bound`."""
+    pairs = zip(specs, bound(specs), strict=True)
+    return [InThread(spec, partial(make, **run), steps, run["run_dir"], say) for spec, make in pairs]
 
 
-class InThread:
-    """A logger in a thread of its own, which gets each record and is never waited for, but for CLOSE_S at the end.
+def close(loggers: Sequence["InThread"], *, failed: bool) -> None:
+    """End loggers side by side; leave those behind that are not done after CLOSE_S."""
+    for one in loggers:
+        one.failed = failed
+        one.ended.set()
+    deadline = time.monotonic() + CLOSE_S
+    for one in loggers:
+        one.join(max(0.0, deadline - time.monotonic()))
+        if one.is_alive():
+            one.tell("is not done", f"{len(one.steps) - one.done} steps still wait for it after {CLOSE_S:g} s")
 
-    What fails, or is left out as the logger is slow, is said once.
+
+class InThread(threading.Thread):
+    """Pass on the steps that a run adds to a list, and the rollouts and the summary that lie in its folder by then.
+
+    Nothing waits for it, but `close`. What the logger fails at is said once.
     """
 
-    def __init__(self, spec: LoggerSpec, make: Callable[[], Logger], say: Say) -> None:
+    def __init__(self, spec: LoggerSpec, make: Callable[[], Logger], steps: Steps, run_dir: Path, say: Say) -> None:
+        super().__init__(name=spec.name, daemon=True)
         self._spec = spec
         self._make = make
+        self.steps = steps
+        self._run_dir = run_dir
         self._say = say
         self._told: set[str] = set()
-        self._calls = queue.Queue[Callable[[Logger], None]](MAX_WAITING)
-        self._open = True
-        self._thread = threading.Thread(target=self._work, name=spec.name, daemon=True)
-        self._thread.start()
+        self.done = 0  # steps
+        self.failed = False
+        self.ended = threading.Event()
+        self.start()
 
-    def _work(self) -> None:
+    def run(self) -> None:
         try:
-            passes_on = self._make()
-            self._say(f"logger {self._spec.name}: {passes_on.where}")
+            one = self._make()
+            self._say(f"logger {self.name}: {one.where}")
         except BaseException as error:  # noqa: BLE001 - some end the process
-            return self._tell("can't be used, and the run goes on without it", error)
-        while self._open:
-            call = self._calls.get()
+            return self.tell("can't be used, and the run goes on without it", error)
+        for call in self._calls(one):
             try:
-                call(passes_on)
+                call()
             except BaseException as error:  # noqa: BLE001 - the same
-                self._tell("could not take a record", error)
+                self.tell("could not take a record", error)
 
-    def _tell(self, what: str, why: object) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self._say(f"logger {self._spec.name} {what}: {str(why) or repr(why)}")
+    def _calls(self, one: Logger) -> Iterator[Callable[[], None]]:
+        ended = False
+        while not ended:
+            ended = self.ended.wait(LOOK_S)  # before it looks, so that it sees the last step
+            for record in self.steps[self.done :]:
+                metrics = {name: value for name, value in record.items() if value is not None}
+                step = metrics.pop("step")
+                yield partial(one.metrics, step, metrics)
+                for kind in TABLES:
+                    yield partial(self._table, one, step, kind)
+                self.done += 1
+        yield partial(self._summary, one)
+        yield partial(one.close, failed=self.failed)
 
-    def _put(self, call: Callable[[Logger], None], patience_s: float = 0.0) -> None:
-        if not self._thread.is_alive():
-            return
-        try:
-            self._calls.put(call, patience_s > 0, patience_s)
-        except queue.Full:
-            self._tell("is too slow", f"{MAX_WAITING} records wait for it, newer ones are left out")
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._put(lambda one: one.metrics(step, metrics))
-
-    def rollouts(self, name: str, groups: Sequence[Group]) -> None:
-        """Pass on some of the rollouts of "step_000010" or "eval_000010"."""
-        kind, _, number = name.partition("_")
-        step = int(number)
+    def _table(self, one: Logger, step: int, kind: str) -> None:
         if kind == "step" and step % self._spec.rollouts_every and step != 1:
             return
-        pairs = ((group, *pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
-        found = [row_of(*pair) for pair in islice(pairs, self._spec.rollouts)]
-        rows = [[_short(row[name]) for name in COLUMNS] for row in found]
-        self._put(lambda one: one.table(step, TABLES[kind], rows))
+        path = self._run_dir / "rollouts" / f"{kind}_{step:06d}.jsonl"
+        rows = [[_cell(row[name]) for name in COLUMNS] for row in islice(rows_of(path), self._spec.rollouts)]
+        if rows:
+            one.table(step, TABLES[kind], rows)
 
-    def summary(self, values: Mapping[str, Any]) -> None:
-        self._put(lambda one: one.summary(values))
+    def _summary(self, one: Logger) -> None:
+        text = read_text(self._run_dir / "summary.json")
+        if text:
+            one.summary(json.loads(text))
 
-    def close(self, *, failed: bool) -> None:
-        def end(one: Logger) -> None:
-            self._open = False
-            one.close(failed=failed)
-
-        deadline = time.monotonic() + CLOSE_S
-        self._put(end, CLOSE_S)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._tell("is not done", f"{self._calls.qsize()} records still wait for it after {CLOSE_S:g} s")
+    def tell(self, what: str, why: object) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._say(f"logger {self.name} {what}: {str(why) or repr(why)}")
 
 
-def _short(value: Any) -> Any:
+def _cell(value: Any) -> Any:
     if isinstance(value, dict):
         return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
     return value if value is None or isinstance(value, int | float) else str(value)[:MAX_CHARACTERS]

@@ -9,23 +9,32 @@ import hashlib
 import itertools
 import json
 import math
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
 from hocket.common.files import write_atomically
 from hocket.config.sections import leaves
-from hocket.observe import browse
+from hocket.errors import ConfigError
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.metrics import PHASES
-from hocket.observe.reader import RunReader
-from hocket.observe.rows import read_text, reading
+from hocket.observe.reader import Rows, RunReader
+from hocket.observe.rows import read_text, reading, said
 
 NUM_SAMPLES = 24  # steps of which a report has rollouts
 MAX_TOKENS = 20_000  # of them with tokens
 MAX_ROWS = 128  # of the newest step
+MAX_CHARACTERS = 2000  # of a text
+LONG = ("messages", "dialogue", "others", "meta")  # of a row
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER_S = 120.0
 _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
@@ -60,9 +69,28 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
         for run in runs:
             run.look()
         data = data_of(runs)
-        parts = zip(folders, data["runs"], strict=True)
-        data["runs"] = [one | _embedded(folder, one["rollouts"]) for folder, one in parts]
+        pairs = zip(runs, data["runs"], strict=True)
+        data["runs"] = [told | _embedded(run, told["rollouts"]["step"]) for run, told in pairs]
     write_atomically(path, html(data))
+
+
+def write_pictures(report: Path, folder: Path) -> None:
+    """Write the curves of a report as PNG, as Chromium draws them. Raise ConfigError where it can't."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise ConfigError("--png needs Chromium: apt install chromium; or save curves by the PNG buttons of the report")
+    with TemporaryDirectory() as profile:
+        flags = ["--headless", "--disable-gpu", f"--user-data-dir={profile}"]
+        if os.geteuid() == 0:  # it has no sandbox for root
+            flags.append("--no-sandbox")
+        command = [browser, *flags, "--dump-dom", f"{report.resolve().as_uri()}#png"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BROWSER_S)
+    pictures = re.findall('<data value="data:image/png;base64,(.*?)">(.*?)</data>', done.stdout)
+    if not pictures:
+        raise ConfigError(f"{browser} drew no curve of {report}: {done.stderr[-500:]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for data, title in pictures:
+        (folder / f"{re.sub('[^a-z]+', '_', title.lower())}.png").write_bytes(base64.b64decode(data))
 
 
 def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:
@@ -73,17 +101,37 @@ def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:
     return [row for row in rows if len(set(row[1])) > 1]
 
 
-def _embedded(folder: Path, rollouts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
     """Return rollouts for a page without a server: the newest step's, and evenly of earlier ones the most telling."""
-    steps = rollouts["step"][:: -max(1, math.ceil(len(rollouts["step"]) / NUM_SAMPLES))]
-    rows = {f"step_{step:06d}": browse.in_short(folder, f"step_{step:06d}") for step in steps}
-    tokens: dict[str, Any] = {}
+    rows: dict[str, Rows] = {}
     left = MAX_TOKENS
-    for place, (name, found) in enumerate(rows.items()):
-        telling = browse.most_telling(found)
-        left -= sum(row["num_tokens"] for row in telling)
-        if telling and left > 0:
-            of_group = browse.tokens(folder, name, telling[0]["group_id"])
-            tokens |= {f"{name} {id}": told for id, told in of_group.items()}
-        rows[name] = telling if place else found[:MAX_ROWS]
-    return {"rows": rows, "tokens": tokens, "rollouts": {"step": steps[::-1], "eval": []}}
+    for step in steps[:: -max(1, math.ceil(len(steps) / NUM_SAMPLES))]:
+        name = f"step_{step:06d}"
+        found = run.rollouts(name)
+        telling = _most_telling(found)
+        left -= sum(row["num_tokens"] for row in found if row["group_id"] == telling)
+        chosen = run.rollouts(name, telling, tokens=left > 0)
+        if not rows:
+            chosen += [row for row in found if row["group_id"] != telling]
+        rows[name] = [_short(row) for row in chosen[:MAX_ROWS]]
+    return {"rows": rows, "rollouts": {"step": sorted(int(name[5:]) for name in rows), "eval": []}}
+
+
+def _most_telling(rows: Rows) -> str:
+    """Return the prompt with the most different rewards."""
+    rewards: dict[str, set[float]] = {}
+    for row in rows:
+        rewards.setdefault(row["group_id"], set()).add(row["reward"])
+    return max(rewards, key=lambda group: len(rewards[group]), default="")
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its episode in one text, and texts cut."""
+    told = {**row, "completion": said(row)}
+    return {name: _cut(value) for name, value in told.items() if name not in LONG}
+
+
+def _cut(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= MAX_CHARACTERS:
+        return value
+    return f"{value[:MAX_CHARACTERS]} … ({len(value) - MAX_CHARACTERS} more characters)"

@@ -1,49 +1,57 @@
-"""Read a run folder, of this process or another, while it grows: metrics in columns, phases, servers, alarms."""
+"""Read a run folder, of this process or another, while it grows: metrics, alarms, servers, phases, rollouts."""
 
+import functools
 import json
 import math
+import re
 import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from hocket.observe import browse, plugin_files
+import yaml
+
+from hocket.observe import plugin_files
 from hocket.observe.metrics import alarms
-from hocket.observe.rows import METRICS, TIMELINE, parsed, read_text, reading
+from hocket.observe.rows import METRICS, TIMELINE, TRAINED, parsed, read_text, reading, rows_of
 
 MAX_COLUMNS = 800  # of curves, at once: means of several steps each in a longer run
 SILENCE_S = 60.0  # after which an owner without a sign of life is gone
-NUM_PHASES = 100  # newest lines of the timeline that are shown
-TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # other x axes → what they sum up
+NUM_PHASES = 100  # newest ones that are shown
+TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
+AXES = ("step", *TOTALS)
+MAX_BYTES = 4  # of a character, and so its tokens
+_NAME = re.compile(r"(step|eval)_(\d+)")  # of a file of rollouts
+Rows = list[dict[str, Any]]
+
+
+class ResumedError(Exception):
+    """The run went on from an earlier step: what was read of a file is there no more."""
 
 
 class Tail:
-    """Gives what a file of JSON lines has got since the last look."""
+    """Gives the objects of a file of JSON lines that have come since the last look."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._at = 0  # bytes that were read
         self._last = b""  # the line before them
 
-    def is_rewritten(self) -> bool:
-        """Return whether what was read is there no more: the run went on from an earlier step."""
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
+    def rows(self) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb") if self.path.exists() else BytesIO() as file:
             file.seek(self._at - len(self._last))
-            return file.read(len(self._last)) != self._last
-        return self._at > 0
-
-    def lines(self) -> Iterator[str]:
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._at)
+            if file.read(len(self._last)) != self._last:
+                raise ResumedError
             for line in file:
                 if line.endswith(b"\n"):  # else it is being written
                     self._last = line
                     self._at += len(line)
-                    yield line.decode(errors="replace")
+                    yield from parsed(line.decode(errors="replace"))
 
 
 class RunReader:
@@ -58,53 +66,72 @@ class RunReader:
         self.reads += 1
         self._metrics = Tail(self.folder / METRICS)
         self._timeline = Tail(self.folder / TIMELINE)
-        self.steps = array("q")
-        self.columns = {name: array("d") for name in TOTALS}  # and metrics: NaN where a step has none
+        self._columns = {name: array("d") for name in AXES}  # and of metrics: NaN where a step has none
         self.newest: dict[str, float] = {}  # of each metric the newest value
         self.alarms: dict[str, dict[str, Any]] = {}  # by metric
         self.servers: dict[str, dict[str, Any]] = {}  # by URL
-        self._phases: deque[str] = deque(maxlen=NUM_PHASES)
+        self._phases: deque[Mapping[str, Any]] = deque(maxlen=NUM_PHASES)
+
+    @property
+    def last_step(self) -> int:
+        return int(self.newest.get("step", -1))
 
     def look(self) -> None:
-        """Read what has come."""
-        if self._metrics.is_rewritten() or self._timeline.is_rewritten():
+        """Read what has come. Raise DataError for what no run writes; the next look goes on behind it."""
+        try:
+            for tail, take in ((self._metrics, self._add), (self._timeline, self._note)):
+                with reading(tail.path):
+                    for row in tail.rows():
+                        take(row)
+        except ResumedError:
             self._restart()
-        with reading(self.folder / METRICS):
-            for line in self._metrics.lines():
-                for record in parsed(line):
-                    if isinstance(record.get("step"), int):
-                        self._add(record)
-        with reading(self.folder / TIMELINE):
-            for line in self._timeline.lines():
-                if '"servers": [' not in line:
-                    self._phases.append(line)
-                    continue
-                for row in parsed(line):
-                    for server in row["servers"]:
-                        self._note(row["step"], server)
+            self.look()
 
-    def _add(self, record: Mapping[str, Any]) -> None:
-        known = {name: math.nan if value is None else float(value) for name, value in record.items()}
-        step = int(known.pop("step"))
-        self.steps.append(step)  # first: it may be no step
-        self.newest |= known
-        for name, text in alarms(known).items():
-            count = self.alarms.get(name, {"count": 0})["count"]
-            self.alarms[name] = {"count": count + 1, "last": step, "text": text}
+    def _add(self, row: Mapping[str, Any]) -> None:
+        if not isinstance(row.get("step"), int):
+            return
+        values = {name: math.nan if value is None else float(value) for name, value in row.items()}
         for name, of_step in TOTALS.items():
-            so_far = self.columns[name][-1] if self.columns[name] else 0.0
-            known[name] = so_far + max(0.0, known.get(of_step, 0.0))  # max: of NaN 0
-        for name in known.keys() - self.columns.keys():
-            self.columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
-        for name, column in self.columns.items():
-            column.append(known.get(name, math.nan))
+            values[name] = self.newest.get(name, 0.0) + max(0.0, values.get(of_step, 0.0))  # max: of NaN 0
+        self.newest |= values
+        for name, text in alarms(values).items():
+            count = self.alarms.get(name, {"count": 0})["count"]
+            self.alarms[name] = {"count": count + 1, "last": self.last_step, "text": text}
+        num_before = len(self._columns["step"])
+        for name in values.keys() - self._columns.keys():
+            self._columns[name] = array("d", [math.nan]) * num_before
+        for name, column in self._columns.items():
+            column.append(values.get(name, math.nan))
 
-    def _note(self, step: int, server: Mapping[str, Any]) -> None:
-        """Remember what is known of a server, and when it was lost or came back."""
-        known = self.servers.setdefault(server["url"], {"changes": []})
-        if known.get("up") != server["up"]:
-            known["changes"].append([step, server["up"]])
-        known |= server
+    def _note(self, row: Mapping[str, Any]) -> None:
+        """Keep a phase, or what is known of the servers, and when one was lost or came back."""
+        if "servers" not in row:
+            self._phases.append(row)
+        for server in row.get("servers", ()):
+            known = self.servers.setdefault(server["url"], {"changes": []})
+            if known.get("up") != server["up"]:
+                known["changes"].append([row["step"], server["up"]])
+            known |= server
+
+    def rollouts(self, name: str, group: str = "", *, tokens: bool = False) -> Rows:
+        """Return those of a step, or of a prompt, with what training made of them; none if there is no such step.
+
+        With `tokens`, also the tokens of their last sequences, with their texts and numbers.
+        """
+        if not _NAME.fullmatch(name):
+            return []
+        trained = {row["id"]: row for row in rows_of(self.folder / TRAINED / f"{name}.jsonl", tokens=tokens)}
+        mark = json.dumps(group, ensure_ascii=False).encode() if group else b""
+        rows = rows_of(self.folder / "rollouts" / f"{name}.jsonl", mark, tokens=tokens)
+        found = [row | trained.get(row["id"], {}) for row in rows if group in ("", row["group_id"])]
+        for row in found if tokens else ():
+            row["texts"] = pieces(_tokenizer(self.folder), row["token_ids"])
+        return found
+
+    def _rollout_steps(self) -> dict[str, list[int]]:
+        """Return the steps with rollouts of training ("step") and of evaluations ("eval")."""
+        names = [_NAME.fullmatch(path.stem) for path in (self.folder / "rollouts").glob("*.jsonl")]
+        return {kind: sorted(int(name[2]) for name in names if name and name[1] == kind) for kind in ("step", "eval")}
 
     def data(self) -> dict[str, Any]:
         """Return all that a page shows at first."""
@@ -112,7 +139,7 @@ class RunReader:
             "name": self.folder.resolve().name,
             "config": read_text(self.folder / "config.yaml"),
             "plugins": plugin_files.texts(self.folder),
-            "rollouts": browse.steps(self.folder),
+            "rollouts": self._rollout_steps(),
         }
 
     def news(self, step: int) -> dict[str, Any]:
@@ -128,28 +155,49 @@ class RunReader:
             "summary": summary,
             "alarms": self.alarms,
             "servers": self.servers,
-            "phases": parsed("".join(self._phases)),
+            "phases": [*self._phases],
             "curves": self.curves(step + 1),
         }
 
     def curves(self, first: float, last: float = math.inf) -> dict[str, Sequence[float | None]]:
         """Return each metric from step `first` to `last`: at most MAX_COLUMNS means."""
-        begin = bisect_left(self.steps, first)
-        end = bisect_right(self.steps, last)
+        steps = self._columns["step"]
+        begin = bisect_left(steps, first)
+        end = bisect_right(steps, last)
         size = max(1, math.ceil((end - begin) / MAX_COLUMNS))
         parts = [slice(at, min(at + size, end)) for at in range(begin, end, size)]
-        return {
-            "first": [self.steps[part.start] for part in parts],
-            "step": [self.steps[part.stop - 1] for part in parts],
-            **{name: [_mean(column[part]) for part in parts] for name, column in self.columns.items()},
-            **{name: [_short(self.columns[name][part.stop - 1]) for part in parts] for name in TOTALS},
-        }
+        means = {name: [_mean(column[part]) for part in parts] for name, column in self._columns.items()}
+        axes = {name: [self._columns[name][part.stop - 1] for part in parts] for name in AXES}
+        return {**means, **axes, "first": [steps[part.start] for part in parts]}
 
 
 def _mean(values: Sequence[float]) -> float | None:
     finite = [*filter(math.isfinite, values)]
-    return _short(sum(finite) / len(finite)) if finite else None
+    return float(f"{sum(finite) / len(finite):.6g}") if finite else None
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str] | None:
+    """Return the text of each token, "" where a character goes on in the next; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+    texts = []
+    start = read = 0  # of the tokens that are decoded with the next one, and of the next text
+    for end in range(1, len(token_ids) + 1):
+        text = decode(token_ids[start:end])[len(decode(token_ids[start:read])) :]
+        goes_on = text.endswith("\ufffd") and end - read < MAX_BYTES
+        texts.append("" if goes_on else text)
+        if not goes_on:
+            start = read
+            read = end
+    return texts
+
+
+@functools.lru_cache(maxsize=8)
+def _tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of the run's newest weights, or of the model that it began with; None without one."""
+    from tokenizers import Tokenizer
+
+    model = (yaml.safe_load(read_text(folder / "config.yaml")) or {}).get("model", {}).get("path", "")
+    places = [*folder.glob("weights/v*/tokenizer.json"), Path(model, "tokenizer.json")]
+    return next((Tokenizer.from_file(str(place)) for place in places if place.is_file()), None)

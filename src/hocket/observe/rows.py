@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +29,8 @@ DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, 
 COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
 LISTS = ("token_ids", "logprobs", "dialogue")
 """Fields of a sequence that its row has, too."""
+_NUMBERS = re.compile(rb',\s*"(?:mask|token_ids|logprobs|advantages|trainer|entropy)":\s*\[[^\]]*\]')
+"""Never in a text: its quotes are escaped."""
 
 
 def lines_of(groups: Iterable[Group]) -> str:
@@ -104,6 +107,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if [] in found[:-1]:
             raise ValueError(f"line {found.index([]) + 1} is no object")
     return [*chain.from_iterable(found)]
+
+
+def rows_of(path: Path, mark: bytes = b"", *, tokens: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file one by one, of lines with `mark` alone; none if it is missing.
+
+    Numbers of tokens are left out of them, without `tokens`.
+    """
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            if mark in line:
+                yield from parsed((line if tokens else _NUMBERS.sub(b"", line)).decode(errors="replace"))
 
 
 def parsed(text: str) -> list[dict[str, Any]]:

@@ -18,8 +18,7 @@ from hocket.common.files import flush, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
-from hocket.observe import page, plugin_files
-from hocket.observe.loggers import started
+from hocket.observe import loggers, page, plugin_files
 from hocket.observe.rows import GROWING, LEDGER, METRICS, TRAINED, append, lines_of, read_lines, read_text, reading
 from hocket.types import Group
 
@@ -30,9 +29,10 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def __init__(self, config: Config, say: Callable[[str], None] = print) -> None:
         self.path = config.run_dir
         self._seed = config.trainer.seed
+        self._added: loggers.Steps = []  # those of history that this process has finished
         given = {"run_dir": self.path, "run_id": trainer_id(self.path), "config": config.as_dict()}
-        self.loggers = started(config.observe.loggers, say, **given)
-        self.after_step: list[Callable[[int, Mapping[str, float]], None]] = [one.step for one in self.loggers]
+        self._loggers = loggers.started(config.observe.loggers, self._added, say, **given)
+        self.after_step: list[Callable[[int, Mapping[str, float]], None]] = []
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.to_yaml(config.as_dict()))
         for name in GROWING:
@@ -42,8 +42,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def __exit__(self, failed: object, *exc_info: object) -> None:
         """Write the report of a run that fails, too."""
-        for logger in self.loggers:
-            logger.close(failed=bool(failed))
+        loggers.close(self._loggers, failed=bool(failed))
         if failed:
             with contextlib.suppress(OSError, DataError):  # the first error is the one to tell
                 page.write_report([self.path], self.path / "report.html")
@@ -58,6 +57,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.history.append({"step": step, **finite})
         append(self.path / METRICS, self.history[-1:])
+        self._added.append(self.history[-1])
         for call in self.after_step:
             call(step, metrics)
 
@@ -66,11 +66,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Write rollouts/NAME.jsonl; nothing without groups."""
-        if not groups:
-            return
-        write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
-        for logger in self.loggers:
-            logger.rollouts(name, groups)
+        if groups:
+            write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
 
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.json"
@@ -91,8 +88,6 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         }
         write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
         page.write_report([self.path], self.path / "report.html")
-        for logger in self.loggers:
-            logger.summary(values)
         return values
 
     def state(self) -> dict[str, Any]:

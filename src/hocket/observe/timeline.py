@@ -7,16 +7,19 @@ Seconds are Unix time by the trainer's clock. A step's lines are written at its 
 where batches are played ahead: that span of the servers overlaps the trainer's.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from hocket.common.files import write_atomically
 from hocket.common.tasks import LISTENERS, Span
 from hocket.observe.rows import TIMELINE, append
 
 TRAINER = "trainer"
+TRACE = "trace.json"
 NAMES = {
     "time/batch": ("servers", "generate"),
     "time/eval": ("servers", "eval"),
@@ -27,9 +30,9 @@ NAMES = {
 
 
 class Timeline(AbstractContextManager["Timeline"]):
-    """Writes the spans that it hears of. `last_step`: the last finished one; `servers`: what is known of each one.
+    """Writes the spans that it hears of, those of the steps `traced` into trace.json, too.
 
-    `also` get a step and all spans since the step before.
+    `last_step`: the last finished one; `servers`: what is known of each one.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class Timeline(AbstractContextManager["Timeline"]):
         run_dir: Path,
         last_step: Callable[[], int],
         servers: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        traced: range = range(0),
     ) -> None:
-        self._path = run_dir / TIMELINE
+        self._run_dir = run_dir
         self._last_step = last_step
         self._servers = servers
-        self.also: list[Callable[[int, Sequence[Span]], None]] = []
+        self._traced = traced
+        self._kept: list[Span] = []  # of them
         self._spans: list[Span] = []
         LISTENERS.append(self._spans.append)
 
@@ -56,13 +61,14 @@ class Timeline(AbstractContextManager["Timeline"]):
                 who, name = NAMES[span.name]
                 where = {"step": step, "name": name, "who": who}
                 rows.append(where | {"start": round(unix + span.start, 6), "end": round(unix + span.end, 6)})
-        append(self._path, [*rows, *self._of_servers(step)])
-        for told in self.also:
-            told(step, spans)
+        append(self._run_dir / TIMELINE, [*rows, *self._of_servers(step)])
+        if step in self._traced:
+            self._kept += spans
+            write_atomically(self._run_dir / TRACE, json.dumps({"traceEvents": events(self._kept)}))
 
     def note_servers(self) -> None:
         """Append what is known of the servers, within a step."""
-        append(self._path, self._of_servers(self._last_step() + 1))
+        append(self._run_dir / TIMELINE, self._of_servers(self._last_step() + 1))
 
     def _of_servers(self, step: int) -> list[dict[str, Any]]:
         servers = self._servers()
@@ -70,3 +76,31 @@ class Timeline(AbstractContextManager["Timeline"]):
 
     def __exit__(self, *exc_info: object) -> None:
         LISTENERS.remove(self._spans.append)
+
+
+def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return Chrome's events: microseconds of Unix time. A process has as many lanes as it does things at a time."""
+    unix = time.time() - time.perf_counter()
+    found: list[dict[str, Any]] = []
+    lanes: dict[str, list[list[float]]] = {}  # of each process, in each lane the ends of what is open
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        if span.who not in lanes:
+            named = {"name": "process_name", "ph": "M", "args": {"name": span.who}}
+            found.append({**named, "pid": len(lanes), "tid": 0})
+        mine = lanes.setdefault(span.who, [])
+        place = {"pid": [*lanes].index(span.who), "tid": _lane(mine, span)}
+        when = {"ts": (unix + span.start) * 1e6, "dur": (span.end - span.start) * 1e6}
+        found.append({"name": span.name.removeprefix("time/"), "ph": "X", **when, **place})
+    return found
+
+
+def _lane(lanes: list[list[float]], span: Span) -> int:
+    """Return the first lane that is free, or where the span lies within what is open."""
+    for number, ends in enumerate(lanes):
+        while ends and ends[-1] <= span.start:
+            ends.pop()
+        if not ends or span.end <= ends[-1]:
+            ends.append(span.end)
+            return number
+    lanes.append([span.end])
+    return len(lanes) - 1

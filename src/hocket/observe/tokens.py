@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,15 +17,14 @@ Measure = Callable[[Sequence[TrainSample], Sequence[str]], Sequence[Columns]]
 
 def keep(folder: Path, measure: Measure | None, step: int, samples: Sequence[TrainSample]) -> None:
     """Write trained/step_N.jsonl: each sequence's mean advantage; with `measure` what is known of each token, too."""
-    rows: list[dict[str, Any]] = [
-        {"id": one.id, "advantage": _short(fmean(compress(one.advantages, one.sequence.mask)))} for one in samples
-    ]
-    for row, one, columns in zip(
-        rows, samples, measure(samples, ("logprobs", "entropy")) if measure else (), strict=False
-    ):
-        row["advantages"] = [*map(_short, one.advantages)]
-        row["trainer"] = [*map(_short, columns["logprobs"])]
-        row["entropy"] = [*map(_short, columns["entropy"])]
+    measured = measure(samples, ("logprobs", "entropy")) if measure else ()
+    rows = []
+    for one, columns in zip_longest(samples, measured):
+        row: dict[str, Any] = {"id": one.id, "advantage": _short(fmean(compress(one.advantages, one.sequence.mask)))}
+        if columns:
+            told = {"advantages": one.advantages, "trainer": columns["logprobs"], "entropy": columns["entropy"]}
+            row |= {name: [*map(_short, numbers)] for name, numbers in told.items()}
+        rows.append(row)
     path = folder / TRAINED / f"step_{step:06d}.jsonl"
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -114,13 +114,13 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def bind(host: str, port: int, token: str | None, section: str = "server") -> socket.socket:
-    """Take the port of a section at once; until the server listens, the kernel refuses connections."""
-    refuse_open(section, host, token)
+def bind(host: str, port: int, token: str | None) -> socket.socket:
+    """Take the port at once; until the server listens, the kernel refuses connections."""
+    refuse_open("server", host, token)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"{section}.host={host} is no address of this machine: {error}") from error
+        raise ConfigError(f"server.host={host} is no address of this machine: {error}") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Reuse is only for connections that the kernel remembers of an ended server: with it, two servers that are
@@ -132,9 +132,9 @@ def bind(host: str, port: int, token: str | None, section: str = "server") -> so
         sock.bind(address)
     except OSError as error:
         sock.close()
-        why = f"can't listen on {section}.host={host} {section}.port={port}: {error.strerror}"
+        why = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            why = f"port {port} is in use by {holder(port) or 'another process'}; set another {section}.port"
+            why = f"port {port} is in use by {holder(port) or 'another process'}; set another server.port"
         raise ConfigError(why) from error
     return sock
 

@@ -1,4 +1,4 @@
-"""/metrics of a run: newest values, phases, alarms and servers, read by Prometheus' own parser."""
+"""/metrics of a run: newest values, alarms and servers, read by Prometheus' own parser."""
 
 import json
 import time
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hocket.observe import prometheus
 from hocket.observe.reader import RunReader
+from hocket.server import prometheus
 
 Samples = dict[tuple[str, ...], float]
 SERVER = {
@@ -27,7 +27,7 @@ def samples(run_dir: Path) -> Samples:
     parser = pytest.importorskip("prometheus_client.parser")
     reader = RunReader(run_dir)
     reader.look()
-    told = prometheus.text([reader])
+    told = prometheus.text([reader]).decode()
     found: Samples = {}
     for family in parser.text_string_to_metric_families(told):
         assert family.type == "gauge"
@@ -42,7 +42,7 @@ def write(path: Path, *rows: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_run_says_its_newest_metrics_phases_alarms_and_servers(tmp_path: Path) -> None:
+def test_a_run_says_its_newest_metrics_alarms_and_servers(tmp_path: Path) -> None:
     run = tmp_path / "mine"
     run.mkdir()
     assert samples(run) == {}  # before the first step
@@ -60,19 +60,21 @@ def test_a_run_says_its_newest_metrics_phases_alarms_and_servers(tmp_path: Path)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward')  # it is being written
     found = samples(run)
-    assert str(found.pop(("hocket_train_grad_norm",))) == "nan"
+    assert str(found.pop(("hocket_metric", "train/grad_norm"))) == "nan"
     assert found.pop(("hocket_seen_timestamp_seconds",)) == pytest.approx(time.time(), abs=60)
     assert found == {
-        ("hocket_step",): 2,
-        ("hocket_eval_pass_1",): 0.5,
-        ("hocket_reward_mean",): 0.2,
-        ("hocket_rollout_truncated",): 0.5,
-        ("hocket_rollout_reward_errors",): 0.5,
-        ("hocket_phase_seconds", "train"): 1.5,
+        ("hocket_metric", "step"): 2,
+        ("hocket_metric", "eval/pass@1"): 0.5,
+        ("hocket_metric", "reward/mean"): 0.2,
+        ("hocket_metric", "rollout/truncated"): 0.5,
+        ("hocket_metric", "rollout/reward_errors"): 0.5,
+        ("hocket_metric", "time/train"): 1.5,
+        ("hocket_metric", "tokens"): 0,
+        ("hocket_metric", "seconds"): 0,
         ("hocket_alarm", "rollout/truncated"): 1,
         ("hocket_alarm", "rollout/reward_errors"): 1,
-        ("hocket_server_up", SERVER["url"]): 1,
-        ("hocket_server_version", SERVER["url"]): 3,
-        ("hocket_server_waiting", SERVER["url"]): 2,
-        ("hocket_server_kv_use", SERVER["url"]): 0.25,
+        ("hocket_server", "up", SERVER["url"]): 1,
+        ("hocket_server", "version", SERVER["url"]): 3,
+        ("hocket_server", "waiting", SERVER["url"]): 2,
+        ("hocket_server", "kv_use", SERVER["url"]): 0.25,
     }

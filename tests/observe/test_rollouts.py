@@ -1,11 +1,12 @@
-"""Rollouts as the page asks for them: in short, in full, and token by token."""
+"""Rollouts as the page asks for them: of a step, and token by token."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from hocket.observe import browse
+from hocket.observe import reader
+from hocket.observe.reader import RunReader
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
@@ -25,48 +26,49 @@ def write(folder: Path, name: str = "step_000001") -> Path:
     return folder
 
 
-def test_a_step_in_short_has_no_tokens_and_texts_that_are_cut_with_the_advantage_of_training(tmp_path: Path) -> None:
+def test_a_step_s_rollouts_are_whole_but_for_tokens_with_the_advantage_of_training(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "trained").mkdir()
-    (tmp_path / "trained/step_000001.jsonl").write_text(json.dumps({"id": "g/0", "advantage": 0.5}) + "\n")
-    first, second = browse.in_short(tmp_path, "step_000001")
+    row = {"id": "g/0", "advantage": 0.5, "advantages": [0.0, 0.5, 0.5], "entropy": [0, 1, 2], "trainer": []}
+    (tmp_path / "trained/step_000001.jsonl").write_text(json.dumps(row) + "\n")
+    first, second = RunReader(tmp_path).rollouts("step_000001")
     assert first["completion"] == first["prompt"] == TRICKY.replace("\ud800", "?")
-    assert (first["advantage"], second["advantage"]) == (0.5, None)
-    assert first["note"].endswith("… (1000 more characters)")
-    assert (second["reward"], second["error"], "token_ids" in second) == (None, "hung", False)
-    full = browse.group(tmp_path, "step_000001", "g")
-    assert [len(row["note"]) for row in full] == [3000, 0]
-    assert [row["meta"] for row in full] == [{}, {}]
+    assert (first["advantage"], second.get("advantage")) == (0.5, None)
+    assert [len(one["note"]) for one in (first, second)] == [3000, 0]
+    assert (second["reward"], second["error"]) == (None, "hung")
+    assert not {"token_ids", "logprobs", "mask", "advantages", "entropy", "trainer"} & (first.keys() | second.keys())
 
 
 @pytest.mark.parametrize("name", ["step_000009", "../step_000001", "step_1/../../x", "", "mine"])
 def test_what_is_no_step_of_the_run_has_no_rollouts(tmp_path: Path, name: str) -> None:
     write(tmp_path / "run")
     write(tmp_path)
-    assert browse.in_short(tmp_path / "run", name) == browse.group(tmp_path / "run", name, "g") == []
-    assert browse.tokens(tmp_path / "run", name, "g/0") == {}
+    assert (
+        RunReader(tmp_path / "run").rollouts(name) == RunReader(tmp_path / "run").rollouts(name, "g", tokens=True) == []
+    )
 
 
 def test_a_run_s_steps_are_those_of_training_and_of_evaluations(tmp_path: Path) -> None:
     for name in ("step_000010", "step_000002", "eval_000000", "mine_2"):
         write(tmp_path, name)
-    assert browse.steps(tmp_path) == {"step": [2, 10], "eval": [0]}
+    assert RunReader(tmp_path).data()["rollouts"] == {"step": [2, 10], "eval": [0]}
 
 
 def test_tokens_have_their_text_and_what_training_knew_of_them(tmp_path: Path) -> None:
     write(tmp_path)
-    assert browse.tokens(tmp_path, "step_000001", "g/2") == {}
+    assert RunReader(tmp_path).rollouts("step_000001", "g/0", tokens=True) == []  # a rollout is no prompt
     plain = {"mask": [0, 1, 1], "token_ids": [1, 70, 75], "logprobs": [0.0, -0.5, -2.0], "texts": None}
-    assert browse.tokens(tmp_path, "step_000001", "g/0") == {"g/0": plain}
-    assert browse.tokens(tmp_path, "step_000001", "g") == {"g/0": plain, "g/1": plain}
+    for one in RunReader(tmp_path).rollouts("step_000001", "g", tokens=True):
+        assert one == one | plain
     known = write(tmp_path / "known")
     (known / "config.yaml").write_text("model: {path: checkpoints/tiny-sort}\n")
     (known / "trained").mkdir()
     row = {"id": "g/0", "advantage": 0.5, "entropy": [0.0, 0.1, 0.2]}
     (known / "trained/step_000001.jsonl").write_text(json.dumps(row) + "\n")
-    told = browse.tokens(known, "step_000001", "g/0")["g/0"]
-    assert told == plain | row | {"texts": told["texts"]}
+    told, other = RunReader(known).rollouts("step_000001", "g", tokens=True)
+    assert told == told | plain | row | {"texts": told["texts"]}
     assert "".join(told["texts"]) != ""
+    assert "entropy" not in other
 
 
 class Bytes:
@@ -76,8 +78,11 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
-def test_a_character_of_several_tokens_stands_at_the_last_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(browse, "_tokenizer", lambda folder: Bytes())
-    assert browse.pieces(tmp_path, list("aé→b".encode())) == ["a", "", "é", "", "", "→", "b"]
+def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
+    assert reader.pieces(Bytes(), list("aé→b".encode())) == ["a", "", "é", "", "", "→", "b"]
+
+
+def test_bytes_that_are_no_character_hold_up_the_texts_of_four_tokens_at_most() -> None:
+    texts = reader.pieces(Bytes(), [0x80] * 9 + [*b"a"])
+    assert texts is not None
+    assert [len(text) for text in texts] == [0, 0, 0, 4, 0, 0, 0, 4, 0, 2]
