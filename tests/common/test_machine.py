@@ -1,7 +1,10 @@
 """What this machine has left, and who has its ports."""
 
 import os
+import platform
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,25 @@ def test_who_listens_on_a_port_is_named() -> None:
         assert holder(number) is None
         held.listen()
         assert str(holder(number)).startswith(f"process {os.getpid()} (")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_freed_memory_is_used_again_by_a_thread_without_new_pages(keeps: bool) -> None:
+    program = f"""
+import resource, threading
+from hocket.common import machine
+{keeps} and machine.keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(100 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+thread = threading.Thread(target=lambda: print(faults(), faults()))
+thread.start()
+thread.join()
+"""
+    there = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=there, capture_output=True, check=True, text=True)
+    first, second = map(int, done.stdout.split())
+    assert first > 500  # of 4 KiB 25,600, of 64 KiB 1,600
+    assert second < first / 100 if keeps else second == pytest.approx(first, rel=0.1)

@@ -78,6 +78,12 @@ def test_the_members_of_a_unit_are_neighbours_in_one_micro_batch(num_ranks: int,
     assert computed <= positions - share * 17 * 8  # at least the prompt of each pair
 
 
+def test_rows_are_filled_to_their_size_and_a_longer_sequence_has_its_own() -> None:
+    samples = [sample(*range(1, length + 2)) for length in (2, 9, 3, 6, 2, 4)]
+    [batches] = pack(samples, micro_batch_tokens=10, row_tokens=6)
+    assert [batch.segments.lengths for batch in batches] == [(9,), (6,), (4, 2), (3, 2)]
+
+
 def test_ranks_share_the_cost_rather_than_the_tokens() -> None:
     # With n² a sequence of 30 positions costs as much as nine of 10: tokens would put five of these beside it.
     samples = [sample(*range(1, 32)), *(sample(*range(1, 12)) for _ in range(9))]

@@ -96,6 +96,20 @@ def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> 
     assert logprobs.abs().sum() == 0
 
 
+def test_log_probs_that_are_kept_are_those_computed_again_bit_for_bit(inputs: Inputs) -> None:
+    hidden, head, targets, _ = inputs
+    calls: list[Any] = []
+    head.register_forward_hook(lambda *call: calls.append(call))
+    found = []
+    for recomputes, expected in ((True, 10), (False, 5)):  # chunks of 33 positions, forward and backward
+        calls.clear()
+        logprobs, *_ = found_by(hidden, head, targets, temperature=TEMPERATURE, recomputes=recomputes)
+        gradients = torch.autograd.grad(logprobs.square().sum(), [hidden, head.weight])
+        assert len(calls) == expected
+        found.append((logprobs, *gradients))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
 def test_an_impossible_token_gives_minus_infinity_but_a_finite_entropy() -> None:
     logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
     logprobs, entropy, *_ = found_by(logits, torch.nn.Identity(), torch.tensor([[2]]))

@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hocket.trainer import memory
 from hocket.trainer.memory import GIB, estimate, fit_micro_batch
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.shape import Shape
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 
@@ -203,6 +205,13 @@ def test_without_a_gpu_the_size_is_8192_for_every_part_of_a_run(ranks: Ranks, ti
     assert config.chosen(on_gpu=False).trainer.micro_batch_tokens == 8192
     with Trainer(config, ranks=ranks) as trainer:
         assert trainer.micro_batch_tokens == 8192
+
+
+def test_a_row_on_a_cpu_is_long_enough_with_8_mib_in_its_largest_tensor(tied_model: str) -> None:
+    shape = Shape.of(skeleton(ModelConfig(path=tied_model)))
+    for inner, expected in ((256, 8192), (1408, 1489), (8960, 1024)):  # 2^21 / 1408 = 1489.4
+        assert memory.row_tokens(shape._replace(inner=inner), CPU) == expected
+    assert memory.row_tokens(shape, torch.device("cuda")) == math.inf
 
 
 @pytest.mark.gpu

@@ -140,6 +140,22 @@ def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.M
     } <= seen
 
 
+@pytest.mark.parametrize(
+    ("count", "row_tokens", "rows"),
+    [
+        (20, 30, [112, 112]),  # of 36 + 19 · 4 positions: 8 of 140 are little, 32 are not
+        (20, 1000, [216]),
+        (9, 30, [128]),  # 8 of 68 + 28 are too many to compute again
+    ],
+)
+def test_rows_end_where_little_is_shared(count: int, row_tokens: int, rows: list[int]) -> None:
+    endings = [(number, *range(4)) for number in range(count)]
+    prompts = [(*range(8), *(own,) * 24) for own in (50, 51)]
+    samples = [one for prompt in prompts for one in group(*endings, prompt=prompt)]
+    [batches] = pack(samples, share=True, row_tokens=row_tokens)
+    assert [batch.input_ids_br.numel() for batch in batches] == rows
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("limit", [60, 100, 1000])
 def test_no_row_and_its_copies_of_keys_exceed_the_micro_batch(num_ranks: int, limit: int) -> None:

@@ -63,7 +63,10 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
     machine.bound_nccl(config.sync.bucket_timeout_s)
-    config = config.chosen(on_gpu=bool(visible_gpus()))  # on all ranks; config.yaml says it, too
+    on_gpu = bool(visible_gpus())
+    config = config.chosen(on_gpu=on_gpu)  # on all ranks; config.yaml says it, too
+    if not on_gpu:
+        machine.keep_freed_memory()
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from hocket.errors import ConfigError
 
 SMALL_MODEL = 16 << 20  # bytes of weights
+MALLOC = {-8: 1, -3: 128 << 20, -1: (1 << 31) - 1, -2: 64 << 20}
+"""glibc's M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD (malloc.h)."""
 KEPT_MEMORY = 2 << 30  # bytes; to get them anew in each step takes longer than the step
 
 
@@ -29,6 +31,16 @@ def cpu_threads(model: str, *, processes: int) -> int:
 def bound_nccl(timeout_s: float) -> None:
     """Set the deadline of NCCL's connections; torch reads it once, at its first use of NCCL."""
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
+
+
+def keep_freed_memory() -> None:
+    """Have the C library use freed tensors again: pages that it gets anew are zeroed by the kernel.
+
+    All threads share one heap, as others hold no large blocks; so call it before there are any.
+    """
+    with suppress(AttributeError):  # not glibc
+        for option, value in MALLOC.items():
+            ctypes.CDLL(None).mallopt(option, value)
 
 
 def return_freed_memory() -> None:

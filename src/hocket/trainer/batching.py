@@ -86,6 +86,7 @@ def divide(
     *,
     micro_batch_tokens: int,
     num_ranks: int,
+    row_tokens: float = math.inf,
     cost: Callable[[int], float] = float,
     share: bool = False,
     key_share: float = 0.0,
@@ -94,7 +95,9 @@ def divide(
     """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
     Ranks get about the same cost; within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks
-    run similar ones at a time. One with fewer runs a masked position. `cost`: of a sequence by its positions.
+    run similar ones at a time. One with fewer runs a masked position.
+
+    `row_tokens`: rows are longer only where much is shared. `cost`: of a sequence by its positions.
     `key_share`: memory of a key and a value as a part of a position's: each sequence has copies of what it shares.
     `unit`: samples, one after another, that stay so, in one micro-batch.
     """
@@ -115,7 +118,8 @@ def divide(
     sizes = _of_units(lengths, added, unit)
     plans = []
     for runs in _deal(costs, num_ranks):
-        rows = sorted(_fill(sizes, runs, micro_batch_tokens), key=lambda row: -sum(costs.first[one] for one in row))
+        rows = _fill(sizes, runs, micro_batch_tokens, min(row_tokens, micro_batch_tokens))
+        rows.sort(key=lambda row: -sum(costs.first[one] for one in row))
         plans.append([_members(row, unit) for row in rows])
     result: list[list[Make]] = [[] for _ in plans]
     for row_of_each in itertools.zip_longest(*plans, fillvalue=[]):
@@ -238,9 +242,9 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _fill(sizes: Sizes, runs: Sequence[Run], most: float) -> list[list[int]]:
-    """Return sequences in rows of at most `most`, by first-fit decreasing of what begins alike."""
-    parts = [part for run in runs for part in sizes.runs(run, most)]
+def _fill(sizes: Sizes, runs: Sequence[Run], most: float, enough: float) -> list[list[int]]:
+    """Return sequences in rows of at most `enough`, or one part of at most `most`, by first-fit decreasing of parts."""
+    parts = [part for run in runs for part in sizes.runs(run, most, enough)]
     needs = list(map(sizes.of, parts))
     rows: list[list[int]] = []
     left: list[float] = []  # of each
@@ -248,7 +252,7 @@ def _fill(sizes: Sizes, runs: Sequence[Run], most: float) -> list[list[int]]:
         chosen = next((i for i, free in enumerate(left) if free >= needs[index]), len(left))
         if chosen == len(left):
             rows.append([])
-            left.append(most)
+            left.append(enough)
         rows[chosen] += parts[index]
         left[chosen] -= needs[index]
     return rows

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 512  # of a policy's forward pass
+KEPT_BYTES = 128 << 20  # of a row's log-probs of all tokens; to compute more again saves memory
 
 
 def token_logprobs(
@@ -18,11 +19,12 @@ def token_logprobs(
     row_n: Tensor,
     max_tokens: int,
     entropy_gradient: bool = False,
+    recomputes: bool = True,
 ) -> tuple[Tensor, ...]:
     """Return log p(target), p's entropy, Var(log p) of a draw from p, and the highest log p, float32 [b, t] each.
 
     p is softmax(lm_head(hidden) / temperature). Logits exist for `chunk_tokens` positions at a time, and again in the
-    backward pass.
+    backward pass; without `recomputes` it has kept log p, 4 bytes per position and token of the vocabulary.
 
     Args:
         lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.
@@ -53,7 +55,10 @@ def token_logprobs(
     chunks = []
     for start in range(0, num_calls * chunk_tokens, chunk_tokens):
         part = (hidden_nh[start : start + chunk_tokens], targets_n[start : start + chunk_tokens])
-        chunks.append(checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False))
+        if recomputes:
+            chunks.append(checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False))
+        else:
+            chunks.append(of_chunk(*part))
     zeros = torch.zeros(target_ids_bt.numel(), dtype=torch.float32, device=hidden_brh.device)
     columns_n = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return tuple(zeros.index_copy(0, trained_n, values_n).view_as(target_ids_bt) for values_n in columns_n)

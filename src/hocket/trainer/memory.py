@@ -32,6 +32,8 @@ MAX_TRIES = 40
 WORTH_A_TRY = 1.1  # least growth from one size to the next
 BESIDE = 2 * GIB  # of a server on the same GPU, once it works
 MARGIN = 0.1  # of what is free
+ROW_BYTES = 8 << 20  # of a row's largest activation, on a CPU
+LEAST_ROW = 1024  # positions; with fewer, to sum gradients takes longer than is saved
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax and two gradients, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
@@ -175,6 +177,16 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return machine.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def row_tokens(shape: Shape, device: torch.device) -> float:
+    """Return after how many positions a row is long enough: on a CPU more take more memory, at no higher speed.
+
+    The C library gives large tensors back at once, and the kernel zeroes the pages of each new one.
+    """
+    if device.type != "cpu":
+        return math.inf
+    return max(LEAST_ROW, ROW_BYTES // (4 * shape.inner))
 
 
 def fit_micro_batch(

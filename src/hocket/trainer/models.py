@@ -109,7 +109,9 @@ class Models:
             self.part = ulysses.split(settings.sequence_parallel, self.ranks)
         self.policy = self.load(model, objective.kind)
         self.flops = flops.model_flops(skeleton(model, objective.kind))
-        self.key_share = Shape.of(self.policy.model).key_share
+        shape = Shape.of(self.policy.model)
+        self.key_share = shape.key_share
+        self.row_tokens = memory.row_tokens(shape, device)
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
         delay = sum(extra.delay for extra in objective.extras)
         own_steps = settings.model_copy(update={"steps": settings.steps - delay})

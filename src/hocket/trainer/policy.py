@@ -18,7 +18,7 @@ from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.draws import draw_sums
 from hocket.trainer.kernels import compile_layers, use_liger
-from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
+from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, token_logprobs
 from hocket.trainer.long_rows import kept_on_cpu, use_tiles
 from hocket.trainer.lora import Adapter
 from hocket.trainer.weights import Weights, empty_model, head_of, load_model, unshared
@@ -123,6 +123,7 @@ class Policy(nn.Module):
             row_n=batch.row_n,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
+            recomputes=4 * batch.max_tokens * self.vocab_size > KEPT_BYTES,
         )
         return tuple(map(batch.segments.part.whole, columns))
 

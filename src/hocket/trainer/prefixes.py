@@ -14,6 +14,7 @@ import torch
 
 from hocket.trainer.attention import RowPart, Segments
 
+LITTLE = 16  # a part of a row that it may cost to divide it
 Run = Sequence[int]
 """Numbers of sequences, one after another in the order of tokens."""
 
@@ -27,13 +28,17 @@ class Sizes(NamedTuple):
     def of(self, run: Run) -> float:
         return self.first[run[0]] + sum(self.added[number] for number in run[1:])
 
-    def runs(self, run: Run, most: float) -> list[Run]:
-        """Divide a run, where nothing is saved or more than `most` would be together; one alone may be more."""
+    def runs(self, run: Run, most: float, enough: float = math.inf) -> list[Run]:
+        """Divide a run, where nothing is saved or more than `most` would be together; one alone may be more.
+
+        Beyond `enough` it is divided where little is saved.
+        """
         runs: list[list[int]] = []
         total = math.inf
         for number in run:
             total += self.added[number]
-            if self.added[number] >= self.first[number] or total > most:
+            saved = self.first[number] - self.added[number]
+            if saved <= 0 or total > most or (total > enough and LITTLE * saved < total):
                 runs.append([])
                 total = self.first[number]
             runs[-1].append(number)

@@ -238,6 +238,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             samples,
             micro_batch_tokens=self.micro_batch_tokens,
             num_ranks=self.ranks.size // copies,
+            row_tokens=self.models.row_tokens,
             cost=functools.cache(lambda length: flops.step_flops(self.models.flops, [length], length)),
             share=self._config.trainer.share_prefixes,
             key_share=self.models.key_share,
