@@ -154,6 +154,7 @@ class Scorer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert (self.path, body["prompt_logprobs"]) == ("/v1/completions", 0)
+        assert self.headers["Content-Type"] == "application/json"
         assert self.headers["Authorization"] == "Bearer a-token-of-some-length"
         scores = [None, *({str(one): {"logprob": -n, "rank": 1}} for n, one in enumerate(body["prompt"][1:], start=1))]
         self._answer({"choices": [{"text": "", "prompt_logprobs": scores}]})

@@ -25,6 +25,7 @@ _STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydant
 )
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
+JSON = {"Content-Type": "application/json"}  # vLLM's routes want it said
 MAX_CONNECTIONS = 256  # of one server; further requests wait
 _OTHER = "if another program is there, correct the URL, else start this version"
 
@@ -120,7 +121,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
 
     async def _call(self, method: str, route: str, answer: type[A], timeout_s: float, content: str | None = None) -> A:
         async with self._deadline(timeout_s, route):
-            return _parse(answer, await self._http.request(method, route, content=content))
+            return _parse(answer, await self._http.request(method, route, content=content, headers=JSON))
 
     def _signed(self, request: R) -> R:
         return request.model_copy(update={"trainer": self._trainer})
