@@ -11,6 +11,8 @@ from tests.stages.builders import make_config, make_pairs, patch_rows, records_o
 from tests.trainer.builders import logprobs_of, pack, sequence
 from tests.trainer.conftest import make_model
 
+import hocket
+from hocket.common.files import newest_version
 from hocket.errors import ConfigError
 from hocket.stages import dpo, driver, pairs
 from hocket.trainer.trainer import Trainer
@@ -150,3 +152,13 @@ def test_another_model_can_be_the_reference(
         softplus(-0.1 * (chosen - rejected)) for chosen, rejected in zip(ratios[::2], ratios[1::2], strict=True)
     ]
     assert records_of(tmp_path / "run")[0]["train/loss"] == pytest.approx(sum(expected) / 6, abs=1e-5)
+
+
+def test_python_runs_a_stage_with_overrides(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_rows(monkeypatch, make_pairs(6))
+    monkeypatch.setattr("hocket.common.environment.prepare", lambda: None)
+    config = make_config("dpo", model, tmp_path, "trainer.steps=9")
+    result = hocket.dpo(config, {"trainer.steps": 2, "dpo.beta": 0.2})
+    assert [record["step"] for record in result["history"]] == [1, 2]
+    assert result["model"] == tmp_path / "run" / "model" == Path(newest_version(str(result["run_dir"])))
+    assert "beta: 0.2" in (tmp_path / "run" / "config.yaml").read_text()
