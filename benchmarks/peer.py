@@ -176,14 +176,20 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
     )
 
 
-def trl(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures, float, Clock]:
-    """Train with TRL, which is installed into a folder of its own."""
+def home_of_trl() -> Path:
+    """Return the folder of its own into which TRL is installed, unless it is."""
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hocket" / TRL[0]
     if not (home / "complete").exists():
         print(f"installing {' '.join(TRL)} into {home}", flush=True)
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(home), *TRL]
         subprocess.run(command, check=True)
         (home / "complete").touch()
+    return home
+
+
+def trl(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures, float, Clock]:
+    """Train with TRL."""
+    home = home_of_trl()
     told = {**vars(options), "model": str(model), "output": str(folder)}
     own = {"program": [__file__], "PYTHONPATH": str(home), "WANDB_DISABLED": "true"}
     memory, clock = watched(["--as-trl", json.dumps(told)], folder / "log", **own)

@@ -65,6 +65,9 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         math: bare #/s, scored #/s, *"""),
     "simulate": ([], "predict prompts=4 steps=2", """# steps per hour
         # seconds per step"""),
+    "stages": (WHOLE, f"{TINY} --without-trl --shapes 8/4 --pairs 2 --trl-batch 2 --steps 3",
+        """dpo 8/4 hocket # s of processors, # s, # of hocket
+        rm 8/4 hocket # s of processors, # s, # of hocket"""),
     "sync": (ENGINE, TINY, f"""floor: load #
         collective {SENT} / (broadcast + load) #
         disk {SENT} / (write + read + load) # / (write + read) #

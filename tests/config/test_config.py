@@ -56,7 +56,7 @@ def test_every_shipped_config_loads_and_names_what_exists() -> None:
         loaded = config.load(file)
         held_out = loaded.held_out_data or loaded.data
         for path in (loaded.data.source, held_out.source, *loaded.plugins):
-            if path.endswith((".jsonl", ".parquet", ".py")):
+            if path.endswith((".jsonl", ".parquet", ".py")) and not path.startswith("runs/"):  # of the stage before
                 assert (ROOT / path).is_file(), path
         if loaded.model.path.startswith("checkpoints/"):
             assert (ROOT / loaded.model.path / "config.json").is_file()
