@@ -176,6 +176,15 @@ def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, 
         list(plan.report(settings, 8, "90GB", staged))
 
 
+@pytest.mark.parametrize(("size", "what"), [(3, "4 ranks"), (4, "14 attention heads of .*")])
+def test_ranks_that_can_not_divide_rows_are_refused_before_they_are_rented(
+    size: int, what: str, models: dict[str, str]
+) -> None:
+    settings = [f"model.path={models['0.5B']}", *COMMON, "launch.servers=4", f"trainer.sequence_parallel={size}"]
+    with pytest.raises(ConfigError, match=f"sequence_parallel={size} does not divide the {what}: set a divisor"):
+        list(plan.report(settings, 8, "80GB", staged))
+
+
 def test_every_card_has_a_peak() -> None:
     assert {gpu.name for gpu in plan.GPUS.values()} <= plan.flops.PEAKS.keys()
 

@@ -15,6 +15,10 @@ from transformers import (
     Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
 )
 from transformers.models.qwen2 import modeling_qwen2
 
@@ -224,6 +228,22 @@ def test_an_architecture_with_more_in_its_attention_is_refused(
 
     monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", biased)
     with pytest.raises(TrainerError, match="more in its attention"):
+        policy.check_architecture(CPU)
+
+
+STATES: dict[
+    str, tuple[Any, Any, dict[str, Any]]
+] = {  # layers whose state flows from one sequence of a row to the next
+    "mamba": (MambaForCausalLM, MambaConfig, {"state_size": 8, "vocab_size": 64, "num_hidden_layers": 2}),
+    "convolution": (Lfm2ForCausalLM, Lfm2Config, {**SIZES, "layer_types": ["conv", "full_attention"]}),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_architecture_with_a_state_is_refused(name: str, tmp_path: Path) -> None:
+    kind, config, sizes = STATES[name]
+    policy = save(kind(config(**sizes)), tmp_path)
+    with pytest.raises(TrainerError, match="lets sequences that share a row see each other; it can't be trained here"):
         policy.check_architecture(CPU)
 
 

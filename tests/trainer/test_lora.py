@@ -1,5 +1,6 @@
 """An adapter beside frozen weights: what moves, what is published, and that it is PEFT's."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +19,6 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig
 from hocket.trainer import lora
-from hocket.trainer.engine import gathered
 from hocket.trainer.export import export
 from hocket.trainer.lora import Adapter
 from hocket.trainer.policy import skeleton
@@ -39,7 +39,7 @@ def with_peft(base: str, folder: Path) -> Any:
 
 def frozen_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     named = dict(trainer.policy.model.named_parameters())
-    with gathered(list(named.values())):
+    with importlib.import_module("deepspeed").zero.GatheredParameters(list(named.values())):
         return {name.replace(".base_layer", ""): p.detach().clone() for name, p in named.items() if "lora" not in name}
 
 

@@ -26,7 +26,7 @@ from hocket import config as config_module
 from hocket.config import ModelConfig
 from hocket.config.algorithm import PRESETS
 from hocket.protocol import TensorLayout, weight_group
-from hocket.trainer import attention, memory
+from hocket.trainer import attention, memory, ulysses
 from hocket.trainer import engine as engines
 from hocket.trainer.models import Models
 from hocket.trainer.policy import skeleton
@@ -146,8 +146,9 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
 
 
 def samples(count: int, length: int) -> list[TrainSample]:
-    """Returns sequences, all but their first 64 tokens sampled, in groups of two."""
-    return [sample_of(sequence([1] * length, 64), group=place // 2) for place in range(count)]
+    """Returns sequences, all but their first 64 tokens sampled, which they share, in groups of two."""
+    ids = [[1] * 64 + [2 + place] * (length - 64) for place in range(count)]
+    return [sample_of(sequence(one, 64), group=place // 2) for place, one in enumerate(ids)]
 
 
 def train(trainer: Trainer, given: list[TrainSample]) -> None:
@@ -178,6 +179,19 @@ def test_adapters_and_recomputed_activations_do_so_too(
     with make_trainer(ranks, model, settings, *extra) as trainer:
         train(trainer, samples(2, 129))
     assert waiting.met >= set(INTENDED) - {"trainer.flops._seconds_of_product"}  # once per process
+
+
+@pytest.mark.parametrize("kind", ["kernel", "groups"])
+def test_a_rank_that_computes_a_part_of_each_row_does_so_too(
+    ranks: Ranks, model: str, waiting: Waiting, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "has_kernel", lambda *args: kind == "kernel")
+    monkeypatch.setattr(ulysses, "all_to_all_single", lambda received, parts, group: parts.clone())
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **options: None)
+    with make_trainer(ranks, model, "algorithm.preset=ppo") as trainer:
+        trainer.models.part = ulysses.Split(2, 0, group=None)
+        train(trainer, samples(2, 128))
+    assert waiting.met >= {"trainer.step.accumulate", "trainer.engine._step_without_zero"}
 
 
 def test_the_size_of_micro_batches_is_found_without_a_wait_of_its_own(

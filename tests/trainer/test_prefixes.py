@@ -1,5 +1,6 @@
 """Shared prefixes (trainer.share_prefixes): the same numbers as packing, from fewer positions."""
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.trainer.builders import pack, sample_of, sequence
+from tests.trainer.builders import (
+    make_groups,
+    make_trainer,
+    measured,
+    pack,
+    sample_of,
+    sequence,
+    untimed,
+    weights_of,
+)
 from tests.trainer.conftest import SIZES
+from tests.trainer.test_updates import assert_about_equal
 from torch import Tensor, nn
 from transformers import (
     GptOssConfig,
@@ -21,10 +32,12 @@ from transformers import (
 )
 
 from hocket.config import ModelConfig
-from hocket.trainer import attention, prefixes
+from hocket.config.algorithm import PRESETS
+from hocket.trainer import attention, batching, prefixes
 from hocket.trainer.attention import attend
 from hocket.trainer.critic import ValueModel
 from hocket.trainer.policy import Policy
+from hocket.trainer.ranks import Ranks
 from hocket.types import TrainSample
 
 BEGIN = tuple(range(10, 22))
@@ -36,7 +49,7 @@ def group(*endings: tuple[int, ...], prompt: tuple[int, ...] = BEGIN) -> list[Tr
 
 def test_a_hand_worked_group_reads_its_prompt_once() -> None:
     samples = group((1, 2, 3), (4, 5), (1, 2, 3))  # 12 + 3 - 1 = 14 positions, 13, and the first one again
-    [[batch]] = pack(samples, share=True)
+    [[batch]] = pack(samples, share=math.inf)
     assert batch.places == (0, 2, 1)  # in the order of their tokens
     assert batch.lengths == (14, 14, 13)
     # The prompt and its first answer; of the second nothing is new; the third begins after the prompt.
@@ -55,12 +68,28 @@ def test_a_hand_worked_group_reads_its_prompt_once() -> None:
 
 def test_beginnings_too_short_are_not_shared() -> None:
     samples = group((1, 2), (3, 4), prompt=BEGIN[:7]) + group((1, 2), (3, 4), prompt=BEGIN[:8])
-    [[batch]] = pack(samples, share=True)
+    [[batch]] = pack(samples, share=math.inf)
     assert batch.segments.starts == (0, 0, 0, 8)
     # Nor are they for a small part of the sequence, whose keys would all be copied.
     long = tuple(range(100, 400))
-    [[batch]] = pack(group((1, *long), (2, *long[:100]), (3, *long)), share=True)
+    [[batch]] = pack(group((1, *long), (2, *long[:100]), (3, *long)), share=math.inf)
     assert batch.segments.starts == (0, 12, 0)
+
+
+@pytest.mark.parametrize(
+    ("common", "length", "pairs", "is_worth"),
+    [
+        (64, 512, 1536.0, True),  # 448 x 448 pairs beside 64 x 64, and 64 positions of 2 x 1536 halves of a pair
+        (63, 512, 1536.0, False),
+        (256, 2048, 1536.0, False),
+        (256, 2048, math.inf, True),
+        (2048, 4096, 1536.0, True),
+    ],
+)
+def test_without_a_kernel_the_pairs_of_what_follows_may_cost_what_is_shared(
+    common: int, length: int, pairs: float, is_worth: bool
+) -> None:
+    assert prefixes.is_worth_sharing(common, length, pairs) == is_worth
 
 
 def trees(count: int, seed: int) -> list[TrainSample]:
@@ -115,7 +144,7 @@ def test_numbers_and_gradients_are_those_of_packing(architecture: str, kind: typ
         samples = trees(count, seed)
         expected, plain, most = passed(module, samples)
         for how in ({}, {"micro_batch_tokens": 80}, {"micro_batch_tokens": 120, "num_ranks": 3, "key_share": 0.1}):
-            found, gradient, fewer = passed(module, samples, share=True, **how)
+            found, gradient, fewer = passed(module, samples, share=math.inf, **how)
             assert found.keys() == expected.keys()
             for place, columns in expected.items():
                 torch.testing.assert_close(found[place], columns, atol=1e-5, rtol=1e-5)
@@ -123,10 +152,36 @@ def test_numbers_and_gradients_are_those_of_packing(architecture: str, kind: typ
             assert how or count == 2 or fewer < most
 
 
+KL = ("algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
+STEPS = {
+    **{preset: (f"algorithm.preset={preset}",) for preset in PRESETS},
+    "several updates, a reference": ("algorithm.epochs=2", "algorithm.minibatches=2", *KL),
+    "entropy": ("algorithm.entropy_coef=0.1", "trainer.gradient_checkpointing=long"),
+    "lora": ("model.lora.rank=4", *KL),
+    "ZeRO-2": ("trainer.zero_stage=2",),
+    "ZeRO-3": ("trainer.zero_stage=3", "trainer.gradient_checkpointing=true"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_three_steps_are_those_of_packing(case: str, ranks: Ranks, tied_model: str) -> None:
+    groups = make_groups(tied_model, prompt=9)
+    found: list[Any] = []
+    for share in ("false", "true"):
+        with make_trainer(ranks, tied_model, f"trainer.share_prefixes={share}", *STEPS[case]) as trainer:
+            steps = [trainer.step(measured(trainer, groups, returns=1.0), number=step) for step in range(3)]
+            found.append((steps, weights_of(trainer)))
+    (packed, weights), (shared, theirs) = found
+    for step, other in zip(packed, shared, strict=True):
+        assert step.pop("train/shared") == 0 < other.pop("train/shared")
+        assert untimed(other) == pytest.approx(untimed(step), rel=1e-5, abs=1e-6, nan_ok=True)
+    assert_about_equal(theirs, weights)
+
+
 def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "is_worth_sharing", lambda common, length: common > 0)
+    monkeypatch.setattr(prefixes, "is_worth_sharing", lambda common, length, pairs: common > 0)
     samples = trees(30, 7)
-    [[batch]] = pack(samples, share=True)
+    [[batch]] = pack(samples, share=math.inf)
     beginnings = {s.sequence.token_ids[:n] for s in samples for n in range(1, len(s.sequence.token_ids))}
     assert batch.input_ids_br.numel() == len(beginnings)
     # In the row, a sequence's places hold its tokens, and it sees them all, in order.
@@ -152,7 +207,7 @@ def test_rows_end_where_little_is_shared(count: int, row_tokens: int, rows: list
     endings = [(number, *range(4)) for number in range(count)]
     prompts = [(*range(8), *(own,) * 24) for own in (50, 51)]
     samples = [one for prompt in prompts for one in group(*endings, prompt=prompt)]
-    [batches] = pack(samples, share=True, row_tokens=row_tokens)
+    [batches] = pack(samples, share=math.inf, row_tokens=row_tokens)
     assert [batch.input_ids_br.numel() for batch in batches] == rows
 
 
@@ -161,20 +216,20 @@ def test_rows_end_where_little_is_shared(count: int, row_tokens: int, rows: list
 def test_no_row_and_its_copies_of_keys_exceed_the_micro_batch(num_ranks: int, limit: int) -> None:
     prompts = [tuple(range(first, first + 12)) for first in range(8)]
     samples = [one for prompt in prompts for one in group(*((i, *range(6)) for i in range(8)), prompt=prompt)]
-    rows = [b for rank in pack(samples, share=True, num_ranks=num_ranks, micro_batch_tokens=limit) for b in rank]
+    rows = [b for rank in pack(samples, share=math.inf, num_ranks=num_ranks, micro_batch_tokens=limit) for b in rank]
     assert sorted(place for batch in rows for place in batch.places) == list(range(64))
     assert max(batch.input_ids_br.numel() for batch in rows) <= limit
     # 64 sequences of 18 positions, 8 of which share 12: about as many as fit, each row with its own prompts.
     least = -(-64 * 6 // limit)
     assert len(rows) <= 2 * least + num_ranks
-    sizes = [sum(b.input_ids_br.numel() for b in rank) for rank in pack(samples, share=True, num_ranks=num_ranks)]
+    sizes = [sum(b.input_ids_br.numel() for b in rank) for rank in pack(samples, share=math.inf, num_ranks=num_ranks)]
     assert max(sizes) <= 60 * -(-8 // num_ranks)  # whole groups
 
 
 def test_the_kernel_for_gpus_is_asked_for_each_segment_s_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     samples = trees(20, 3)
-    [[batch]] = pack(samples, share=True)
+    [[batch]] = pack(samples, share=math.inf)
     segments = batch.segments
     size = batch.input_ids_br.numel()
     query, key, value = (torch.randn(1, heads, size, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -208,7 +263,7 @@ def test_the_kernel_for_gpus_is_asked_for_each_segment_s_own_keys(monkeypatch: p
 
 @pytest.mark.parametrize("wrong", ["a child sees its sibling", "the last shared token is missing"])
 def test_a_wrong_layout_is_noticed(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = prefixes.places
+    original = batching.row_places
 
     def broken(lengths: list[int], starts: list[int]) -> list[np.ndarray]:
         rows = original(lengths, starts)
@@ -221,6 +276,6 @@ def test_a_wrong_layout_is_noticed(wrong: str, tmp_path: Path, monkeypatch: pyte
     module = Policy(model, dtype=torch.float32, temperature=1.0)
     samples = group((1, 2, 3), (4, 5, 6), (7, 8, 9))
     expected, _, _ = passed(module, samples)
-    monkeypatch.setattr(prefixes, "places", broken)
-    found, _, _ = passed(module, samples, share=True)
+    monkeypatch.setattr(batching, "row_places", broken)
+    found, _, _ = passed(module, samples, share=math.inf)
     assert max(float((found[place][0] - expected[place][0]).abs().max()) for place in expected) > 1e-3

@@ -253,6 +253,7 @@ def updates(model: str, output: Path, ranks: Ranks) -> None:
 
 SPLITS = {
     "not shared": "trainer.share_prefixes=false",
+    "ZeRO-1": "trainer.zero_stage=1",
     "ZeRO-2": "trainer.zero_stage=2",
     "ZeRO-3": "trainer.zero_stage=3 trainer.gradient_checkpointing=true",
     "sequence ratio": "algorithm.ratio=sequence algorithm.epochs=2 algorithm.aggregate=seq_mean_token_mean",
@@ -297,19 +298,22 @@ def pairs(model: str, output: Path, ranks: Ranks) -> None:
             (output / stage / name / "found.json").write_text(json.dumps(found))
 
 
-SPLITS_OF_FOUR = ("2 sequence mask", "2 ZeRO-3", "4 ZeRO-3")
+SPLITS_OF = {  # by number of ranks
+    **{size: [f"{size} {name}" for name in SPLITS] for size in (1, 2)},
+    3: ["1 ZeRO-1", "1 ZeRO-2", "1 ZeRO-3"],
+    4: ["2 sequence mask", "2 ZeRO-3", "4 ZeRO-3"],
+}
 
 
 def splits(model: str, output: Path, ranks: Ranks) -> None:
-    """Two steps on groups with a common prompt, of rows that 1, 2 or 4 ranks compute together."""
-    names = SPLITS_OF_FOUR if ranks.size == 4 else [f"{ranks.size} {name}" for name in SPLITS]
+    """Three steps on groups with a common prompt, of rows that 1, 2 or 4 ranks compute together."""
     cells = {}
-    for name in names:
+    for name in SPLITS_OF[ranks.size]:
         size, _, cell = name.partition(" ")
         cells[name] = (f"trainer.sequence_parallel={size}", *SPLITS[cell].split())
     for name, trainer in led(model, ranks, cells):
         groups = make_groups(model, prompt=9)
-        stats = [trainer.step(measured(trainer, groups, returns=1.0), number=step) for step in range(2)]
+        stats = [trainer.step(measured(trainer, groups, returns=1.0), number=step) for step in range(3)]
         trainer.export(output / name)
         found = {"stats": stats, "gap": gap_of(trainer, groups)}
         (output / name / "found.json").write_text(json.dumps(found))

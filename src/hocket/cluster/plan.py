@@ -55,16 +55,17 @@ UPDATE_BYTES, HOST_BANDWIDTH = 28, 100e9  # AdamW's reads and writes per paramet
 PCIE_BANDWIDTH = 25e9  # of each GPU, sixteen lanes of version 4: assumed
 PROMPT_TOKENS = 256  # assumed, without data.max_prompt_tokens
 LENGTH = 0.5  # mean completion, as a share of rollout.max_tokens: assumed
+RECOMPUTED = "trainer.gradient_checkpointing=true"
 WAYS = (
-    ("trainer.gradient_checkpointing=true",),
-    ("trainer.micro_batch_tokens=4096", "trainer.gradient_checkpointing=true"),
+    (RECOMPUTED,),
+    ("trainer.micro_batch_tokens=4096", RECOMPUTED),
     ("trainer.zero_stage=3",),
-    ("trainer.zero_stage=3", "trainer.gradient_checkpointing=true"),
+    ("trainer.zero_stage=3", RECOMPUTED),
     ("trainer.offload_optimizer=true",),
-    ("trainer.offload_optimizer=true", "trainer.gradient_checkpointing=true"),
+    ("trainer.offload_optimizer=true", RECOMPUTED),
     ("model.lora={}",),
-    ("model.lora={}", "trainer.gradient_checkpointing=true"),
-    ("model.lora={quantize: nf4}", "trainer.gradient_checkpointing=true"),
+    ("model.lora={}", RECOMPUTED),
+    ("model.lora={quantize: nf4}", RECOMPUTED),
     ("launch.share_gpu=true",),
 )
 """Settings that save the trainer memory, those that cost least speed first."""

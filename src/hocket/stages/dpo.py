@@ -54,7 +54,7 @@ class DpoOptions:
 @STAGES.register("dpo")
 def dpo(config: Config) -> Stage:
     options = options_of_stage(DpoOptions, config.dpo, "dpo")
-    extras = [Extra(column=REFERENCE, load=lambda models: models.policy_logprobs)]
+    extras = [Extra(column=REFERENCE, load=lambda models: models.columns["logprobs"])]
     if options.reference is not None:
         extras = [frozen(options.reference, "dpo.reference", config.model)]
     if options.loss == "simpo":

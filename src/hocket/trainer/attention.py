@@ -126,9 +126,8 @@ class Alike(NamedTuple):
     def band(self, window: int) -> Tensor:
         """Return a mask of what queries see, which broadcasts to [segments, heads, queries, keys]."""
         keys = torch.arange(self.keys.shape[1], device=self.keys.device)
-        positions = keys if self.positions is None else self.positions[:, None]
-        before = positions[..., None] - keys
-        return (before >= 0) & (before < window)
+        positions = (keys if self.positions is None else self.positions[:, None])[..., None]
+        return (keys <= positions) & (keys > positions - window)
 
 
 def _bounds(lengths: Sequence[int]) -> Tensor:

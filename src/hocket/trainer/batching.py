@@ -13,6 +13,7 @@ import math
 import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from hocket.algorithm.losses import LossBatch
 from hocket.errors import TrainerError
 from hocket.trainer import prefixes
 from hocket.trainer.attention import WHOLE, RowPart, Segments
-from hocket.trainer.prefixes import Run, Sizes
 from hocket.types import TokenSequence, TrainSample
 
+LITTLE = 16  # a part of a row that it may cost to divide it
+Run = Sequence[int]  # numbers of sequences, one after another in the order of tokens
 PIECES = (1, 2, 4, 8)  # least number of a rank's runs of samples
 _NO_TOKENS = TokenSequence(token_ids=(0, 0), mask=(False, False), logprobs=(0.0, 0.0))
 
@@ -42,6 +44,32 @@ class TrainBatch(LossBatch):
     witness_bt: Tensor  # True on sampled tokens of witnesses
     places: tuple[int, ...]  # of the sequences among the packed samples
     max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
+
+
+class Sizes(NamedTuple):
+    """By sequence, in the order of their tokens: its size alone, and that of what it adds to the one before."""
+
+    first: Sequence[float]
+    added: Sequence[float]
+
+    def of(self, run: Run) -> float:
+        return self.first[run[0]] + sum(self.added[number] for number in run[1:])
+
+    def runs(self, run: Run, most: float, enough: float = math.inf) -> list[Run]:
+        """Divide a run, where nothing is saved or more than `most` would be together; one alone may be more.
+
+        Beyond `enough` it is divided where little is saved.
+        """
+        runs: list[list[int]] = []
+        total = math.inf
+        for number in run:
+            total += self.added[number]
+            saved = self.first[number] - self.added[number]
+            if saved <= 0 or total > most or (total > enough and LITTLE * saved < total):
+                runs.append([])
+                total = self.first[number]
+            runs[-1].append(number)
+        return list(runs)
 
 
 Make = Callable[..., TrainBatch]  # builds a micro-batch, on any rank: (device, its part of the row)
@@ -88,7 +116,7 @@ def divide(
     num_ranks: int,
     row_tokens: float = math.inf,
     cost: Callable[[int], float] = float,
-    share: bool = False,
+    share: float = 0.0,
     key_share: float = 0.0,
     unit: int = 1,
 ) -> list[list[Make]]:
@@ -98,16 +126,17 @@ def divide(
     run similar ones at a time. One with fewer runs a masked position.
 
     `row_tokens`: rows are longer only where much is shared. `cost`: of a sequence by its positions.
-    `key_share`: memory of a key and a value as a part of a position's: each sequence has copies of what it shares.
-    `unit`: samples, one after another, that stay so, in one micro-batch.
+    `share`: 0 for nothing, else the pairs of `prefixes.is_worth_sharing`. `key_share`: memory of a key and a value as a
+    part of a position's: each sequence has copies of what it shares. `unit`: samples, one after another, that stay so,
+    in one micro-batch.
     """
     units: Sequence[int] = range(len(samples) // unit)
     if share:
-        units = prefixes.order([sample.sequence.token_ids for sample in samples[::unit]])
+        units = prefixes.order(list(map(operator.attrgetter("sequence.token_ids"), samples[::unit])))
     order = _members(units, unit)
     samples = [samples[place] for place in order]
     lengths = list(map(num_positions, samples))
-    starts = prefixes.starts(list(map(_read, samples))) if share else [0] * len(samples)
+    starts = _starts(list(map(_read, samples)), share)
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": len(trained) - trained.count(0)}
     nothing = (0.0, 0.0)
@@ -161,7 +190,7 @@ def _deal(costs: Sizes, num_ranks: int) -> list[list[Run]]:
 def _build(
     samples: Sequence[TrainSample],
     places: tuple[int, ...],
-    share: bool,
+    share: float,
     counts: Mapping[str, int],
     device: torch.device,
     part: RowPart = WHOLE,
@@ -175,12 +204,14 @@ def _build(
         return tensor.to(device, non_blocking=True)
 
     read = list(map(_read, samples))
-    starts = prefixes.starts(read) if share else [0] * len(read)
+    starts = _starts(read, share)
     size = sum(map(len, read)) - sum(starts)
     read.append(np.zeros(-size % part.size, np.int64))  # parts have the same size
     starts.append(0)
-    rows = prefixes.places([len(ids) for ids in read], starts)
+    rows = row_places([len(ids) for ids in read], starts)
     added = [ids[start:] for ids, start in zip(read, starts, strict=True)]
+    new = list(map(len, added))  # of one that adds nothing there is no segment
+    seen = torch.from_numpy(np.concatenate(list(itertools.compress(rows, new)))) if any(starts) else None
     lengths = tuple(map(num_positions, samples))
     mask_bt = along("mask")
     trained_n = mask_bt[0].nonzero()[:, 0]
@@ -190,7 +221,7 @@ def _build(
     is_here = (row_n >= 0) & (row_n < size)
     sample_bt = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))[None]
     return TrainBatch(
-        segments=prefixes.segments(rows, starts, device, part),
+        segments=Segments(tuple(filter(None, new)), device, tuple(itertools.compress(starts, new)), seen, part),
         input_ids_br=there(input_ids_br),
         target_ids_bt=there(along("token_ids")),
         mask_bt=there(mask_bt),
@@ -205,6 +236,23 @@ def _build(
         places=places,
         **counts,
     )
+
+
+def _starts(read: Sequence[np.ndarray], share: float) -> list[int]:
+    """Return how many positions each sequence has in common with the one before."""
+    if share:
+        return prefixes.starts(read, share)
+    return [0] * len(read)
+
+
+def row_places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:
+    """Return each sequence's places in the row, [its length]: those that it shares, then its own."""
+    rows = [np.arange(0)]
+    size = 0
+    for length, start in zip(lengths, starts, strict=True):
+        rows.append(np.concatenate([rows[-1][:start], np.arange(size, size + length - start)]))
+        size += length - start
+    return rows[1:]
 
 
 def _read(sample: TrainSample) -> np.ndarray:

@@ -205,7 +205,8 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of this rank's share of the loss; on the last one, sum it over ranks."""
         self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
+        # DeepSpeed averages over ranks, and those that compute a row together all have its loss.
+        self._engine.backward(loss * (self._ranks.size / self._ranks.copies), scale_wrt_gas=False)
 
     def step(self, *, rescale: bool = True) -> float | None:
         """Clip, apply, clear the gradient; return its norm, None if not finite (`rescale`: lower the loss scale)."""
@@ -252,7 +253,8 @@ class DeepSpeedEngine:
         """Yield trained (name, whole tensor), tied ones once, on rank 0; all ranks must exhaust it."""
         for bucket in self.layout(max_bytes):
             parameters = {name: self._trained[name] for name, _ in bucket}
-            with gathered(list(parameters.values())):
+            # Whole, where ZeRO-3 spreads them; writes would be lost.
+            with importlib.import_module("deepspeed").zero.GatheredParameters(list(parameters.values())):
                 if self._ranks.is_main:
                     yield [(name, parameter.detach().to(self._dtype)) for name, parameter in parameters.items()]
 
@@ -350,11 +352,6 @@ def in_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterato
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def gathered(parameters: list[nn.Parameter]) -> Any:
-    """Context in which parameters that ZeRO-3 spreads are whole; writes are lost."""
-    return importlib.import_module("deepspeed").zero.GatheredParameters(parameters)
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:

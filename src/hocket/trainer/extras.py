@@ -14,7 +14,7 @@ def old_policy(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelCon
     """Measure the policy's log-probs before a step: corrections need them in later updates."""
     if algorithm.updates == 1 or algorithm.correction == "none":
         return None
-    return Extra(column="old_logprobs", load=lambda models: models.policy_logprobs)
+    return Extra(column="old_logprobs", load=lambda models: models.columns["logprobs"])
 
 
 Need = Callable[[AlgorithmConfig, CriticConfig, ModelConfig], Extra | None]

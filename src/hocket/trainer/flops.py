@@ -39,6 +39,11 @@ class ModelFlops:
     per_pair: float  # attention of one layer for a pair of tokens
     windows: tuple[int, ...]  # per layer: tokens that one sees, itself included
 
+    @property
+    def pairs(self) -> float:
+        """Pairs of tokens whose attention costs as much as all products for one token."""
+        return self.per_position / (self.per_pair * len(self.windows))
+
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Count them of a model with whole weights, as on the meta device."""

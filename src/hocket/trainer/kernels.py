@@ -1,8 +1,6 @@
 """Other kernels than PyTorch's own: those of torch.compile and Liger."""
 
 import importlib
-import subprocess
-import sysconfig
 from typing import Any
 
 import torch
@@ -19,24 +17,14 @@ def compile_layers(model: nn.Module) -> None:
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(f"trainer.kernels=compile finds no layers in a {type(model).__name__}; set eager")
-    if not torch.cuda.is_available():
-        try:
-            compiler = importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()
-            reading = ["-include", "Python.h", "-I", sysconfig.get_path("include"), "-x", "c++", "/dev/null"]
-            subprocess.run([compiler, "-fsyntax-only", *reading], check=True, capture_output=True)
-        except (RuntimeError, subprocess.CalledProcessError) as error:
-            raise ConfigError(
-                "trainer.kernels=compile needs a C++ compiler and Python's headers on a CPU: "
-                "apt install g++ python3-dev, or set eager"
-            ) from error
+    _need_gpu("compile")  # on a CPU it is slower, and needs a compiler
     for layer in layers:
         layer.compile(dynamic=True, recompile_limit=MAX_VARIANTS)
 
 
 def use_liger(model: Any) -> None:
     """Make a model compute with Liger's kernels, but for the loss: no logits are whole here."""
-    if not torch.cuda.is_available():
-        raise ConfigError("trainer.kernels=liger needs a CUDA device; set eager here")
+    _need_gpu("liger")
     try:
         liger: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
@@ -47,3 +35,8 @@ def use_liger(model: Any) -> None:
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(f"Liger has no kernels for models of type {kind}, only for {known}; set compile or eager")
     liger._apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _need_gpu(kernels: str) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError(f"trainer.kernels={kernels} needs a CUDA device; set eager here")

@@ -60,7 +60,7 @@ class Adapter(Weights):
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it takes any number
             target_modules=targets,
         )
-        peft.inject_adapter_in_model(made, model, adapter_name=_NAME)
+        model.add_adapter(made, _NAME)
         for parameter in model.parameters():
             if parameter.requires_grad:  # PEFT made it float32; DeepSpeed keeps master weights
                 parameter.data = parameter.data.to(model.dtype)
@@ -72,12 +72,12 @@ class Adapter(Weights):
         )
 
     @contextmanager
-    def base(self, model: nn.Module) -> Iterator[None]:
-        _switch(model, on=False)
+    def base(self, model: Any) -> Iterator[None]:
+        model.disable_adapters()
         try:
             yield
         finally:
-            _switch(model, on=True)
+            model.enable_adapters()
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return {f"{_FILE_PREFIX}{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in named.items()}
@@ -98,14 +98,6 @@ class Adapter(Weights):
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"{folder} is not an adapter of a run with model.lora: {error}") from error
         _merge(tensors, adapter.lora_alpha / adapter.r, base or adapter.base_model_name_or_path, output)
-
-
-def _switch(model: nn.Module, *, on: bool) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for part in model.modules():
-        if isinstance(part, BaseTunerLayer):
-            part.enable_adapters(on)
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:

@@ -40,26 +40,19 @@ _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
 _GATHERED = 1_000_000_000  # weights that ZeRO-3 has whole at most (DeepSpeed's stage3_max_live_parameters)
 
 
-class _Gradients(NamedTuple):
-    """Bytes per trained parameter, and per element of the buckets that are reduced."""
-
-    each: int = 0  # on each rank
-    shared: int = 0  # by the ranks
-    bucket: int = 0
-    copy: int = 0  # of a bucket, in float32
-
-
-_GRADIENTS = {  # by ZeRO stage, and whether weights have 16 bits
-    (0, False): _Gradients(each=4),
-    (0, True): _Gradients(each=4),
-    (1, False): _Gradients(each=4, bucket=4),
-    (1, True): _Gradients(each=8),
-    (2, False): _Gradients(shared=4, bucket=4),
-    (2, True): _Gradients(each=2, shared=4, bucket=2, copy=4),
-    (3, False): _Gradients(shared=8, bucket=4),
-    (3, True): _Gradients(shared=10, bucket=4),
+# Bytes by ZeRO stage, and whether weights have 16 bits: for a trained parameter on each rank, and shared by the ranks;
+# for an element of a bucket that is reduced, and of its copy in float32.
+_GRADIENTS = {
+    (0, False): (4, 0, 0, 0),
+    (0, True): (4, 0, 0, 0),
+    (1, False): (4, 0, 4, 0),
+    (1, True): (8, 0, 0, 0),
+    (2, False): (0, 4, 4, 0),
+    (2, True): (2, 4, 2, 4),
+    (3, False): (0, 8, 4, 0),
+    (3, True): (0, 10, 4, 0),
 }
-_OFFLOADED_3 = _Gradients(bucket=4, copy=4)  # at stage 3 the sums are on the CPU, but for those of a bucket
+_OFFLOADED_3 = (0, 0, 4, 4)  # at stage 3 the sums are on the CPU, but for those of a bucket
 
 
 class Estimate(NamedTuple):
@@ -113,7 +106,8 @@ def estimate(
     largest = max(sizes)
     elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
     kept = _OFFLOADED_3 if offloads and stage == 3 else _GRADIENTS[stage, dtype.itemsize < 4]
-    buckets = kept.bucket * max(elements, largest) + kept.copy * max(min(elements, trained), largest)
+    each, shared, bucket, copy = kept
+    buckets = bucket * max(elements, largest) + copy * max(min(elements, trained), largest)
     moments = 8 * trained if stage == 0 else 12 * trained / num_ranks  # with master weights
     norms = (4 * itemsize + 8) * shape.hidden  # computed in float32
     layer = norms + itemsize * (3 * shape.query + 2 * shape.key + 4 * shape.inner)
@@ -124,7 +118,7 @@ def estimate(
         per_token = norms + layer - itemsize * 4 * shape.inner
     return Estimate(
         weights=weights,
-        gradients=trained * (kept.each + kept.shared / num_ranks) + buckets,
+        gradients=trained * (each + shared / num_ranks) + buckets,
         optimizer=0 if offloads else moments,
         activations=tokens * per_token,
         logits=logits,
@@ -138,9 +132,14 @@ def _frozen_in_layers(model: Any) -> int:
 
 
 def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
+    """Return what a step needs; raise ConfigError where its ranks can't divide rows as they are asked to."""
     parts = []
     for model, kind, learns in models:
         whole = skeleton(model, kind)
+        for number, what in ((num_ranks, "ranks"), (Shape.of(whole).heads, f"attention heads of {model.path}")):
+            if number % config.sequence_parallel:
+                said = f"trainer.sequence_parallel={config.sequence_parallel} does not divide the {number} {what}"
+                raise ConfigError(f"{said}: set a divisor")
         if not learns:
             whole.requires_grad_(False)
         part = estimate(

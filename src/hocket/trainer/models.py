@@ -112,6 +112,7 @@ class Models:
         shape = Shape.of(self.policy.model)
         self.key_share = shape.key_share
         self.row_tokens = memory.row_tokens(shape, device)
+        self.pairs = math.inf if device.type == "cuda" else self.flops.pairs
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
         delay = sum(extra.delay for extra in objective.extras)
         own_steps = settings.model_copy(update={"steps": settings.steps - delay})
@@ -126,7 +127,10 @@ class Models:
         )
         self.learners = [policy]
         self.tensors: list[Callable[[], Iterator[Tensor]]] = [self.engine.tensors]  # of each model
-        self.columns: dict[str, Column] = {"logprobs": self.policy_logprobs, "entropy": self.policy_entropy}
+        self.columns: dict[str, Column] = {
+            "logprobs": lambda batch: self.engine.forward(batch)[0],
+            "entropy": lambda batch: self.engine.forward(batch)[1],
+        }
         self.columns |= {extra.column: extra.load(self) for extra in objective.extras if extra.load}
         fixed = settings.micro_batch_tokens
         self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
@@ -141,7 +145,7 @@ class Models:
         """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
         algorithm = self._config.algorithm
         settings = self.setup.config
-        loaded = kind(
+        return kind(
             model,
             dtype=self.setup.parameter_dtype(),
             temperature=self._objective.temperature,
@@ -151,16 +155,6 @@ class Models:
             seed=settings.seed,
             loads=self.ranks.is_main or self.setup.stage < 3,
         )
-        ulysses.check_heads(settings.sequence_parallel, loaded.model)
-        return loaded
-
-    def policy_logprobs(self, batch: TrainBatch) -> Tensor:
-        logprobs_bt: Tensor = self.engine.forward(batch)[0]
-        return logprobs_bt
-
-    def policy_entropy(self, batch: TrainBatch) -> Tensor:
-        entropy_bt: Tensor = self.engine.forward(batch)[1]
-        return entropy_bt
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         columns = self.engine.forward(batch)
@@ -220,7 +214,7 @@ class Models:
         policy = done[0]
         num_tokens = batches[0].num_tokens_global
         positions, computed, operations = self.ranks.total(self._work_of(batches))
-        of_head = flops.step_flops(self.flops, [], num_tokens)
+        of_head = self.flops.per_trained_token * num_tokens
         metrics = {
             **policy.totals,
             "grad_norm": policy.grad_norm,
@@ -276,10 +270,8 @@ class Models:
         own: Numbers = {}
         for batch in self._built(share):
             own |= unpack(batch, {name: self.columns[name](batch) for name in names})
-        found: Numbers = {}
-        for of_rank in self.ranks.gather(own):
-            found |= of_rank
-        return found
+        own = {} if self.part.number else own  # others of the same rows would send the same
+        return dict(itertools.chain.from_iterable(numbers.items() for numbers in self.ranks.gather(own)))
 
     @torch.no_grad()
     def surprise(self, share: Share) -> list[float]:

@@ -142,24 +142,24 @@ class Policy(nn.Module):
     def check_architecture(self, device: torch.device) -> None:
         """Raise TrainerError for an architecture that would train wrong here."""
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
-        one = Segments((8,), device)
         branch_bt = torch.cat([ids_bt[:, :4], ids_bt[:, 8:12]], dim=1)  # begins like the first
-        alone = [self._hidden(part_bt, one) for part_bt in (ids_bt[:, :8], ids_bt[:, 8:], branch_bt)]
         seen = torch.cat([torch.arange(16), torch.arange(4), torch.arange(16, 20)])
         row_br = torch.cat([ids_bt, branch_bt[:, 4:]], dim=1)
         packed = self._hidden(row_br, Segments((8, 8, 4), device, (0, 0, 4), seen))
         self.model.set_attn_implementation("eager")  # the model's own
-        inputs = {"input_ids": ids_bt[:, 8:], "position_ids": one.positions_br}
-        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        logits = own = hidden
+        alone = [self.model.base_model(one_bt, use_cache=False)[0] for one_bt in (*ids_bt.chunk(2, dim=1), branch_bt)]
+        logits = own = alone[2]
         if not self.scores:  # a classifier has them at the last position alone
-            logits = self.model(**inputs, use_cache=False).logits
-            own = head_of(self.model)(hidden)
+            logits = self.model(branch_bt, use_cache=False).logits
+            own = head_of(self.model)(alone[2])
         self.model.set_attn_implementation(attention.NAME)
         for problem, actual, expected in (
             ("changes its logits after the output head", own, logits),
-            ("has more in its attention than is computed here", alone[1], hidden),
-            ("lets sequences that share a row see each other", packed, torch.cat([*alone[:2], alone[2][:, 4:]], dim=1)),
+            (
+                "has more in its attention than is computed here, or lets sequences that share a row see each other",
+                packed,
+                torch.cat([*alone[:2], alone[2][:, 4:]], dim=1),
+            ),
         ):
             # Of the numbers' spread: rounding in 16 bits stays far below it.
             if not (actual - expected).float().abs().mean() <= 0.05 * expected.float().std():

@@ -29,7 +29,7 @@ class Ranks:
 
     def __init__(self, timeout_s: float, cpu_threads: int = 1) -> None:
         # Every collective would warn that its Python entry point will go.
-        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=r"`?torch\.distributed\.", category=FutureWarning)
         self.rank = int(os.environ.setdefault("RANK", "0"))
         self.size = int(os.environ.setdefault("WORLD_SIZE", "1"))
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))

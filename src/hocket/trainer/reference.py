@@ -52,7 +52,7 @@ def frozen(path: str | None, setting: str, model: ModelConfig) -> Extra:
 def _under_adapter(models: Models) -> Column:
     def logprobs(batch: TrainBatch) -> Tensor:
         with models.policy.weights.base(models.policy.model):
-            return models.policy_logprobs(batch)
+            return models.columns["logprobs"](batch)
 
     return logprobs
 

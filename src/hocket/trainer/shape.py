@@ -10,6 +10,7 @@ class Shape(NamedTuple):
 
     layers: int
     hidden: int
+    heads: int  # of queries
     query: int  # of all heads
     key: int  # of all heads of keys, and of values
     pair: int  # of all heads of queries, and of values: what a token and one that it sees take
@@ -30,7 +31,7 @@ class Shape(NamedTuple):
         def size(name: str, default: int) -> int:
             return getattr(text, name, None) or default
 
-        heads = text.num_attention_heads
+        heads = size("num_attention_heads", 1)
         head = size("head_dim", text.hidden_size // heads)
         inner = size("intermediate_size", 4 * text.hidden_size)
         experts = size("num_experts_per_tok", 0)
@@ -39,6 +40,7 @@ class Shape(NamedTuple):
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
+            heads=heads,
             query=head * heads,
             key=head * size("num_key_value_heads", heads),
             pair=heads * (size("qk_head_dim", head) + size("v_head_dim", head)),

@@ -240,7 +240,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             num_ranks=self.ranks.size // copies,
             row_tokens=self.models.row_tokens,
             cost=functools.cache(lambda length: flops.step_flops(self.models.flops, [length], length)),
-            share=self._config.trainer.share_prefixes,
+            share=self.models.pairs if self._config.trainer.share_prefixes else 0.0,
             key_share=self.models.key_share,
             unit=self._objective.unit,
         )

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed.nn.functional import all_reduce, all_to_all_single
 
-from hocket.errors import ConfigError
 from hocket.trainer.attention import RowPart
 from hocket.trainer.ranks import Ranks
 
@@ -33,7 +32,7 @@ class Split(RowPart):
         return self._exchanged(tensor_rhd)[None]
 
     def whole(self, column_bt: Tensor) -> Tensor:
-        summed: Tensor = _Sum.apply(column_bt, self.group)  # type: ignore[no-untyped-call]
+        summed: Tensor = all_reduce(column_bt, group=self.group)  # type: ignore[no-untyped-call]
         return summed
 
     def _exchanged(self, tensor_xyd: Tensor) -> Tensor:
@@ -43,32 +42,8 @@ class Split(RowPart):
         return received.transpose(0, 1).flatten(1, 2)
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, column: Tensor, group: Any) -> Tensor:
-        total = column.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None  # all ranks compute the same loss of the sum: each keeps that of its own numbers
-
-
 def split(size: int, ranks: Ranks) -> Split:
     """Return how `size` neighbouring ranks divide rows."""
-    _check(size, ranks.size, "ranks")
     timeout = datetime.timedelta(seconds=ranks.timeout_s)
     group, _ = dist.new_subgroups(size, timeout=timeout)  # type: ignore[no-untyped-call]
     return Split(size, ranks.rank % size, group=group)
-
-
-def check_heads(size: int, model: Any) -> None:
-    """Raise ConfigError where `size` ranks can't divide a model's heads."""
-    heads = model.config.get_text_config().num_attention_heads
-    _check(size, heads, f"attention heads of {model.name_or_path}")
-
-
-def _check(size: int, number: int, what: str) -> None:
-    if number % size:
-        raise ConfigError(f"trainer.sequence_parallel={size} does not divide the {number} {what}: set a divisor")
