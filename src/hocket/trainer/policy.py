@@ -128,7 +128,7 @@ class Policy(nn.Module):
         return tuple(map(batch.segments.part.whole, columns))
 
     def metrics(self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *others: Tensor) -> dict[str, Tensor]:
-        """Return the batch's share of what is told of any loss on what `forward` returns."""
+        """Return the batch's share of what is measured for any loss, from what `forward` returns."""
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
         return {"entropy": entropy, **draw_sums(batch, logprobs_bt, entropy_bt, *others)}
 
