@@ -15,7 +15,9 @@ import pytest
 from safetensors import SafetensorError
 
 import hocket
+from hocket.cluster import launch
 from hocket.commands.cli import DEFAULTS, main
+from hocket.common import machine
 from hocket.errors import ConfigError, ServerError
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
@@ -31,6 +33,16 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert f"run.py {command}" in out
     assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "select", "watch", "report"))
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"]])
+def test_a_stage_uses_freed_memory_again_on_cpus_alone(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "visible_gpus", lambda: gpus)
+    keep = Mock()
+    monkeypatch.setattr(machine, "keep_freed_memory", keep)
+    monkeypatch.setattr("hocket.stages.driver.run", lambda config, command: None)
+    assert main(["sft"]) == 0
+    assert keep.call_count == (not gpus)
 
 
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -90,3 +90,10 @@ def test_a_start_that_fails_leaves_the_search_for_garbage_on() -> None:
         assert not gc.isenabled()
         raise OSError("no model")
     assert gc.isenabled()
+    gc.disable()
+    try:
+        with starting():
+            pass
+        assert not gc.isenabled()  # as the caller of hocket.train wants it
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +216,27 @@ def test_a_load_frees_its_memory_for_a_kv_cache_that_wakes_up(monkeypatch: pytes
 def arguments(model: str, *settings: str) -> Any:
     config = load(None, [f"model.path={model}", "server.kv_cache_mib=64", *settings])
     return vllm_arguments.app_arguments(vllm_arguments.engine_arguments(config))
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_torch_s_compiler_is_hidden_on_cpus_alone_and_there_again_without_vllm(
+    cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = "torch._inductor.lowering"
+    monkeypatch.delitem(sys.modules, compiler, raising=False)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda: cpu)
+    hidden = []
+
+    def missing(name: str) -> None:
+        hidden.append(compiler in sys.modules)
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with contextlib.suppress(ModuleNotFoundError):
+        vllm_arguments.import_vllm()
+    assert hidden == [True] * cpu
+    assert compiler not in sys.modules
 
 
 def test_the_engine_gets_what_vllm_s_own_command_line_would_give_it(model: str) -> None:

@@ -147,14 +147,14 @@ def test_the_estimate_is_what_a_gpu_holds(ranks: Ranks, setting: str, tmp_path: 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
     ranks: Ranks, tied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 24 * GIB)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: GIB // 10)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
     settings = ("trainer.micro_batch_tokens=10000000", "trainer.zero_stage=0")
     with pytest.raises(ConfigError) as refused:
         make_trainer(ranks, tied_model, *settings)
-    # a layer's 24 · 32 + 4 · (3 · 32 + 2 · 16 + 4 · 64) bytes, twice, and 24 · 32 more, for ten million tokens
-    needs = "a step needs about 50.07 GiB per rank: weights 0.00, gradients 0.00, optimizer 0.00, activations 50"
-    for said in (needs, "there are 24", "trainer.gradient_checkpointing=true", "trainer.micro_batch_tokens"):
+    # a layer's 24 · 32 + 4 · (3 · 32 + 2 · 16 + 4 · 64) bytes, twice, and 24 · 32 more, for the 32,768 of a CPU's row
+    needs = "a step needs about 0.16 GiB per rank: weights 0.00, gradients 0.00, optimizer 0.00, activations 0.16"
+    for said in (needs, "there are 0.10", "trainer.gradient_checkpointing=true", "trainer.micro_batch_tokens"):
         assert said in str(refused.value)
 
 
@@ -210,8 +210,8 @@ def test_without_a_gpu_the_size_is_8192_for_every_part_of_a_run(ranks: Ranks, ti
 def test_a_row_on_a_cpu_is_long_enough_with_8_mib_in_its_largest_tensor(tied_model: str) -> None:
     shape = Shape.of(skeleton(ModelConfig(path=tied_model)))
     for inner, expected in ((256, 8192), (1408, 1489), (8960, 1024)):  # 2^21 / 1408 = 1489.4
-        assert memory.row_tokens(shape._replace(inner=inner), CPU) == expected
-    assert memory.row_tokens(shape, torch.device("cuda")) == math.inf
+        assert memory.row_tokens(shape._replace(inner=inner), on_gpu=False) == expected
+    assert memory.row_tokens(shape, on_gpu=True) == math.inf
 
 
 @pytest.mark.gpu

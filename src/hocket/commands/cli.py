@@ -19,6 +19,7 @@ import hocket
 from hocket import config as config_module
 from hocket.cluster import launch
 from hocket.commands import doctor
+from hocket.common import machine
 from hocket.common.files import unused
 from hocket.common.processes import nobody_reads
 from hocket.common.redaction import redacted
@@ -197,6 +198,8 @@ def _rollout(args: argparse.Namespace) -> None:
 
 
 def _stage(args: argparse.Namespace) -> None:
+    if not launch.visible_gpus():
+        machine.keep_freed_memory()
     from hocket.stages import driver
 
     driver.run(args.config, args.command)

@@ -91,11 +91,13 @@ def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Corou
 @contextmanager
 def starting() -> Iterator[None]:
     """Search for no garbage meanwhile: imports make hardly any, and searches take a quarter of their time."""
+    enabled = gc.isenabled()  # a caller may have it off
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -45,10 +45,12 @@ def is_cpu_build() -> bool:
 def import_vllm() -> None:
     """Import vLLM; on a CPU, where nothing is compiled, without torch's compiler: it would only patch that."""
     compiler = "torch._inductor.lowering"
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and compiler not in sys.modules:
+    if is_cpu_build() and os.environ.get("TORCHDYNAMO_DISABLE") == "1" and compiler not in sys.modules:
         sys.modules[compiler] = None  # type: ignore[assignment]  # as Python marks what can't be imported
-        importlib.import_module("vllm")
-        del sys.modules[compiler]
+        try:
+            importlib.import_module("vllm")
+        finally:
+            del sys.modules[compiler]
 
 
 def engine_arguments(config: Config) -> Namespace:

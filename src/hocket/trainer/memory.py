@@ -82,10 +82,12 @@ def estimate(
     num_ranks: int,
     offloads: bool = False,
     quantized: bool = False,
+    row_tokens: float = math.inf,
 ) -> Estimate:
     """Return what a step needs with a transformers model, on any device; with "auto", for a micro-batch of one chunk.
 
     `offloads`: the optimizer's state is off the device. `quantized`: frozen linear layers but the head have 4 bits.
+    `row_tokens`: as of `divide`; rows that share much take more than is estimated.
     """
     shape = Shape.of(model)
     zero = config.deepspeed.get("zero_optimization", {})
@@ -97,7 +99,7 @@ def estimate(
         gathered = min(count, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
     row = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
-    tokens = row / config.sequence_parallel
+    tokens = min(row, row_tokens) / config.sequence_parallel
     logits = _HEAD_BYTES * min(tokens, CHUNK_TOKENS) * head_of(model).out_features
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
     if not sizes:
@@ -150,6 +152,7 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
             num_ranks=num_ranks,
             offloads=config.offload_optimizer and on_gpu,
             quantized=model.quantizes,
+            row_tokens=row_tokens(Shape.of(whole), on_gpu=on_gpu),
         )
         parts.append(part)
     weights, gradients, optimizer, activations, logits = zip(*parts, strict=True)
@@ -178,12 +181,12 @@ def available_bytes(device: torch.device) -> int:
     return machine.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def row_tokens(shape: Shape, device: torch.device) -> float:
+def row_tokens(shape: Shape, *, on_gpu: bool) -> float:
     """Return after how many positions a row is long enough: on a CPU more take more memory, at no higher speed.
 
     The C library gives large tensors back at once, and the kernel zeroes the pages of each new one.
     """
-    if device.type != "cpu":
+    if on_gpu:
         return math.inf
     return max(LEAST_ROW, ROW_BYTES // (4 * shape.inner))
 
