@@ -88,7 +88,8 @@ def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_mi
     assert second == f"{samples}:2  0  exact_match 0, length 0, first_told 0"
     assert [call.split(":")[0] for call in calls] == [f"calls of {n}" for n in ("exact_match", "first_told", "length")]
     assert last == "2 samples in 1 groups, 0 without a score"
-    assert main([*command, "--against=exact_match"]) == 0
+    measured = functions.replace("exact_match: 1", "exact_match: 0")  # as a run does that trains on another
+    assert main([*command, f"rewards.functions={measured}", "--against=exact_match"]) == 0
     compared = "rank correlation 1.000; within groups 1.000, the mean of 1 in which both differ; 100.0% of 1 pairs"
     assert f"\nagainst exact_match: {compared}" in capsys.readouterr().out
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows))

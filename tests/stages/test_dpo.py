@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,22 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not_and_measures_its_refere
         driver.run(make_config("dpo", model, tmp_path, *settings, "checkpoint.resume=true", "dpo.batch_size=6"), "dpo")
     with pytest.raises(ConfigError, match=r"it is of dpo"):
         driver.run(make_config("sft", model, tmp_path, "model.lora={}", "checkpoint.resume=true"), "sft")
+
+
+def test_a_new_run_measures_again_as_the_models_files_may_have_changed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_rows(monkeypatch, make_pairs(6))
+    run = tmp_path / "run"
+    config = make_config("dpo", model, tmp_path, "trainer.steps=1")
+    driver.run(config, "dpo")
+    path = run / "reference.json"
+    found = json.loads(path.read_text())
+    shutil.rmtree(run)
+    run.mkdir()
+    path.write_text(json.dumps({**found, "logps": [0.0] * 12}))
+    driver.run(config, "dpo")
+    assert json.loads(path.read_text()) == found
 
 
 def test_another_model_can_be_the_reference(

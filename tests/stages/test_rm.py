@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from batches import scorer_of_all
 from hocket.config import RewardsConfig
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, DataError
 from hocket.stages import STAGES, driver, pairs, rm
 from hocket.trainer import memory
 from hocket.trainer.export import export
@@ -131,6 +131,14 @@ def test_training_goes_on_from_a_reward_model_and_from_a_checkpoint(
     assert records_of(tmp_path / "more")[0]["train/loss"] < losses[0][-1]
     with pytest.raises(ConfigError, match=r"rm.center_coef: Input should be greater than or equal to 0"):
         driver.run(make_config("rm", model, tmp_path, "rm.center_coef=-1"), "rm")
+
+
+def test_other_margins_are_other_rows_to_a_resumed_run() -> None:
+    one = sequence((1, 2, 3))
+    before, now = (driver.Rows("comparisons", [pairs.sample(one, margins=margin)]) for margin in (0.1, 0.2))
+    now.restore(dict(now.state()))
+    with pytest.raises(DataError, match="can't resume: the comparisons were"):
+        now.restore(before.state())
 
 
 @pytest.mark.parametrize("command", ["rm", "dpo"])

@@ -95,12 +95,16 @@ def test_best_and_worst_of_a_group_become_a_preference_with_the_tokens_that_were
         recorded(1, "ba", 0.5, "ba"), recorded(1, "ba", 1.0, "ab"), recorded(1, "ba", 1.0, "a b"),
         recorded(1, "ba", None, "b"), recorded(1, "dc", 1.0, "cd"), recorded(1, "dc", 1.0, "cd!"),
         recorded(2, "ba", 0.0, "aa"), recorded(2, "ba", 2.0, "ab", finish_reason="length"),
-        recorded(2, "ba", 0.75, "a"),
+        recorded(2, "ba", 0.75, "a"), recorded(2, "ba", -1.0, ""),
+        recorded(2, "dc", 1.0, "cd"), recorded(2, "dc", 0.0, "cd"),  # by a judge that is not sure
     ]  # fmt: skip
     output = tmp_path / "pairs.jsonl"
     said = select_pairs(run_of(tmp_path / "run", rows), output)
     what, command = said.splitlines()
-    assert what == f"{output}: 2 pairs; 1 groups have equal rewards, 2 of 9 rollouts no score or no end"
+    assert (
+        what
+        == f"{output}: 2 pairs; 2 groups have equal rewards or answers, 3 of 12 rollouts no score, no end or no text"
+    )
     assert command.endswith(f" dpo data.source={output} model.path=checkpoints/tiny-sort run.dir=NEW")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
     found = load_preferences(DataConfig(source=str(output)), tokenizer, 99)
@@ -113,7 +117,9 @@ def test_best_and_worst_of_a_group_become_a_preference_with_the_tokens_that_were
             assert list(side.mask) == [False] * len(asked) + [True] * len(sampled)
 
     equal = run_of(tmp_path / "equal", rows[4:6])
-    with pytest.raises(ConfigError, match=r"in each of the 1 groups of .* all rewards are equal: none is preferred"):
+    with pytest.raises(
+        ConfigError, match=r"in each of the 1 groups of .* all rewards are equal, or the answers of best"
+    ):
         select_pairs(equal, output)
 
 

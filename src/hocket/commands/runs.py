@@ -355,6 +355,7 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
     with RewardCalls(config.rewards, filter(None, (*functions, against))) as calls:
         scores = tasks.run(score(RewardScorer(calls, functions)))
         if against:
+            calls.specs[against] = calls.specs[against].model_copy(update={"weight": 1.0})  # a run may only measure it
             both = zip(scores, tasks.run(score(RewardScorer(calls, [against]))), strict=True)
             grouped = [[*itertools.islice(both, len(group))] for group in groups.values()]
             compared = [f"against {against}: {agreement(grouped)}"]

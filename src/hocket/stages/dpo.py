@@ -5,6 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -66,7 +67,7 @@ def dpo(config: Config) -> Stage:
         rate="preferences mostly take 5e-7 to 5e-6, 10x as much with model.lora",
         objective=Objective(loss=functools.partial(pair_loss, options=options), extras=extras, unit=2),
         load=functools.partial(pairs.load, config.model, _row),
-        prepare=functools.partial(_referenced, config, options) if extras else None,
+        prepare=functools.partial(_referenced, config.run_dir / FILE, options.reference) if extras else None,
         held_out=pairs.held_out,
     )
 
@@ -76,17 +77,20 @@ def _row(pair: Preference) -> Row:
 
 
 def _referenced(
-    config: Config, options: DpoOptions, trainer: Trainer, rows: Sequence[Row], say: Callable[[str], None]
+    path: Path, reference: str | None, trainer: Trainer, rows: Sequence[Row], resumes: bool, say: Callable[[str], None]
 ) -> list[Row]:
-    """Return the rows with the reference's log-probs, measured at the start of a run and kept in its folder."""
+    """Return the rows with the reference's log-probs, measured at the start of a run and kept at `path`.
+
+    Those of an earlier run do not count: the model's files may have changed since.
+    """
     samples = flat(rows)
     sequences = [sample.sequence for sample in samples]
-    of = (config.model.model_dump_json(), options.reference, config.trainer.seed)
-    origin = seed_of(*of, *((one.token_ids, one.mask) for one in sequences))
-    path = config.run_dir / FILE
-    with reading(path):
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"hash": None}
-    if kept["hash"] != origin:
+    origin = seed_of(reference, *((one.token_ids, one.mask) for one in sequences))
+    kept: dict[str, Any] = {}
+    if resumes and path.exists():
+        with reading(path):
+            kept = json.loads(path.read_text(encoding="utf-8"))
+    if kept.get("hash") != origin:
         say(f"the reference's log-probs of {len(rows)} preferences are measured once, and kept in {path}")
         measured: list[float] = []
         for first in range(0, len(samples), CHUNK):

@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 Row = tuple[TrainSample, ...]
 """Samples that are trained together: `Objective.unit` of them."""
-Prepare = Callable[[Trainer, Sequence[Row], Callable[[str], None]], list[Row]]
-"""(trainer, rows, what tells people) → rows."""
+Prepare = Callable[[Trainer, Sequence[Row], bool, Callable[[str], None]], list[Row]]
+"""(trainer, rows, whether the run goes on from a checkpoint, what tells people) → rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +91,12 @@ def _train(config: Config, command: str, stage: Stage) -> None:
         RunFolder(config, console.say) as folder,
         Trainer(config, objective=stage.objective) as trainer,
     ):
+        parts: dict[str, Part] = {"recorder": folder, stage.rows: Rows(stage.rows, flat(rows))}
         if stage.prepare is not None:
-            prepared = stage.prepare(trainer, [*rows, *held_out], console.say)
+            prepared = stage.prepare(trainer, [*rows, *held_out], saved is not None, console.say)
             rows, held_out = prepared[: len(rows)], prepared[len(rows) :]
         samples = flat(rows)
         measured = flat(held_out)
-        parts: dict[str, Part] = {"recorder": folder, stage.rows: Rows(stage.rows, samples)}
         trainer.plan(steps)
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
@@ -176,7 +176,7 @@ class Rows:
 
     def __init__(self, name: str, samples: Sequence[TrainSample]) -> None:
         self._name = name
-        rows = ((sample.sequence.token_ids, sample.sequence.mask) for sample in samples)
+        rows = ((sample.sequence.token_ids, sample.sequence.mask, *sample.columns.values()) for sample in samples)
         self._state = {"num_samples": len(samples), "hash": seed_of(*rows)}
 
     def state(self) -> dict[str, int]:

@@ -53,18 +53,20 @@ def select_pairs(run: Path, output: Path) -> str:
     for row in told:
         groups[row["group_id"]].append(row)
     ends = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
-    pairs = [_preference(*both, tools) for both in ends if _reward(both[0]) > _reward(both[1])]
+    differ = [(one, other) for one, other in ends if _reward(one) > _reward(other) and _said(one) != _said(other)]
+    pairs = [_preference(*both, tools) for both in differ]
     if not pairs:
-        raise ConfigError(f"in each of the {len(groups)} groups of {run} all rewards are equal: none is preferred")
-    equal = f"{len(groups) - len(pairs)} groups have equal rewards"
-    what = f"{len(pairs)} pairs; {equal}, {num - len(told)} of {num} rollouts no score or no end"
+        what = "all rewards are equal, or the answers of best and worst"
+        raise ConfigError(f"in each of the {len(groups)} groups of {run} {what}: none is preferred")
+    equal = f"{len(groups) - len(pairs)} groups have equal rewards or answers"
+    what = f"{len(pairs)} pairs; {equal}, {num - len(told)} of {num} rollouts no score, no end or no text"
     return _write(output, pairs, what, config, "dpo")
 
 
 def _read(run: Path) -> tuple[Config, Row, list[Row], int]:
     """Return a run's config, the column "tools", the rollouts with a score and an end, newest first, and their number.
 
-    Those whose turns have no message between them are left out, too.
+    Those that say nothing, and whose turns have no message between them, are left out, too: no stage takes them.
     """
     config = load(run / "config.yaml", [])
     load_plugins(config.plugins)
@@ -84,7 +86,10 @@ def _read(run: Path) -> tuple[Config, Row, list[Row], int]:
 
 
 def _is_whole(row: Row) -> bool:
-    roles = [message["role"] for message in row.get("dialogue", ())]
+    turns = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+    if {"role": "assistant", "content": ""} in turns:
+        return False
+    roles = [message["role"] for message in turns]
     is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
     return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat
 
