@@ -127,7 +127,9 @@ def _fork_children() -> None:
     from hocket.cluster import launch
     from hocket.commands import parts
 
-    class Child(launch.Child):
+    real = launch.Child
+
+    class Child(real):  # type: ignore[misc, valid-type]
         def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
             self.log, self.begin = log, 0
             if log is not None:
@@ -144,7 +146,11 @@ def _fork_children() -> None:
 
         def __del__(self) -> None: ...
 
-    launch.Child = parts.Child = Child  # type: ignore[misc]
+    def child(*args: Any, sockets: Sequence[socket.socket] = (), **named: Any) -> Any:
+        """Start what gets sockets for real: a fork server does not hand them on."""
+        return real(*args, sockets=sockets, **named) if sockets else Child(*args, **named)
+
+    launch.Child = parts.Child = child  # type: ignore[assignment, misc]
 
 
 def started(mark: str) -> set[str]:

@@ -111,7 +111,7 @@ class Models:
         self.flops = flops.model_flops(skeleton(model, objective.kind))
         shape = Shape.of(self.policy.model)
         self.key_share = shape.key_share
-        self.row_tokens = memory.row_tokens(shape, on_gpu=device.type == "cuda")
+        self.row_tokens = memory.row_tokens(shape, on_gpu=device.type != "cpu")
         self.pairs = math.inf if device.type == "cuda" else self.flops.pairs
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
         delay = sum(extra.delay for extra in objective.extras)
