@@ -17,6 +17,16 @@ TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]  # gives th
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """A picture, and where its tokens stand in a sequence."""
+
+    data: bytes  # of a PNG, JPEG or WebP file, as it came
+    start: int  # place of its first token
+    length: int  # of its tokens: what the model's processor makes of its placeholder
+    placeholder: int  # the token that stands for it in what servers are sent
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One row of the data, rendered once."""
 
@@ -28,6 +38,7 @@ class Prompt:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
     answer: str | None = None  # which rewards compare with
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
+    images: tuple[Image, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +55,7 @@ class TokenSequence:
     text: str = ""  # of the policy's last turn
     opening: str = ""  # of a thought, before this text: "<think>\n"
     dialogue: tuple[Message, ...] = ()  # after the prompt; () if only the policy spoke
+    images: tuple[Image, ...] = ()  # of the whole sequence, in order
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)

@@ -22,7 +22,7 @@ from hocket.errors import DataError
 from hocket.types import Prompt
 
 UNUSED_S = 30 * 86_400.0
-OTHERS = [field.name for field in fields(Prompt) if field.name != "token_ids"]
+OTHERS = [field.name for field in fields(Prompt) if field.name not in ("token_ids", "images")]
 
 log = logging.getLogger(__name__)
 
