@@ -1,0 +1,109 @@
+"""Check and decode pictures. Whoever sees one, on either side, sees what `decoded` makes of its bytes."""
+
+import base64
+import hashlib
+import http.client
+import urllib.request
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_BYTES = 20 << 20  # of a file
+MAX_PIXELS = 1 << 25
+MARKS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "webp": b"WEBP"}  # within the first twelve bytes
+FETCH_S = 30.0
+
+
+def kind_of(data: bytes) -> str:
+    """Return "png", "jpeg" or "webp". Raise ValueError for other files."""
+    kind = next((name for name, mark in MARKS.items() if mark in data[:12]), None)
+    if kind is None:
+        raise ValueError(f"an image is no PNG, JPEG or WebP: it begins with {data[:12]!r}; convert it to one of these")
+    return kind
+
+
+def decoded(data: bytes) -> "Image":
+    """Return a picture in RGB, upright, on white. Raise ValueError for one that is broken or too large.
+
+    A file says its size first: what would unpack to gigabytes is not decoded.
+    """
+    from PIL import Image, ImageOps
+
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"an image has {len(data):,} bytes, more than {MAX_BYTES:,}: make it smaller")
+    bomb = f"an image has more than {MAX_PIXELS:,} pixels: make it smaller"
+    try:
+        image: Image.Image = Image.open(BytesIO(data), formats=[kind_of(data).upper()])
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(bomb)
+        image.load()
+        image = ImageOps.exif_transpose(image)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(bomb) from error
+    except (OSError, SyntaxError, EOFError, LookupError, TypeError, ArithmeticError) as error:  # as Pillow raises them
+        raise ValueError(f"an image is damaged: {error}; save it again, or leave it out") from error
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def png(image: "Image") -> bytes:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def file_name(data: bytes) -> str:
+    return f"{hashlib.sha256(data).hexdigest()}.{kind_of(data)}"
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/{kind_of(data)};base64,{base64.b64encode(data).decode()}"
+
+
+def from_text(text: str) -> bytes:
+    """Return the bytes of base64 or a data URL. Raise ValueError where they are neither."""
+    if len(text) > 2 * MAX_BYTES:
+        raise ValueError(f"an image has {len(text):,} characters of base64, its file more than {MAX_BYTES:,} bytes")
+    try:
+        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+    except ValueError as error:
+        raise ValueError(f"an image is no base64: {error}; write data:image/png;base64,...") from error
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it may lead to a host that is not allowed."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+def fetched(url: str, hosts: Collection[str], setting: str) -> bytes:
+    """Return the file at a URL of one of the hosts. Raise ValueError for another, or where none comes."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or parts.hostname not in hosts:
+        advice = f"allow it by {setting}: [{parts.hostname}], or put the file beside the data"
+        raise ValueError(f"an image is at {url:.80}, whose host is not allowed: {advice}")
+    try:
+        with urllib.request.build_opener(_Stays).open(url, timeout=FETCH_S) as answer:
+            found: bytes = answer.read(MAX_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(f"an image can't be had from {url:.80}: {error}; put the file beside the data") from error
+    return found
+
+
+def shown(messages: Iterable[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return messages as OpenAI's API has them, each part {"type": "image"} with the next picture."""
+    urls = iter([{"type": "image_url", "image_url": {"url": data_url(data)}} for data in images])
+    said = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [next(urls) if part["type"] == "image" else part for part in content]
+        said.append({**message, "content": content})
+    return said

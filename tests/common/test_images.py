@@ -1,0 +1,119 @@
+"""Pictures are checked before they are decoded; a bomb is known by its header."""
+
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import BytesIO
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from hocket.common import images
+
+
+def file_of(
+    mode: str = "RGB", color: Any = "red", kind: str = "PNG", size: tuple[int, int] = (4, 2), **how: Any
+) -> bytes:
+    file = BytesIO()
+    Image.new(mode, size, color).save(file, kind, **how)
+    return file.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """Returns the beginning of a PNG that says it has this size."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rest = b"IDAT" + zlib.compress(b"\0" * 100)
+    chunks = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (header, rest)]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_file_has_the_name_of_its_bytes_and_its_kind(kind: str) -> None:
+    data = file_of(kind=kind)
+    name = images.file_name(data)
+    assert name.endswith(f".{kind.lower()}")
+    assert len(name.partition(".")[0]) == 64
+    assert images.from_text(images.data_url(data)) == data
+    assert images.decoded(data).size == (4, 2)
+
+
+def test_what_is_transparent_is_on_white_and_what_a_camera_turned_is_upright() -> None:
+    assert images.decoded(file_of("RGBA", (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
+    assert images.decoded(file_of("LA", (7, 255))).getpixel((0, 0)) == (7, 7, 7)
+    assert images.decoded(file_of("P", 0)).mode == images.decoded(file_of("CMYK", (0, 0, 0, 0), "JPEG")).mode == "RGB"
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    assert images.decoded(file_of(kind="JPEG", exif=turned)).size == (2, 4)
+
+
+BROKEN = {
+    "nothing": (b"", "no PNG, JPEG or WebP: it begins with b''"),
+    "text": (b"see the picture", "no PNG, JPEG or WebP"),
+    "gif": (file_of(kind="GIF"), "begins with b'GIF"),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "convert it"),
+    "truncated": (file_of(size=(64, 64), color="blue")[:-30], "damaged"),
+    "truncated jpeg": (file_of(kind="JPEG", size=(64, 64))[:-200], "damaged"),
+    "header alone": (file_of()[:20], "damaged"),
+    "wrong checksum": (file_of()[:29] + b"\0\0\0\0" + file_of()[33:], "damaged"),
+    "bomb": (bomb(60_000, 60_000), "more than 33,554,432 pixels"),
+    "smaller bomb": (bomb(8_000, 12_000), "more than 33,554,432 pixels"),
+    "small bomb": (bomb(8_000, 8_000), "more than 33,554,432 pixels"),
+    "too many bytes": (file_of() + bytes(images.MAX_BYTES), "more than 20,971,520: make it smaller"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_or_huge_file_is_refused_by_name(name: str) -> None:
+    data, message = BROKEN[name]
+    with pytest.raises(ValueError, match=message):
+        images.decoded(data)
+
+
+def test_what_is_no_base64_is_refused() -> None:
+    for text in ("data:image/png;base64,?", "not base64!"):
+        with pytest.raises(ValueError, match="no base64"):
+            images.from_text(text)
+    with pytest.raises(ValueError, match="more than 20,971,520 bytes"):
+        images.from_text("A" * (2 * images.MAX_BYTES + 1))
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302 if self.path == "/moved" else 200)
+            self.send_header("Location", "http://localhost/secret")
+            self.end_headers()
+            self.wfile.write(b"a file")
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_only_hosts_that_are_named_are_asked_and_no_redirect_is_followed(host: str) -> None:
+    assert images.fetched(f"{host}/file", {"127.0.0.1"}, "hosts") == b"a file"
+    with pytest.raises(ValueError, match="302"):
+        images.fetched(f"{host}/moved", {"127.0.0.1"}, "hosts")
+    for url in (f"{host}/file", "file:///etc/passwd", "http://127.0.0.1@elsewhere/", "ftp://elsewhere/a.png"):
+        with pytest.raises(ValueError, match=r"not allowed: allow it by data\.image_hosts"):
+            images.fetched(url, {"elsewhere.org"}, "data.image_hosts")
+
+
+def test_messages_show_their_pictures_in_order_as_openai_has_them() -> None:
+    first, second = file_of(color="red"), file_of(color="blue")
+    content = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    said = images.shown([{"role": "system", "content": "Look."}, {"role": "user", "content": content}], [first, second])
+    assert said[0] == {"role": "system", "content": "Look."}
+    urls = [part["image_url"]["url"] for part in said[1]["content"] if part["type"] == "image_url"]
+    assert urls == [images.data_url(first), images.data_url(second)]
