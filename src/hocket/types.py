@@ -6,7 +6,7 @@ Token ids are the truth; text is for rewards and people and is never encoded aga
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
 InFlight = Literal["keep", "drain", "abort"]  # while weights load, requests go on, end before, or are aborted
@@ -41,6 +41,15 @@ class Prompt:
     images: tuple[Image, ...] = ()
 
 
+class TurnReward(NamedTuple):
+    """A turn of the model, and what the environment gave for it."""
+
+    number: int  # in its episode, from 0
+    tokens: int  # sampled in it
+    reward: float = 0.0
+    state: str = ""  # alike where the model saw the same before it
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
     """One flat sequence, exactly as the engine read and sampled it."""
@@ -56,6 +65,7 @@ class TokenSequence:
     opening: str = ""  # of a thought, before this text: "<think>\n"
     dialogue: tuple[Message, ...] = ()  # after the prompt; () if only the policy spoke
     images: tuple[Image, ...] = ()  # of the whole sequence, in order
+    turn_rewards: tuple[TurnReward, ...] = ()  # of each model turn; (): one turn
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)

@@ -40,7 +40,7 @@ class FakeSession:
         token_ids = tuple(rng.randrange(100, 999) for _ in range(3))
         said = f"said {len(self.calls)}"
         completion = fakes.completion(*token_ids, logprobs=(-0.5, -0.25, -1.0), version=2 + len(self.calls), text=said)
-        self.calls.append(AgentCall(prompt_token_ids=asked, completion=completion))
+        self.calls.append(AgentCall(id=f"answer {len(self.calls)}", prompt_token_ids=asked, completion=completion))
         return [*asked, *token_ids]
 
 
@@ -169,6 +169,29 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     assert tuple(other.token_ids) == (5, 6, *done[0], 7, *done[1])
     assert other.mask == (False, False, True, True, True, False, True, True, True)
     assert [said["content"] for said in other.dialogue] == ["said 0", "7", "said 1"]
+
+
+async def test_an_agent_gives_its_calls_rewards_of_their_own() -> None:
+    servers = FakeServers()
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        session.ask(*session.ask(5, 6), 7)
+        session.ask(5, 9)
+        task.reward(0.5, "answer 2")
+        task.reward(0.25, "answer 0")
+        task.reward(0.25, "answer 0")
+        if task.seed % 2:
+            task.reward(1.0, "of another")
+        return 2.0
+
+    (group,) = await played(plays, servers, group_size=8)
+    wrong = [rollout for rollout in group.rollouts if rollout.error]
+    assert 0 < len(wrong) < 8
+    assert wrong[0].error == "agent: it gave a reward to 'of another', which is the id of none of its answers"
+    good = next(rollout for rollout in group.rollouts if not rollout.error)
+    assert good.reward == 3.0
+    turns = [[(turn.number, turn.reward) for turn in one.turn_rewards] for one in good.sequences]
+    assert turns == [[(0, 0.5), (1, 0.0)], [(2, 0.5)]]
 
 
 REFUSED = ValueError("400: this session has made its 6 calls")

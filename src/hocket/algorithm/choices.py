@@ -50,6 +50,9 @@ class Choice:
 
 KINDS = {  # by setting
     "baseline": Registry[Choice]("advantage"),
+    "credit": Registry[Choice](
+        "credit", **dict.fromkeys(("episode", "turn", "step_groups"), "hocket.algorithm.credit")
+    ),
     "clip": Registry[Choice]("objective"),
     "aggregate": Registry[Choice]("aggregate"),
     "kl": Registry[Choice]("kl"),
@@ -73,9 +76,15 @@ def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
 
 def check(algorithm: AlgorithmConfig, group_size: int) -> None:
     """Raise ConfigError where functions do not exist or do not fit together; plugins must be loaded."""
-    for kind in ("clip", "aggregate", "correction"):
+    for kind in ("clip", "aggregate", "correction", "credit"):
         choose(kind, getattr(algorithm, kind))
-    compares = choose("baseline", algorithm.baseline).compares
+    per = choose("baseline", algorithm.baseline).per
+    compares = per != "token"
+    if algorithm.by_turn and (per == "batch" or (not compares and algorithm.credit != "turn")):
+        raise ConfigError(
+            f"algorithm.credit={algorithm.credit} compares turns of a group, algorithm.baseline={algorithm.baseline} "
+            "does not: set another, or leave credit out"
+        )
     if not compares and algorithm.scale in ("group", "batch"):
         raise ConfigError(
             f"algorithm.baseline={algorithm.baseline} compares no rollouts: set algorithm.scale to tokens or none"
@@ -111,6 +120,12 @@ def advantage(name: str, *, per: Per, needs: tuple[str, ...] = ()) -> Callable[[
     """Decorate an advantage: rewards → advantages, float64; per token also → (advantages, returns for a critic)."""
     offered = ("rewards_g", "rewards_n", "group_n", "parts_n", "rewards_t", *(f"{column}_t" for column in needs))
     return _register("baseline", offered, name, {"per": per, "needs": needs})
+
+
+def credit(name: str) -> Callable[[F], F]:
+    """Decorate a credit: the advantages of all turns of a batch, float64 [k] (algorithm/credit.py)."""
+    offered = ("rewards_k", "owner_k", "place_k", "state_k", "totals_n", "group_n", "compare")
+    return _register("credit", offered, name, {})
 
 
 def objective(name: str, *, clips: Literal["none", "ratio", "pessimistic"] = "none") -> Callable[[F], F]:

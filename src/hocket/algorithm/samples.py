@@ -1,6 +1,8 @@
 """Turn scored groups into train samples, of whole sequences: neither packing nor ranks change an advantage."""
 
+import functools
 import itertools
+import operator
 import statistics
 from array import array
 from collections.abc import Mapping, Sequence
@@ -12,10 +14,11 @@ from torch import Tensor
 
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import choose
+from hocket.algorithm.credit import Turns, advantages, in_order, turns_of
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AdaptiveKl, AlgorithmConfig
 from hocket.data.stream import Outcome
-from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample
+from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample, TurnReward
 
 NO_SCORE = "no score"
 MIN_VARIANCE = 1e-8
@@ -31,6 +34,7 @@ class Rewarded(NamedTuple):
     penalty: float  # for its length
     parts: Mapping[str, float]  # by reward function
     witness: bool  # as in TrainSample
+    turns: Turns  # with what counts for each in the score
 
 
 class Shaped(NamedTuple):
@@ -42,10 +46,11 @@ class Shaped(NamedTuple):
     reason: str | None  # why the group has no signal
 
 
-def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
+def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int, env_weight: float = 1.0) -> Shaped:
     """Subtract length penalties from a group's scores, and tell whether it has a signal.
 
-    Equal rewards have none where advantages depend on them alone; they would shrink the others' gradient.
+    `env_weight`: of the environment's rewards in a score. Equal rewards have none where advantages depend on them
+    alone; they would shrink the others' gradient.
     """
     needs = _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
     scored = []
@@ -55,8 +60,9 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
             penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
             sure = not (needs and are_equal(rewards))
             rewards.append(score.total - penalty)
-            scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure))
-    equal = are_equal(rewards)
+            turns = turns_of(rollout, env_weight)
+            scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure, turns))
+    equal = are_equal(rewards) and not (algorithm.by_turn and _turns_differ(scored))
     reason = None
     if not scored:
         reason = NO_SCORE
@@ -70,6 +76,11 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
         if not low < mean < high:
             reason = f"the mean reward, {mean:g}, is outside algorithm.reward_range"
     return Shaped(group, tuple(scored), equal, reason)
+
+
+def _turns_differ(scored: Sequence[Rewarded]) -> bool:
+    by_place = itertools.zip_longest(*(in_order(one.turns, one.reward) for one in scored))
+    return any(not are_equal([turn.reward for turn in turns if turn]) for turns in by_place)
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
@@ -134,6 +145,7 @@ class _Row(NamedTuple):
     sequence: TokenSequence
     columns: dict[str, Sequence[float]]
     kl_n: Tensor  # penalty per sampled token, before its coefficient
+    turns: Sequence[TurnReward]
 
 
 def train_samples(
@@ -149,25 +161,32 @@ def train_samples(
     rows = []
     known = itertools.chain(measured, itertools.repeat({}))
     for owner, (_, one) in enumerate(scored):
-        for name, sequence in zip(one.rollout.sequence_ids, one.rollout.sequences, strict=True):
+        for name, sequence, turns in zip(one.rollout.sequence_ids, one.rollout.sequences, one.turns, strict=True):
             columns = dict(next(known))
             kl_n = _kl_in_reward(sequence, columns, algorithm)
             penalised[owner] -= kl_coef * float(kl_n.sum())
             if is_trained(sequence, algorithm):
-                rows.append(_Row(owner, name, sequence, columns, kl_n))
+                rows.append(_Row(owner, name, sequence, columns, kl_n, turns))
     lengths = [len(row.kl_n) for row in rows]
     if _compares(algorithm):
-        of_rollout = group_advantages(
-            penalised,
-            group_ids,
+        compare = functools.partial(
+            group_advantages,
             baseline=algorithm.baseline,
             scale=algorithm.scale,
             parts=[one.parts for _, one in scored],
         )
-        of_row = of_rollout[[row.owner for row in rows]].double()
-        advantages_n = of_row.repeat_interleave(torch.tensor(lengths))
+        of_turn = advantages(algorithm.credit, [one.turns for _, one in scored], penalised, group_ids, compare)
+        turns_k = [(of_turn[row.owner][turn.number], turn.tokens) for row in rows for turn in row.turns]
+        values, sizes = zip(*turns_k, strict=True)
+        advantages_n = torch.tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
     else:
-        advantages_n = torch.cat([_by_token(row, scored[row.owner][1].reward, algorithm, kl_coef) for row in rows])
+        of_owner = _by_turn if algorithm.by_turn else _by_token
+        advantages_n = torch.cat(
+            [
+                of_owner(list(own), scored[owner][1].reward, algorithm, kl_coef)
+                for owner, own in itertools.groupby(rows, operator.attrgetter("owner"))
+            ]
+        )
     if algorithm.scale == "tokens":
         advantages_n = whiten(advantages_n)
     samples = [
@@ -201,18 +220,44 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
     return kl_n
 
 
-def _by_token(row: _Row, reward: float, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
-    """Return an advantage per sampled token; add a critic's target as the column "returns"."""
+def _by_token(rows: Sequence[_Row], reward: float, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
+    """Return an advantage per sampled token of a rollout; add a critic's target as the column "returns"."""
     choice = choose("baseline", algorithm.baseline)
-    rewards_n = -kl_coef * row.kl_n
-    rewards_n[-1] += reward
-    needed = {f"{name}_t": _sampled(row.columns[name], row.sequence) for name in choice.needs}
-    found = choice(rewards_t=rewards_n, **needed)
-    if isinstance(found, tuple):
-        found, returns_n = found
-        row.columns["returns"] = _whole(returns_n, row.sequence)
-    advantages_n: Tensor = found.expand_as(rewards_n)
-    return advantages_n
+    advantages = []
+    for row in rows:
+        rewards_n = -kl_coef * row.kl_n
+        rewards_n[-1] += reward
+        needed = {f"{name}_t": _sampled(row.columns[name], row.sequence) for name in choice.needs}
+        found = choice(rewards_t=rewards_n, **needed)
+        if isinstance(found, tuple):
+            found, returns_n = found
+            row.columns["returns"] = _whole(returns_n, row.sequence)
+        advantages.append(found.expand_as(rewards_n))
+    return torch.cat(advantages)
+
+
+def _by_turn(rows: Sequence[_Row], reward: float, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
+    """Return the same where each turn of the rollout is one step, with the values of its first token."""
+    choice = choose("baseline", algorithm.baseline)
+    sizes = torch.tensor([turn.tokens for row in rows for turn in row.turns])
+    firsts = sizes.cumsum(0) - sizes
+    numbers = torch.tensor([turn.number for row in rows for turn in row.turns])
+    order = numbers.argsort()
+    kl_n = torch.cat([row.kl_n for row in rows])
+    of_turn = [part.sum() for part in torch.split(kl_n, sizes.tolist())]
+    turns = in_order([row.turns for row in rows], reward)
+    rewards_k = torch.stack(of_turn)[order] * -kl_coef + torch.tensor([turn.reward for turn in turns])
+    needed = {}
+    for name in choice.needs:
+        values_n = torch.cat([_sampled(row.columns[name], row.sequence) for row in rows])
+        needed[f"{name}_t"] = values_n[firsts][order]
+    found = choice(rewards_t=rewards_k, **needed)
+    steps = found if isinstance(found, tuple) else (found,)
+    by_token: list[Tensor] = [step_k[order.argsort()].repeat_interleave(sizes) for step_k in steps]
+    for returns_n in by_token[1:]:
+        for row, own_n in zip(rows, torch.split(returns_n, [len(row.kl_n) for row in rows]), strict=True):
+            row.columns["returns"] = _whole(own_n, row.sequence)
+    return by_token[0]
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:

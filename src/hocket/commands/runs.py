@@ -225,7 +225,12 @@ def _run(
         stream=stream,
         play=play,
         scorer=RewardScorer(calls, config.rewards.functions),
-        shape=partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
+        shape=partial(
+            shape,
+            algorithm=config.algorithm,
+            max_tokens=config.rollout.max_tokens,
+            env_weight=config.rewards.spec("env").weight,
+        ),
         batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
         evaluation=parts.evaluation(() if replay else held_out, play, calls),
         publisher=publisher,

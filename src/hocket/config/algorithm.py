@@ -105,6 +105,10 @@ class AdvantageConfig(Section):
     baseline: Chosen = "mean"
     """Advantage. Of the group: `mean`, `leave_one_out`; per token: `none`, option discount; `critic`, options discount
     and gae_lambda; or your own."""
+    credit: Chosen = "episode"
+    """What a turn is trained by: `episode`, the episode's reward; `turn`, rewards from it on, beside those of the same
+    turn, option discount; `step_groups`, also returns beside those of equal states, options discount, weight; or your
+    own."""
     scale: Scale = "group"
     """Divisor: deviation in the `group` or `batch`, or `none`; `tokens`: minus the mean, divided by the deviation, of
     all trained tokens."""
@@ -171,6 +175,10 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
     def updates(self) -> int:
         """Most optimiser steps per step of the run."""
         return self.epochs * self.minibatches
+
+    @property
+    def by_turn(self) -> bool:
+        return self.credit != "episode"
 
     def loss(self, max_tokens: int) -> LossConfig:
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)

@@ -55,6 +55,10 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
             )
+        if self.algorithm.by_turn and "env" not in self.rewards.functions:
+            raise ValueError(
+                f"algorithm.credit={self.algorithm.credit} needs rewards of turns: add rewards.functions.env"
+            )
         reference = str(self.algorithm.reference)
         if "://" in reference:
             deployment.web_url(reference)

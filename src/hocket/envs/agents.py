@@ -42,6 +42,11 @@ class Task:
     base_url: str  # of the policy, for any OpenAI client, as the next two
     api_key: str
     model: str
+    rewards: dict[str, float] = dataclasses.field(default_factory=dict)  # by call
+
+    def reward(self, value: float, call: str) -> None:
+        """Add to the reward of a call, by the `id` of its answer (algorithm.credit)."""
+        self.rewards[call] = self.rewards.get(call, 0.0) + float(value)
 
 
 @environment("agent")

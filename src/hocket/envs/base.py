@@ -46,6 +46,7 @@ class Observation:
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # None: rollout.max_tokens
     stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None  # None: rollout.stop
     goes_on: bool = False  # the model's turn is not over: the text counts as its own
+    state: StrictStr = ""  # alike where the next turn has the same task; default: where it reads the same
 
     def __post_init__(self) -> None:
         if self.messages and (self.text or self.goes_on):

@@ -17,7 +17,7 @@ from hocket.common.files import naming
 from hocket.common.redaction import redacted
 from hocket.config import DataConfig
 from hocket.errors import DataError
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence, TurnReward
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
@@ -27,7 +27,7 @@ TRAINED = "trained"  # folder of what training made of the rollouts
 DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 """What is raised on reading what is not as it was written."""
 COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
-LISTS = ("token_ids", "logprobs", "dialogue")
+LISTS = ("token_ids", "logprobs", "dialogue", "turn_rewards")
 """Fields of a sequence that its row has, too."""
 _NUMBERS = re.compile(rb',\s*"(?:mask|token_ids|logprobs|advantages|trainer|entropy)":\s*\[[^\]]*\]')
 """Never in a text: its quotes are escaped."""
@@ -55,6 +55,8 @@ def _plain(value: Any) -> Any:
 
 def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
     *others, last = map(_sequence_row, rollout.sequence_ids, rollout.sequences)
+    if sum(sequence.turns for sequence in rollout.sequences) == 1:
+        last.pop("turn_rewards", None)
     row = {
         "id": rollout.id,
         "group_id": group.id,
@@ -79,8 +81,9 @@ def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
 
 def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
     row = {field: getattr(sequence, field) for field in (*COPIED, *LISTS)}
-    if not sequence.dialogue:
-        del row["dialogue"]
+    for field in ("dialogue", "turn_rewards"):
+        if not row[field]:
+            del row[field]
     return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **row}
 
 
@@ -206,6 +209,7 @@ def _sequence(row: Mapping[str, Any]) -> TokenSequence:
         mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
         logprobs=tuple(row.get("logprobs", [0.0] * len(token_ids))),
         dialogue=tuple(row.get("dialogue", ())),
+        turn_rewards=tuple(TurnReward(*one) for one in row.get("turn_rewards", ())),
         text=completion,
         **{field: row[field] for field in COPIED if field in row},
     )

@@ -258,6 +258,7 @@ class SessionRequest(Request[SessionResponse]):
 
 
 class AgentCall(Strict):
+    id: str = ""  # of vLLM's answer
     prompt_token_ids: tuple[int, ...]
     seed: Seed | None = None
     completion: Completion | None  # None: failed, or has not ended

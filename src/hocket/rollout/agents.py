@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,8 @@ from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
 from hocket.protocol import AgentCall, SessionRequest, SessionResponse
 from hocket.rollout.collect import Seat
-from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens
-from hocket.types import Prompt, Rollout
+from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens, state_of
+from hocket.types import Prompt, Rollout, TurnReward
 
 OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
 GRACE_S = 60.0  # that a session outlives its agent's deadline
@@ -60,9 +60,10 @@ class Agents:
             member, session = await self._open(seat, tokens)
             close = partial(member.server.close_session, session.id, timeout_s=self.pool.silence_s)
             returned: float | str | None = None
+            rewards: dict[str, float] = {}
             error = None
             try:
-                returned = await self._run(prompt, seat, member.url, session)
+                returned = await self._run(prompt, seat, member.url, session, rewards)
             except EpisodeError as failed:
                 error = f"agent: {failed}{again}"
             except BaseException:
@@ -81,13 +82,16 @@ class Agents:
                     why += f"what the model said is lost: {lost}"
                     return _rollout(prompt, seat, [Transcript(prompt.token_ids)], None, why)
                 again = f"; it was played again, as what the model had said was lost: {lost}"
-        transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
+        unknown = rewards.keys() - {call.id for call in record.calls}
+        if unknown and error is None:
+            error = f"agent: it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
+        transcripts = join(record.calls, self.decode, rewards) or [Transcript(prompt.token_ids)]
         if error is not None and record.cut_off:
             # Dropping truncated episodes would bias the group towards short answers.
             transcripts[-1].finish_reason = "length"
             returned = 0.0
             error = None
-        return _rollout(prompt, seat, transcripts, returned, error)
+        return _rollout(prompt, seat, transcripts, returned, error, rewards)
 
     async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
         """Open a session on the server with the fewest tokens in flight, and count these."""
@@ -108,7 +112,9 @@ class Agents:
                 if not isinstance(error, ServerError) or not self.pool.loses(member, error):
                     raise
 
-    async def _run(self, prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> float | str | None:
+    async def _run(
+        self, prompt: Prompt, seat: Seat, url: str, session: SessionResponse, rewards: dict[str, float]
+    ) -> float | str | None:
         task = Task(
             messages=copy.deepcopy(prompt.messages or ()),  # others play the same prompt
             text=prompt.text,
@@ -118,6 +124,7 @@ class Agents:
             base_url=f"{url}/sessions/{session.id}/v1",  # whose calls are recorded
             api_key=session.key,
             model=session.model,
+            rewards=rewards,
         )
         limits = {
             f"env.timeout_s={self.limits.timeout_s:g}": self.limits.timeout_s,
@@ -153,14 +160,16 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
     return running.done()
 
 
-def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> list[Transcript]:
+def join(
+    calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str], rewards: Mapping[str, float] = {}
+) -> list[Transcript]:
     """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
 
     A call whose prompt's tokens go on from a sequence extends it; another begins one. Calls that were broken off are
     left out; every other sampled token is in one sequence, once.
     """
     transcripts: list[Transcript] = []
-    for call in calls:
+    for number, call in enumerate(calls):
         if call.completion is None:
             continue
         asked = array("I", call.prompt_token_ids)
@@ -174,6 +183,8 @@ def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> 
             transcript = Transcript(asked)
         transcript.opening = opening_of(decode(call.prompt_token_ids[-OPENING_TOKENS:]))
         transcript.add_completion(call.completion)
+        own = TurnReward(number, len(call.completion.token_ids), rewards.get(call.id, 0.0), state_of(asked))
+        transcript.turn_rewards[-1] = own
         transcripts.append(transcript)
     return transcripts
 
@@ -184,11 +195,13 @@ def _rollout(
     transcripts: Sequence[Transcript],
     returned: float | str | None,  # by the agent: a reward, or the text to score
     error: str | None,
+    rewards: Mapping[str, float] = {},
 ) -> Rollout:
     if isinstance(returned, str):
         openings = {transcript.text.strip(): transcript.opening for transcript in transcripts}
         transcripts[-1].opening = openings.get(returned.strip(), "")  # of a call whose answer it is
         transcripts[-1].text = returned
     sequences = tuple(transcript.sequence() for transcript in transcripts)
-    reward = returned if isinstance(returned, float) else None
+    given = [*rewards.values(), *([returned] if isinstance(returned, float) else [])]
+    reward = sum(given) if given else None
     return Rollout(id=seat.id, prompt=prompt, sequences=sequences, reward=reward, error=error)

@@ -6,6 +6,7 @@ The model's go in exactly as sampled; the environment's messages are rendered to
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +22,7 @@ from hocket.envs.base import left_open
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
+from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence, TurnReward
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
@@ -89,6 +90,10 @@ def late(failed: ServerError, seat: Seat) -> str:
     return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
 
 
+def state_of(token_ids: Sequence[int]) -> str:
+    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=8).hexdigest()
+
+
 class Transcript:
     """The sequence so far, prompt first; tokens are only ever appended."""
 
@@ -98,6 +103,8 @@ class Transcript:
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
         self.turns = 0
+        self.turn_rewards: list[TurnReward] = []
+        self._state = ""  # that the next turn begins in
         self.text = ""  # of the last turn
         self.finish_reason: FinishReason = "stop"
         self.add_observation(token_ids, Observation())
@@ -111,6 +118,7 @@ class Transcript:
         if self._goes_on:
             self.text += observation.text
         else:
+            self._state = observation.state or (state_of(token_ids) if token_ids else self._state)
             if self.turns:
                 said = self.opening + self.text + observation.text
                 self.opening = self._template_opening if observation.messages else left_open(said)
@@ -127,9 +135,16 @@ class Transcript:
         self.text = self.text + completion.text if self._goes_on else completion.text
         if self._goes_on and self.turns:
             self.dialogue.pop()
+            self.add_reward(0.0, tokens=len(completion.token_ids))
         else:
+            self.turn_rewards.append(TurnReward(self.turns, len(completion.token_ids), state=self._state))
             self.turns += 1
         self.dialogue.append({"role": "assistant", "content": self.text})
+
+    def add_reward(self, reward: float, *, tokens: int = 0) -> None:
+        """Give the last turn a reward, and more tokens; without a turn nothing has it."""
+        for last in self.turn_rewards[-1:]:
+            self.turn_rewards[-1] = last._replace(tokens=last.tokens + tokens, reward=last.reward + reward)
 
     def sequence(self) -> TokenSequence:
         return TokenSequence(
@@ -143,6 +158,7 @@ class Transcript:
             text=self.text,
             opening=self.opening,
             dialogue=tuple(self.dialogue) if len(self.dialogue) > 1 else (),
+            turn_rewards=tuple(self.turn_rewards),
         )
 
 
@@ -227,13 +243,17 @@ class Episode:
                 tool_calls=completion.tool_calls,
             )
             step: Step = await self._call(environment.step, action, returns=(Step,), own_s=environment.step_timeout_s)
-            self.reward += step.reward
+            self._reward(step.reward)
             if step.done:
                 return
             observation = step
             token_ids = await self._between(step, completion)
         self.transcript.finish_reason = "length"
-        self.reward += await self._call(environment.truncated, returns=(float, int))
+        self._reward(await self._call(environment.truncated, returns=(float, int)))
+
+    def _reward(self, reward: float) -> None:
+        self.reward += reward
+        self.transcript.add_reward(reward)
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
         token_ids = self.transcript.token_ids

@@ -45,6 +45,7 @@ class SampledCall:
 
     request_id: str
     number: int  # among the calls with the same prompt
+    answer_id: str = ""  # by which the agent may name it
     prompt_token_ids: list[int]
     sampling: SamplingParams
     completion: Completion | None = None  # None until it has ended well
@@ -72,7 +73,7 @@ class OpenSession:
     def idle(self) -> bool:
         return not self._running and time.monotonic() - self.used > self._request.idle_timeout_s
 
-    def begin(self, prompt_token_ids: list[int], max_tokens: int) -> SampledCall:
+    def begin(self, prompt_token_ids: list[int], max_tokens: int, answer_id: str = "") -> SampledCall:
         """Return a new call that is sampled as the session says; `max_tokens` is the agent's own limit.
 
         Its seed follows from the prompt and the calls with the same prompt before it: simultaneous calls repeat
@@ -96,6 +97,7 @@ class OpenSession:
         call = SampledCall(
             request_id=f"{self.id}-{next(self._begun)}",  # the client's own could be that of another session's call
             number=number,
+            answer_id=answer_id,
             prompt_token_ids=prompt_token_ids,
             sampling=sampling.model_copy(update={"max_tokens": most, "seed": seed}),
         )
@@ -109,7 +111,12 @@ class OpenSession:
 
     def record(self) -> AgentRecord:
         calls = [
-            AgentCall(prompt_token_ids=tuple(c.prompt_token_ids), seed=c.sampling.seed, completion=c.completion)
+            AgentCall(
+                id=c.answer_id,
+                prompt_token_ids=tuple(c.prompt_token_ids),
+                seed=c.sampling.seed,
+                completion=c.completion,
+            )
             for c in self.calls
         ]
         return AgentRecord(calls=tuple(calls), cut_off=self.cut_off)
@@ -257,7 +264,7 @@ def recording(ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str) -> A
     if session is None:
         return ask(params, request_id)
     vllm_api.refuse_constraints(params)
-    call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens)
+    call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens, request_id)
 
     def sample() -> AsyncGenerator[Any, None]:
         session.require_open()
