@@ -138,6 +138,11 @@ class TrainSample:
         check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **self.columns)
 
 
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, which has parts where there are pictures."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
 def check_lengths(**fields: Sequence[Any]) -> None:
     if len(set(map(len, fields.values()))) > 1:
         lengths = {name: len(value) for name, value in fields.items()}

@@ -157,6 +157,8 @@ class DataConfig(Section):
     """Longer prompts are dropped. Default: what fits."""
     limit: int | None = Field(None, ge=1)
     """Number of rows used, from the first. Default: all."""
+    image_hosts: Names = ()
+    """Hosts from which URLs of images in rows are fetched (vision.md)."""
 
     def refuse(self) -> None:
         is_file = self.source.partition(":")[0] not in ("hf", "task")

@@ -4,6 +4,7 @@ Each folder is a cache of `datasets`, named by a key of all that its prompts fol
 damaged one is never used. Where the cache fails, prompts are prepared in memory.
 """
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -13,16 +14,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, overload
 
 from hocket.common.files import write_atomically
 from hocket.errors import DataError
-from hocket.types import Prompt
+from hocket.types import Image, Prompt
 
 UNUSED_S = 30 * 86_400.0
-OTHERS = [field.name for field in fields(Prompt) if field.name not in ("token_ids", "images")]
+OTHERS = [field.name for field in dataclasses.fields(Prompt) if field.name not in ("token_ids", "images")]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class KeptPrompts(Prompts):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         row = self._rows[index]
-        return Prompt(token_ids=tuple(row["token_ids"]), **_others(row["others"]))
+        images = tuple(Image(**one) for one in row["images"])
+        return Prompt(token_ids=tuple(row["token_ids"]), images=images, **_others(row["others"]))
 
 
 def load(
@@ -113,7 +114,11 @@ def _table(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any:
     seal = home / "SHA256"
     number = datasets.Value("int32")
     text = datasets.Value("string")
-    features = datasets.Features(token_ids=datasets.List(number), length=number, digest=text, others=text)
+    image = {"data": datasets.Value("large_binary"), "start": number, "length": number, "placeholder": number}
+    images = datasets.List(image)
+    features = datasets.Features(
+        token_ids=datasets.List(number), length=number, digest=text, others=text, images=images
+    )
     datasets.disable_progress_bars()  # there is one of the rows
     _remove_unused(folder)
     if seal.exists() and seal.read_text() != _contents(home):
@@ -143,7 +148,8 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     if repr(_others(text)) != repr(others):
         raise TypeError(f"{prompt.id} has a column that JSON can't hold as it is")
     ids = prompt.token_ids
-    return {"token_ids": ids, "length": len(ids), "digest": _digest(prompt), "others": text}
+    images = [dataclasses.asdict(one) for one in prompt.images]
+    return {"token_ids": ids, "length": len(ids), "digest": _digest(prompt), "others": text, "images": images}
 
 
 def _others(text: str) -> dict[str, Any]:
@@ -154,7 +160,11 @@ def _others(text: str) -> dict[str, Any]:
 
 
 def _digest(prompt: Prompt) -> str:
-    return _sha256(repr([prompt.id, prompt.token_ids, prompt.answer]))[:16]
+    return _sha256(
+        repr(
+            [prompt.id, prompt.token_ids, prompt.answer, *(hashlib.sha256(one.data).digest() for one in prompt.images)]
+        )
+    )[:16]
 
 
 def _sha256(text: str) -> str:

@@ -28,8 +28,9 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
     end = renderer.end_of_turn()
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[list[TokenSequence]]:
+        columns, pictures = renderer.seen(columns)
         samples = _samples(renderer, data, columns, end)
-        return texts_of(samples), functools.partial(sequences, renderer, samples)
+        return texts_of(samples), functools.partial(sequences, renderer, samples, pictures=pictures)
 
     rows = list(itertools.chain.from_iterable(in_parts(data, render, renderer.encode_prompts)))
     return fitting("demonstrations", rows, [len(row.mask) for row in rows], data, max_length)
@@ -57,7 +58,7 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
     whole = [name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)]
     if whole and data.response_column not in columns:
         otherwise = f", or name its column in {data.section}.response_column"
-        turns = turns_of(columns[whole[0]], whole[0], otherwise)
+        turns = turns_of(renderer, columns[whole[0]], whole[0], otherwise)
         return conversation(renderer, turns, tools_of(columns), end)
     prompt, _ = renderer.prompt(columns)
     hint = f", or {data.section}.prompt_column to one of whole conversations{data.otherwise}"
@@ -113,7 +114,10 @@ def conversation(
 
 
 def sequences(
-    renderer: Renderer, samples: Sequence[Sequence[Passage]], token_ids: Iterable[list[int]]
+    renderer: Renderer,
+    samples: Sequence[Sequence[Passage]],
+    token_ids: Iterable[list[int]],
+    pictures: Sequence[Any] = (),
 ) -> list[TokenSequence]:
     """Encode each turn behind what is read before it: alone, it might begin with a space."""
     encoded = iter(token_ids)
@@ -133,7 +137,11 @@ def sequences(
             mask += [False] * len(read) + [True] * len(taught)
         if all(mask):
             raise ValueError(NO_TOKEN)
-        found.append(TokenSequence(token_ids=tuple(ids), mask=tuple(mask), logprobs=(0.0,) * len(mask)))
+        ids, images = renderer.expanded(ids, pictures, whole=sample is samples[-1])
+        for image in images:
+            mask[image.start : image.start + 1] = [False] * image.length
+        zeros = (0.0,) * len(mask)
+        found.append(TokenSequence(token_ids=tuple(ids), mask=tuple(mask), logprobs=zeros, images=images))
     return found
 
 
@@ -147,12 +155,12 @@ def _behind(opening: str, response: str, what: str) -> str:
     return response
 
 
-def turns_of(messages: Any, column: str, otherwise: str = "") -> list[Message]:
+def turns_of(renderer: Renderer, messages: Any, column: str, otherwise: str = "") -> list[Message]:
     """Return the checked messages of a conversation that ends with the assistant's."""
     turns: list[Message] = messages
     if isinstance(messages, list):
         turns = [{"content": "", **_clean(one)} if isinstance(one, dict) and "role" in one else one for one in messages]
-    check_messages(turns, column)
+    check_messages(turns, column, renderer.contents)
     if {"role": "assistant", "content": ""} in turns:
         raise ValueError(f"column {column!r} has an empty turn of the assistant: remove it")
     last = turns[-1]["role"]

@@ -31,13 +31,14 @@ def load_preferences(data: DataConfig, tokenizer: Any, max_length: int) -> list[
     end = renderer.end_of_turn()
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[Preference]:
+        columns, pictures = renderer.seen(columns)
         samples = _samples(renderer, data, columns, end)
         margin = columns.get("margin")
         if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
             raise ValueError(f"column 'margin' must be a finite number, got {margin!r:.80}")
 
         def pair(token_ids: list[list[int]]) -> Preference:
-            chosen, rejected = demonstrations.sequences(renderer, samples, token_ids)
+            chosen, rejected = demonstrations.sequences(renderer, samples, token_ids, pictures)
             if chosen.token_ids == rejected.token_ids:
                 raise ValueError("columns 'chosen' and 'rejected' are equal: no one prefers either; remove the row")
             return Preference(chosen=chosen, rejected=rejected, margin=margin)
@@ -58,7 +59,7 @@ def _samples(
     if any(isinstance(columns[name], str) for name in SIDES):
         asked, _ = renderer.prompt(columns)
         return [demonstrations.answered(asked, columns[name], name, end) for name in SIDES]
-    sides = [demonstrations.turns_of(columns[name], name) for name in SIDES]
+    sides = [demonstrations.turns_of(renderer, columns[name], name) for name in SIDES]
     chosen, rejected = sides
     if isinstance(columns.get(data.prompt_column), list) or chosen[0]["role"] == "assistant":
         prompt = renderer.prompt(columns)[1] or ()

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -16,9 +17,9 @@ from tqdm import tqdm
 from hocket.config import DataConfig
 from hocket.data import cache
 from hocket.data import tokenizer as tokenizers
-from hocket.data.sources import identity, read_rows
+from hocket.data.sources import SMALL, identity, read_rows
 from hocket.errors import DataError
-from hocket.types import Message, Prompt
+from hocket.types import Image, Message, Prompt, text_of
 
 PROBE = "hocket-0123456789"  # the made-up turn that shows what the template writes around one
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
@@ -30,6 +31,7 @@ OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 Tools = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
+Images = tuple[Image, ...]
 T = TypeVar("T")
 Rendered = tuple[list[str], Callable[[list[list[int]]], T]]  # a row's texts, and what makes a T of their token ids
 
@@ -60,13 +62,14 @@ def load_prompts(
         raise DataError(f"{what}; add {advice} at the end of the template")
 
     def origin() -> tuple[object, ...] | None:
-        content = identity(data)
+        content = identity(data, renderer.small)
         template = tokenizer.chat_template
         if content is None:
             return None
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
         today = time.strftime("%F") if "strftime_now" in str(template) else None
-        return content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer)
+        known = (content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
+        return *known, *renderer.origin()
 
     return cache.load(origin, max_prompt_tokens, lambda: _prompts(data, renderer))
 
@@ -75,13 +78,15 @@ def _prompts(data: DataConfig, renderer: "Renderer") -> Iterator[Prompt]:
     is_file = not data.source.startswith(("task:", "hf:"))
 
     def render(place: str, columns: Mapping[str, Any]) -> Rendered[Prompt]:
+        columns, pictures = renderer.seen(columns)
         text, fields = renderer.row(columns)
         name = Path(place).name if is_file else place
 
         def prompt(token_ids: list[list[int]]) -> Prompt:
             if not token_ids[0]:
                 raise ValueError(NO_TOKEN)
-            return Prompt(id=name, token_ids=tuple(token_ids[0]), **fields)
+            ids, images = renderer.expanded(token_ids[0], pictures)
+            return Prompt(id=name, token_ids=tuple(ids), images=images, **fields)
 
         return [text], prompt
 
@@ -144,11 +149,12 @@ def columns_of(row: Any) -> Mapping[str, Any]:
     return columns
 
 
-def check_messages(messages: Any, column: str) -> None:
+def check_messages(messages: Any, column: str, contents: type | UnionType = str) -> None:
     if not (isinstance(messages, list) and messages):
         raise ValueError(f"column {column!r} must be text or a list of messages, got {messages!r:.80}")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        kinds = {"role": str, "content": contents}
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), kinds[key]) for key in kinds):
             what = f"message {index} of column {column!r}"
             raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
 
@@ -160,10 +166,20 @@ def renderer_of(data: DataConfig, tokenizer: Any, tools: Tools = ()) -> "Rendere
 class Renderer:
     """Render rows and messages with a chat template, which writes all special tokens, and encode them."""
 
+    contents: type | UnionType = str  # of messages
+    small = SMALL  # sources that are not worth a cache
+
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
         self._data = data
         self._tokenizer = tokenizer
         self._tools = list(tools) or None
+        self._eyes: Any = None
+        if getattr(tokenizer, "sees_images", False):
+            from hocket.data.images import Eyes
+
+            self._eyes = Eyes(data, tokenizer)
+            self.contents = str | list
+            self.small = 0
         self.check()
 
     def check(self) -> None:
@@ -178,7 +194,7 @@ class Renderer:
         text, messages = self.prompt(columns)
         said = columns[data.prompt_column]
         if messages is not None:
-            said = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
+            said = text_of(next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])["content"])
         return text, {
             "messages": messages,
             "text": said,
@@ -196,7 +212,7 @@ class Renderer:
             if not value.strip():
                 raise ValueError(f"column {column!r} is empty")
             return self.asked(value)
-        check_messages(value, column)
+        check_messages(value, column, self.contents)
         if value[-1]["role"] == "assistant":
             raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
         return self.render(value), tuple(value)
@@ -205,6 +221,18 @@ class Renderer:
         said = (("system", self._data.system_prompt), ("user", text))
         messages = tuple({"role": role, "content": content} for role, content in said if content is not None)
         return self.render(messages), messages
+
+    def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
+        """Return columns without pictures, and the pictures; Eyes.seen."""
+        return self._eyes.seen(columns) if self._eyes else (columns, ())
+
+    def expanded(self, token_ids: list[int], pictures: Sequence[Any], **how: bool) -> tuple[list[int], Images]:
+        """Return token ids with those of the pictures; Eyes.expanded."""
+        return self._eyes.expanded(token_ids, pictures, **how) if self._eyes else (token_ids, ())
+
+    def origin(self) -> Sequence[Any]:
+        """Return what prompts follow from beside the rows; Eyes.origin."""
+        return self._eyes.origin(columns_of(row) for _, row in read_rows(self._data)) if self._eyes else ()
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         return self.encode(texts)
@@ -220,6 +248,8 @@ class Renderer:
         """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
         from jinja2 import TemplateError
 
+        if self._eyes:
+            messages = self._eyes.in_parts(messages)
         given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
         given |= self._data.template_options if options is None else options
         try:

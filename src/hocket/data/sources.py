@@ -21,7 +21,8 @@ TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry("task
 Rows = Iterator[tuple[int, Any]]  # numbered
 
 NUM_ROWS = 2048  # without data.limit
-SMALL = 1 << 20  # bytes: not worth a cache
+SMALL = 1 << 20  # bytes of text: not worth a cache
+BATCH = 64  # rows that are in memory at once, with their pictures
 _MISTAKES = 0.75
 _TEST_SHARE = 1 / 8
 
@@ -45,20 +46,26 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, data.limit))
 
 
-def identity(data: DataConfig) -> str | None:
-    """Return what identifies a source's content; None: not worth a cache."""
+def identity(data: DataConfig, small: int) -> str | None:
+    """Return what identifies a source's content; None: not worth a cache, as of at most `small` bytes."""
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
     if data.source.startswith("hf:"):
         loaded = _hugging_face(data)
-        return str(loaded._fingerprint) if loaded.data.nbytes > SMALL else None
-    return sha256_of(path) if path.is_file() and path.stat().st_size > SMALL else None
+        return str(loaded._fingerprint) if loaded.data.nbytes > small else None
+    return sha256_of(path) if path.is_file() and path.stat().st_size > small else None
 
 
 def _task(data: DataConfig) -> Iterator[Any]:
     rows = TASKS.get(data.source.removeprefix("task:"))(data.split, 0)
     return itertools.islice(rows, data.limit or NUM_ROWS)
+
+
+def _stored(data: DataConfig) -> Iterator[Any]:
+    """Yield rows as they are stored: pictures as bytes, not decoded."""
+    for batch in _hugging_face(data).with_format("arrow").iter(BATCH):
+        yield from batch.to_pylist()
 
 
 def _hugging_face(data: DataConfig) -> Any:
@@ -103,13 +110,13 @@ def _parquet(path: Path) -> Rows:
     import pyarrow.parquet
 
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
         yield from enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
-NAMED = {"task": _task, "hf": _hugging_face}  # by what stands before ":"
+NAMED = {"task": _task, "hf": _stored}  # by what stands before ":"
 FILES = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 
 

@@ -22,7 +22,9 @@ def load(path: str, setting: str = "model.path") -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
     unused = (tokenizer.pad_token_id, tokenizer.unk_token_id)  # transformers adds them
-    size = getattr(_config(path, setting), "vocab_size", math.inf)
+    config = _config(path, setting)
+    tokenizer.sees_images = hasattr(config, "vision_config")
+    size = getattr(config.get_text_config(), "vocab_size", math.inf)
     largest = max((id_ for id_ in tokenizer.get_vocab().values() if id_ not in unused), default=-1)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"{setting}={path} has no tokenizer: put the model's tokenizer.json beside its config.json")
@@ -85,7 +87,7 @@ def _config(path: str, setting: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a model config from {setting}={path}: {error}") from error
 
@@ -94,7 +96,7 @@ def end_ids(path: str, tokenizer: Any) -> set[int]:
     """Return the ids that end an answer, of tokenizer, config and generation config."""
     from transformers import GenerationConfig
 
-    named = [tokenizer.eos_token_id, getattr(_config(path, "model.path"), "eos_token_id", None)]
+    named = [tokenizer.eos_token_id, getattr(_config(path, "model.path").get_text_config(), "eos_token_id", None)]
     with contextlib.suppress(OSError):  # many models have none
         named.append(GenerationConfig.from_pretrained(path).eos_token_id)
     return {one for ids in named for one in (ids if isinstance(ids, list) else [ids])}
@@ -104,7 +106,7 @@ def context_length(model: ModelConfig) -> int:
     """Return the longest prompt + completion in tokens."""
     if model.max_length is not None:
         return model.max_length
-    length = getattr(_config(model.path, "model.path"), "max_position_embeddings", None)
+    length = getattr(_config(model.path, "model.path").get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ConfigError(f"the config of {model.path} names no context length; set model.max_length")
     return length
