@@ -7,7 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from eyes import make_idefics
 from hocket.common.registry import load_plugins
+from hocket.data import tokenizer as tokenizers
 from hocket.data.curriculum import CURRICULA, Curriculum
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +19,12 @@ ROOT = Path(__file__).parents[2]
 def tokenizer() -> Any:
     """The tokenizer that ships: one token per byte."""
     return AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+
+
+@pytest.fixture(scope="session")
+def sighted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tokenizer of a tiny model that sees."""
+    return tokenizers.load(make_idefics(tmp_path_factory.mktemp("eyes")))
 
 
 @pytest.fixture

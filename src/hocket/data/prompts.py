@@ -17,7 +17,7 @@ from tqdm import tqdm
 from hocket.config import DataConfig
 from hocket.data import cache
 from hocket.data import tokenizer as tokenizers
-from hocket.data.sources import SMALL, identity, read_rows
+from hocket.data.sources import identity, read_rows
 from hocket.errors import DataError
 from hocket.types import Image, Message, Prompt, text_of
 
@@ -62,7 +62,7 @@ def load_prompts(
         raise DataError(f"{what}; add {advice} at the end of the template")
 
     def origin() -> tuple[object, ...] | None:
-        content = identity(data, renderer.small)
+        content = identity(data, has_images=renderer.contents is not str)
         template = tokenizer.chat_template
         if content is None:
             return None
@@ -167,7 +167,6 @@ class Renderer:
     """Render rows and messages with a chat template, which writes all special tokens, and encode them."""
 
     contents: type | UnionType = str  # of messages
-    small = SMALL  # sources that are not worth a cache
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
         self._data = data
@@ -179,7 +178,6 @@ class Renderer:
 
             self._eyes = Eyes(data, tokenizer)
             self.contents = str | list
-            self.small = 0
         self.check()
 
     def check(self) -> None:

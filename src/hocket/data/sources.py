@@ -21,7 +21,7 @@ TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry("task
 Rows = Iterator[tuple[int, Any]]  # numbered
 
 NUM_ROWS = 2048  # without data.limit
-SMALL = 1 << 20  # bytes of text: not worth a cache
+SMALL = 1 << 20  # bytes: not worth a cache
 BATCH = 64  # rows that are in memory at once, with their pictures
 _MISTAKES = 0.75
 _TEST_SHARE = 1 / 8
@@ -46,8 +46,9 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, data.limit))
 
 
-def identity(data: DataConfig, small: int) -> str | None:
-    """Return what identifies a source's content; None: not worth a cache, as of at most `small` bytes."""
+def identity(data: DataConfig, *, has_images: bool) -> str | None:
+    """Return what identifies a source's content; None: not worth a cache."""
+    small = 0 if has_images else SMALL
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None

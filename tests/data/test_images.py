@@ -1,0 +1,288 @@
+"""Pictures of rows: where they may be, what they become, and what is said of 25 that can't be used."""
+
+import functools
+import json
+import os
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoProcessor
+
+from eyes import picture
+from hocket.common.images import data_url, decoded
+from hocket.config import DataConfig
+from hocket.data import cache
+from hocket.data.demonstrations import load_demonstrations
+from hocket.data.preferences import load_preferences
+from hocket.data.prompts import load_prompts, renderer_of
+from hocket.data.sources import TASKS
+from hocket.errors import DataError
+from hocket.types import Prompt
+
+Write = Callable[..., str]
+PLACE: dict[str, str] = {"type": "image"}
+RED = picture(1)
+BLUE = picture(2, 64, 20)
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def load(source: str, tokenizer: Any, **settings: Any) -> list[Prompt]:
+    data = DataConfig(source=source, answer_column=None, **settings)
+    return [*load_prompts(data, tokenizer, max_prompt_tokens=400)[0]]
+
+
+@functools.cache
+def processor_of(model: str) -> Any:
+    return AutoProcessor.from_pretrained(model)
+
+
+def processed(tokenizer: Any, words: str, *files: bytes) -> list[int]:
+    """Returns what the model's own processor makes of a whole text with its pictures."""
+    found: list[int] = processor_of(tokenizer.name_or_path)(
+        text=[words], images=[[decoded(one) for one in files]] if files else None
+    )["input_ids"]
+    return list(found[0])
+
+
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "blue.png").write_bytes(BLUE)
+    return tmp_path
+
+
+INLINE = {"type": "image_url", "image_url": {"url": data_url(RED), "detail": "low"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "a path": {"prompt": "What?", "image": "red.png"},
+    "a list of paths": {"prompt": "What?", "images": ["red.png"]},
+    "as datasets stores a file": {"prompt": "What?", "image": {"bytes": None, "path": "red.png"}},
+    "a data URL": {"prompt": "What?", "images": [data_url(RED)]},
+    "messages without a place": {"prompt": [{"role": "user", "content": "What?"}], "image": "red.png"},
+    "messages with a place": {"prompt": [user(PLACE, text("What?"))], "image": "red.png"},
+    "a table's part": {"prompt": [user({"type": "image", "text": None}, text("What?"))], "image": "red.png"},
+    "OpenAI's part": {"prompt": [user(INLINE, text("What?"))]},
+    "a part with a path": {"prompt": [user({"type": "image", "path": "red.png"}, text("What?"))]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_a_picture_gives_the_same_prompt(
+    form: str, sighted: Any, write_jsonl: Write, tmp_path: Path
+) -> None:
+    folder(tmp_path)
+    (prompt,) = load(write_jsonl(FORMS[form]), sighted)
+    asked = "<|user|><image>What?<|end|><|assistant|>"
+    assert [*prompt.token_ids] == processed(sighted, asked, RED)
+    assert prompt.messages == (user(PLACE, text("What?")),)
+    assert (prompt.text, prompt.meta) == ("What?", {})
+    (image,) = prompt.images
+    assert (image.data, image.start, image.length) == (RED, 1, 7)
+    assert image.placeholder == sighted.convert_tokens_to_ids("<image>")
+
+
+def test_bytes_and_pictures_come_from_parquet_json_datasets_and_tasks(sighted: Any, tmp_path: Path) -> None:
+    stored = {"bytes": RED, "path": "any.png"}
+    rows = [{"prompt": "What?", "image": stored}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    folder(tmp_path)
+    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": "What?", "image": "red.png"}]))
+    features = datasets.Features(prompt=datasets.Value("string"), image=datasets.Image())
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    TASKS.register("drawn")(lambda split, seed: iter([{"prompt": "What?", "images": [decoded(RED)]}]))
+    sources = [str(tmp_path / "rows.parquet"), str(tmp_path / "rows.json"), f"hf:{tmp_path / 'saved'}", "task:drawn"]
+    prompts = [load(source, sighted)[0] for source in sources]
+    TASKS.forget("drawn")
+    assert len({prompt.token_ids for prompt in prompts}) == 1
+    assert [prompt.images[0].data for prompt in prompts[:3]] == [RED] * 3
+    assert decoded(prompts[3].images[0].data).tobytes() == decoded(RED).tobytes()
+
+
+def test_token_ids_are_the_processors_for_200_rows_with_up_to_four_pictures(
+    sighted: Any, write_jsonl: Write, tmp_path: Path
+) -> None:
+    drawn = random.Random(0)
+    files = [picture(seed, drawn.randint(5, 90), drawn.randint(5, 90)) for seed in range(8)]
+    for number, data in enumerate(files):
+        (tmp_path / f"{number}.png").write_bytes(data)
+    rows, wanted = [], []
+    for _ in range(200):
+        chosen = drawn.choices(range(8), k=drawn.randint(0, 4))
+        words = ["".join(drawn.choices("ab c.\n", k=drawn.randint(0, 9))) for _ in range(len(chosen) + 1)]
+        parts = [text(words[0] + "?"), *(part for word in words[1:] for part in (PLACE, text(word)))]
+        rows.append({"prompt": [user(*parts)], "images": [f"{number}.png" for number in chosen]})
+        asked = f"<|user|>{'<image>'.join([words[0] + '?', *words[1:]])}<|end|><|assistant|>"
+        wanted.append((processed(sighted, asked, *(files[number] for number in chosen)), [files[n] for n in chosen]))
+    prompts = load(write_jsonl(*rows), sighted)
+    assert [([*one.token_ids], [image.data for image in one.images]) for one in prompts] == wanted
+    for prompt in prompts:
+        for image in prompt.images:
+            span = prompt.token_ids[image.start : image.start + image.length]
+            assert span.count(image.placeholder) == 4
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"prompt": "a", "image": "none.png"}, "can't be read: .*No such file.*paths are relative to"),
+    "outside": ({"prompt": "a", "image": "../red.png"}, "'../red.png' is outside .*: put the data file above"),
+    "absolute": ({"prompt": "a", "image": "/etc/passwd"}, "'/etc/passwd' is outside"),
+    "around": ({"prompt": "a", "image": "sub/../../red.png"}, "is outside"),
+    "a folder": ({"prompt": "a", "image": "."}, "is no file"),
+    "a device": ({"prompt": "a", "image": {"bytes": None, "path": "/dev/zero"}}, "is outside"),
+    "no picture": ({"prompt": "a", "image": "rows.jsonl"}, "no PNG, JPEG or WebP: it begins with b'{"),
+    "truncated": ({"prompt": "a", "image": "truncated.png"}, "an image is damaged"),
+    "bomb": ({"prompt": "a", "image": "bomb.png"}, "more than 33,554,432 pixels: make it smaller"),
+    "heavy": ({"prompt": "a", "image": "heavy.png"}, "more than 20,971,520: make it smaller"),
+    "a number": ({"prompt": "a", "image": 7}, "must be a path, a data URL, bytes or of Pillow, got 7"),
+    "a wrong object": ({"prompt": "a", "image": {"src": "red.png"}}, r"must be a path, .* got \{'src'"),
+    "an empty object": ({"prompt": "a", "image": {"bytes": None, "path": None}}, "must be a path"),
+    "no base64": ({"prompt": "a", "image": "data:image/png;base64,???"}, "no base64"),
+    "base64 of text": ({"prompt": "a", "image": "data:image/png;base64,aGVsbG8="}, "begins with b'hello'"),
+    "a remote one": (
+        {"prompt": "a", "image": "https://example.org/a.png"},
+        r"allow it by data\.image_hosts: \[example",
+    ),
+    "of this machine": ({"prompt": "a", "image": "http://127.0.0.1/a.png"}, "whose host is not allowed"),
+    "a file URL": ({"prompt": "a", "image": "file:///etc/passwd"}, "whose host is not allowed"),
+    "too few": ({"prompt": [user(PLACE, PLACE)], "image": "red.png"}, "1 images for 2 places"),
+    "too many": ({"prompt": [user(PLACE)], "images": ["red.png"] * 2}, "2 images for 1 places"),
+    "none": ({"prompt": [user(PLACE)]}, "0 images for 1 places"),
+    "a word": ({"prompt": "an <image> here", "image": "red.png"}, "<image> within a text must not be"),
+    "both": ({"prompt": [user(INLINE)], "image": "red.png"}, "in its messages, and others are in a column: leave one"),
+    "a video": ({"prompt": [user({"type": "video", "video": "a.mp4"})]}, "must be of type text, image or image_url"),
+    "a part that is text": ({"prompt": [user("red.png")]}, "must be of type text, image or image_url, got 'red.png'"),
+    "no messages": ({"prompt": [{"role": "user"}], "image": "red.png"}, "must be {'role': text, 'content': text}"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_picture_or_row_is_named_with_what_is_wrong(
+    name: str, sighted: Any, write_jsonl: Write, tmp_path: Path
+) -> None:
+    row, message = BAD[name]
+    folder(tmp_path)
+    (tmp_path / "truncated.png").write_bytes(RED[:-40])
+    (tmp_path / "heavy.png").write_bytes(RED)
+    os.truncate(tmp_path / "heavy.png", (20 << 20) + 1)
+    header = b"IHDR" + struct.pack(">II", 65535, 65535) + RED[24:29]
+    (tmp_path / "bomb.png").write_bytes(RED[:12] + header + struct.pack(">I", zlib.crc32(header)) + RED[33:])
+    source = write_jsonl({"prompt": "good", "image": "red.png"}, row)
+    with pytest.raises(DataError, match=rf"1 of 2 rows of .*; repair or remove them \(line\):\n  .*:2: .*{message}"):
+        load(source, sighted)
+
+
+def test_a_link_in_the_datas_folder_may_lead_out_of_it(sighted: Any, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "data").mkdir()
+    elsewhere.mkdir()
+    folder(elsewhere)
+    (tmp_path / "data" / "pictures").symlink_to(elsewhere)
+    (tmp_path / "data" / "rows.jsonl").write_text(json.dumps({"prompt": "a", "image": "pictures/red.png"}))
+    assert load(str(tmp_path / "data" / "rows.jsonl"), sighted)[0].images[0].data == RED
+
+
+def test_a_template_that_leaves_pictures_out_is_refused(sighted: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    folder(tmp_path)
+    blind = AutoProcessor.from_pretrained(sighted.name_or_path).tokenizer
+    blind.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    blind.sees_images = True
+    source = write_jsonl({"prompt": "a", "image": "red.png"})
+    with pytest.raises(DataError, match="1 images for 0 places in the text as the chat template writes it"):
+        load(source, blind)
+    with pytest.raises(DataError, match=r"messages need data\.chat_template: true"):
+        load(source, sighted, chat_template=False)
+
+
+def test_columns_of_pictures_are_plain_columns_for_a_model_that_sees_none(tokenizer: Any, write_jsonl: Write) -> None:
+    (prompt,) = load(write_jsonl({"prompt": "a", "image": "red.png"}), tokenizer)
+    assert (prompt.meta, prompt.images) == ({"image": "red.png"}, ())
+
+
+def test_a_system_prompt_comes_before_the_picture(sighted: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    folder(tmp_path)
+    (prompt,) = load(write_jsonl({"prompt": "a", "image": "red.png"}), sighted, system_prompt="Look.")
+    assert [*prompt.token_ids] == processed(sighted, "<|system|>Look.<|end|><|user|><image>a<|end|><|assistant|>", RED)
+
+
+def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
+    sighted: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder(tmp_path)
+    data = DataConfig(source=write_jsonl({"prompt": "a", "image": "red.png"}), answer_column=None)
+
+    def start() -> cache.Prompts:
+        return load_prompts(data, sighted, max_prompt_tokens=100)[0]
+
+    first = start()
+    with monkeypatch.context() as patch:
+        patch.setattr("hocket.data.images.decoded", None)  # the second has nothing to decode
+        second = start()
+    assert isinstance(second, cache.KeptPrompts)
+    assert ([*first], first.fingerprint) == ([*second], second.fingerprint)
+    (tmp_path / "red.png").write_bytes(BLUE)
+    third = start()
+    assert third[0].images[0].data == BLUE
+    assert third.fingerprint != first.fingerprint
+
+
+def test_demonstrations_teach_answers_to_pictures_and_no_token_of_them(
+    sighted: Any, write_jsonl: Write, tmp_path: Path
+) -> None:
+    folder(tmp_path)
+    told = [user(PLACE, text("What?")), {"role": "assistant", "content": [text("red")]}]
+    again = [user(text("And "), PLACE), {"role": "assistant", "content": "blue"}]
+    rows = [
+        {"prompt": "What?", "image": "red.png", "response": "red"},
+        {"messages": told, "images": ["red.png"]},
+        {"messages": [*told, *again], "images": ["red.png", "blue.png"]},
+    ]
+    one, same, two = load_demonstrations(DataConfig(source=write_jsonl(*rows)), sighted, 400)
+    assert (one.token_ids, one.mask, one.images) == (same.token_ids, same.mask, same.images)
+    said = "<|user|><image>What?<|end|><|assistant|>red<|end|><|user|>And <image><|end|><|assistant|>blue<|end|>"
+    assert [*two.token_ids] == processed(sighted, said, RED, BLUE)
+    taught = [token for token, mask in zip(two.token_ids, two.mask, strict=True) if mask]
+    assert sighted.decode(taught) == "red<|end|>blue<|end|>"
+    assert [image.data for image in two.images] == [RED, BLUE]
+
+
+def test_both_sides_of_a_preference_have_the_prompts_pictures(sighted: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    folder(tmp_path)
+    red, blue = ([{"role": "assistant", "content": word}] for word in ("red", "blue"))
+    asked = [user(PLACE, text("What?"))]
+    inline = [user(INLINE, text("What?"))]
+    rows = [
+        {"prompt": "What?", "image": "red.png", "chosen": "red", "rejected": "blue"},
+        {"prompt": asked, "image": "red.png", "chosen": red, "rejected": blue},
+        {"chosen": asked + red, "rejected": asked + blue, "image": "red.png"},
+        {"chosen": inline + red, "rejected": inline + blue},
+        {"chosen": [{"role": "user", "content": "What?"}, *red], "image": "red.png"}
+        | {"rejected": [{"role": "user", "content": "What?"}, *blue]},
+    ]
+    pairs = load_preferences(DataConfig(source=write_jsonl(*rows)), sighted, 400)
+    for pair in pairs:
+        assert (pair.chosen, pair.rejected) == (pairs[0].chosen, pairs[0].rejected)
+        assert [image.data for image in (*pair.chosen.images, *pair.rejected.images)] == [RED, RED]
+
+
+def test_what_an_environment_shows_is_read_in_each_form(sighted: Any, tmp_path: Path) -> None:
+    renderer = renderer_of(DataConfig(source=str(folder(tmp_path) / "rows.jsonl")), sighted)
+    parts = [{"type": "image", "image": decoded(RED)}, {"type": "image", "image": BLUE}, INLINE]
+    told, pictures = renderer.seen({"messages": [user(*parts, text("Now?"))]})
+    ids = renderer.following(told["messages"], ended=None)
+    expanded, images = renderer.expanded(ids, pictures)
+    assert [decoded(image.data) for image in images] == [decoded(one) for one in (RED, BLUE, RED)]
+    assert len(expanded) == len(ids) + 3 * 6
+    assert json.dumps(told) == json.dumps({"messages": [user(PLACE, PLACE, PLACE, text("Now?"))]})
