@@ -122,6 +122,13 @@ def save(trainer: Trainer, folder: Path) -> None:
     (folder / "rest.json").write_text(json.dumps(rest))
 
 
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Returns master weights and moments."""
+    found: dict[str, torch.Tensor] = {}
+    trainer.state(found.update)
+    return found
+
+
 def load(trainer: Trainer, folder: Path) -> None:
     trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
 

@@ -15,11 +15,11 @@ from tests.trainer.builders import (
     pack,
     sample_of,
     sequence,
+    state_of,
     untimed,
-    weights_of,
 )
 from tests.trainer.conftest import SIZES
-from tests.trainer.test_updates import assert_about_equal
+from tests.trainer.test_updates import assert_same_states
 from torch import Tensor, nn
 from transformers import (
     GptOssConfig,
@@ -170,12 +170,12 @@ def test_three_steps_are_those_of_packing(case: str, ranks: Ranks, tied_model: s
     for share in ("false", "true"):
         with make_trainer(ranks, tied_model, f"trainer.share_prefixes={share}", *STEPS[case]) as trainer:
             steps = [trainer.step(measured(trainer, groups, returns=1.0), number=step) for step in range(3)]
-            found.append((steps, weights_of(trainer)))
-    (packed, weights), (shared, theirs) = found
+            found.append((steps, state_of(trainer)))
+    (packed, state), (shared, theirs) = found
     for step, other in zip(packed, shared, strict=True):
         assert step.pop("train/shared") == 0 < other.pop("train/shared")
-        assert untimed(other) == pytest.approx(untimed(step), rel=1e-5, abs=1e-6, nan_ok=True)
-    assert_about_equal(theirs, weights)
+        assert untimed(other) == pytest.approx(untimed(step), rel=1e-6, abs=1e-6, nan_ok=True)
+    assert_same_states(theirs, state, sum(step["train/updates"] for step in packed))
 
 
 def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,22 @@ def assert_about_equal(weights: dict[str, torch.Tensor], expected: dict[str, tor
     assert float(gaps.max()) < 0.02 * RATE
 
 
+def flat(state: dict[str, torch.Tensor], begin: str) -> torch.Tensor:
+    return torch.cat([state[key].flatten() for key in sorted(state) if key.startswith(begin)])
+
+
+def assert_same_states(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], updates: float) -> None:
+    """Compares what AdamW holds of a learner: gradients, whose means it keeps, to 1e-6 of their size, and weights."""
+    assert found.keys() == expected.keys()
+    for learner in {key.partition("/")[0] for key in expected}:
+        size = (flat(expected, f"{learner}/exp_avg_sq/") / (1 - 0.999**updates)).sqrt().norm()
+        gap = flat(found, f"{learner}/exp_avg/") - flat(expected, f"{learner}/exp_avg/")
+        assert gap.norm() / (1 - 0.9**updates) < 1e-6 * size
+        gaps = (flat(found, f"{learner}/master/") - flat(expected, f"{learner}/master/")).abs()
+        assert int((gaps > 1e-6).sum()) < 8  # of 20,000: as above, of a critic with ten times the rate, too
+        assert float(gaps.max()) < 2e-5
+
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "corrected": worker.CORRECTED,
     "on the engine's log-probs": {"correction": "none", "clip_low": 0.2, "clip_high": 0.2},

@@ -314,7 +314,7 @@ def splits(model: str, output: Path, ranks: Ranks) -> None:
     for name, trainer in led(model, ranks, cells):
         groups = make_groups(model, prompt=9)
         stats = [trainer.step(measured(trainer, groups, returns=1.0), number=step) for step in range(3)]
-        trainer.export(output / name)
+        save(trainer, output / name)
         found = {"stats": stats, "gap": gap_of(trainer, groups)}
         (output / name / "found.json").write_text(json.dumps(found))
 
