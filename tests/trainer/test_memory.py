@@ -152,8 +152,9 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
     settings = ("trainer.micro_batch_tokens=10000000", "trainer.zero_stage=0")
     with pytest.raises(ConfigError) as refused:
         make_trainer(ranks, tied_model, *settings)
-    # a layer's 24 · 32 + 4 · (3 · 32 + 2 · 16 + 4 · 64) bytes, twice, and 24 · 32 more, for the 32,768 of a CPU's row
-    needs = "a step needs about 0.16 GiB per rank: weights 0.00, gradients 0.00, optimizer 0.00, activations 0.16"
+    # a layer's 24 · 32 + 4 · (3 · 32 + 2 · 16 + 4 · 64) bytes, twice, and 24 · 32 more, for the 32,768 of a CPU's row;
+    # the log-probs of all 64 tokens are kept for them, 4 bytes each
+    needs = "a step needs about 0.17 GiB per rank: weights 0.00, gradients 0.00, optimizer 0.00, activations 0.16"
     for said in (needs, "there are 0.10", "trainer.gradient_checkpointing=true", "trainer.micro_batch_tokens"):
         assert said in str(refused.value)
 

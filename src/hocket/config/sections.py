@@ -266,7 +266,7 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global gradient norm."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Maximum tokens per forward pass. `auto`: 8192 on a CPU; what fits on a GPU."""
+    """Maximum tokens per forward pass; rows on a CPU may end earlier. `auto`: 8192 there; what fits on a GPU."""
     share_prefixes: bool = True
     """What sequences of a micro-batch begin with alike, such as a prompt, is computed once."""
     sequence_parallel: int = Field(1, ge=1)

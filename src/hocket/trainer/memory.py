@@ -17,7 +17,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
-from hocket.trainer.logprobs import CHUNK_TOKENS
+from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
@@ -35,7 +35,7 @@ MARGIN = 0.1  # of what is free
 ROW_BYTES = 8 << 20  # of a row's largest activation, on a CPU
 LEAST_ROW = 1024  # positions; with fewer, to sum gradients takes longer than is saved
 _TOLERANCE = 0.15  # of the estimate
-_HEAD_BYTES = 12  # per logit of a chunk: log-softmax and two gradients, in float32
+_HEAD_BYTES = 8  # per logit of a chunk, beside its log-softmax: two gradients in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
 _GATHERED = 1_000_000_000  # weights that ZeRO-3 has whole at most (DeepSpeed's stage3_max_live_parameters)
 
@@ -99,8 +99,12 @@ def estimate(
         gathered = min(count, float(zero.get("stage3_max_live_parameters", _GATHERED)))
         weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
     row = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
-    tokens = min(row, row_tokens) / config.sequence_parallel
-    logits = _HEAD_BYTES * min(tokens, CHUNK_TOKENS) * head_of(model).out_features
+    positions = min(row, row_tokens)
+    tokens = positions / config.sequence_parallel
+    chunk = min(tokens, CHUNK_TOKENS)
+    vocab = head_of(model).out_features
+    logprobs = 4 * vocab * (tokens if 4 * vocab * positions <= KEPT_BYTES else chunk)
+    logits = _HEAD_BYTES * vocab * chunk + logprobs
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
     if not sizes:
         return Estimate(weights=weights, logits=logits)
