@@ -184,6 +184,12 @@ def test_a_rank_that_fails_ends_the_others_with_its_status_and_last_words(
     assert all(is_gone(words[0]) for words in ranks_in(tmp_path))
 
 
+def test_ctrl_c_before_a_rank_can_take_it_interrupts_the_run(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(tmp_path, f"{RANK}\nimport signal; os.kill(os.getpid(), signal.SIGUSR1)")
+    assert all(is_gone(words[0]) for words in ranks_in(tmp_path))
+
+
 def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
     def check() -> None:
         if len(ranks_in(tmp_path)) == 3:

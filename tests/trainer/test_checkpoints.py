@@ -208,7 +208,7 @@ def test_the_first_ctrl_c_ends_the_run_with_a_checkpoint_of_its_step_and_the_sec
             os.kill(os.getpid(), number)
     finally:
         signal.signal(number, before)
-    said = "interrupted: this step ends with a checkpoint, and the run with it; Ctrl-C again ends it now"
+    said = "interrupted: after this step at the latest the run ends, with a checkpoint; Ctrl-C again ends it now"
     assert capfd.readouterr().err.strip().splitlines() == [said, "", said]
 
 

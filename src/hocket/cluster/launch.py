@@ -258,6 +258,8 @@ def _status_of(ranks: Sequence[Child], check: Callable[[], None]) -> int:
     while True:
         statuses = [child.poll() for child in ranks]
         for number, child in enumerate(ranks):
+            if child.returncode == -signal.SIGUSR1:  # Ctrl-C before this rank could take it
+                raise KeyboardInterrupt
             if child.returncode:
                 if child.log is not None:  # others print here
                     print(child.last_words(f"rank {number}"), file=sys.stderr)

@@ -234,7 +234,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _interrupt(self) -> None:
         self._interrupted = True
-        os.write(2, b"\ninterrupted: this step ends with a checkpoint, and the run with it; Ctrl-C again ends it now\n")
+        os.write(
+            2,
+            b"\ninterrupted: after this step at the latest the run ends, with a checkpoint; Ctrl-C again ends it now\n",
+        )
 
     @property
     def _folder(self) -> Path:
