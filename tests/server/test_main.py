@@ -132,6 +132,7 @@ def test_an_interrupt_while_the_engine_starts_ends_the_server_also_where_python_
 def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, object]:
     """Make `main.serve` leave this process as it is; return the handlers of signals that it sets."""
     monkeypatch.setattr(main, "prepare_environment", lambda *_: None)
+    monkeypatch.setattr("gc.freeze", lambda: None)  # later tests look through what there is
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "75")
     handlers: dict[int, object] = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
