@@ -115,10 +115,14 @@ class ModelConfig(Section):
     """Logits in float32 on both sides, whatever the dtype."""
     lora: LoraConfig | None = None
     """LoRA ({} for defaults); needs 10x the learning rate."""
+    freeze: Names = ()
+    """Parts of a model with eyes that are not trained: vision, projector, language."""
 
     def refuse(self) -> None:
-        if self.lora is not None and self.random_init:
-            raise ValueError("lora adapts loaded weights; with random_init there are none")
+        if (self.lora is not None or self.freeze) and self.random_init:
+            raise ValueError("lora and freeze are for loaded weights; with random_init there are none")
+        if self.lora is not None and self.freeze:
+            raise ValueError("lora freezes the whole model, and adapts its language part alone: leave out freeze")
 
     @property
     def weights(self) -> Literal["model", "adapter"]:

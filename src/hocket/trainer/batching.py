@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from hocket.algorithm.losses import LossBatch
 from hocket.errors import TrainerError
 from hocket.trainer import prefixes
 from hocket.trainer.attention import WHOLE, RowPart, Segments
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import Image, TokenSequence, TrainSample
 
 LITTLE = 16  # a part of a row that it may cost to divide it
 Run = Sequence[int]  # numbers of sequences, one after another in the order of tokens
@@ -44,6 +44,7 @@ class TrainBatch(LossBatch):
     witness_bt: Tensor  # True on sampled tokens of witnesses
     places: tuple[int, ...]  # of the sequences among the packed samples
     max_tokens: int  # most trained tokens of the micro-batches that the ranks run at the same time
+    images: tuple[Image, ...] = ()  # of the row, each with its first place there
 
 
 class Sizes(NamedTuple):
@@ -132,11 +133,11 @@ def divide(
     """
     units: Sequence[int] = range(len(samples) // unit)
     if share:
-        units = prefixes.order(list(map(operator.attrgetter("sequence.token_ids"), samples[::unit])))
+        units = prefixes.order([prefixes.keys(sample.sequence) for sample in samples[::unit]])
     order = _members(units, unit)
     samples = [samples[place] for place in order]
     lengths = list(map(num_positions, samples))
-    starts = _starts(list(map(_read, samples)), share)
+    starts = _starts(samples, share)
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": len(trained) - trained.count(0)}
     nothing = (0.0, 0.0)
@@ -204,7 +205,7 @@ def _build(
         return tensor.to(device, non_blocking=True)
 
     read = list(map(_read, samples))
-    starts = _starts(read, share)
+    starts = _starts(samples, share)
     size = sum(map(len, read)) - sum(starts)
     read.append(np.zeros(-size % part.size, np.int64))  # parts have the same size
     starts.append(0)
@@ -234,15 +235,24 @@ def _build(
         witness_bt=there(torch.tensor([sample.witness for sample in samples])[sample_bt] & mask_bt),
         lengths=lengths,
         places=places,
+        images=tuple(_images(samples, rows, starts)),
         **counts,
     )
 
 
-def _starts(read: Sequence[np.ndarray], share: float) -> list[int]:
+def _starts(samples: Sequence[TrainSample], share: float) -> list[int]:
     """Return how many positions each sequence has in common with the one before."""
     if share:
-        return prefixes.starts(read, share)
-    return [0] * len(read)
+        return prefixes.starts([prefixes.keys(sample.sequence)[:-1] for sample in samples], share)
+    return [0] * len(samples)
+
+
+def _images(samples: Sequence[TrainSample], rows: Sequence[np.ndarray], starts: Sequence[int]) -> Iterator[Image]:
+    """Yield the images of a row in order, those of a shared beginning once."""
+    for sample, places, start in zip(samples, rows, starts, strict=False):
+        for image in sample.sequence.images:
+            if image.start >= start:
+                yield dataclasses.replace(image, start=int(places[image.start]))
 
 
 def row_places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray]:

@@ -21,7 +21,8 @@ from hocket.trainer.kernels import compile_layers, use_liger
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, token_logprobs
 from hocket.trainer.long_rows import kept_on_cpu, use_tiles
 from hocket.trainer.lora import Adapter
-from hocket.trainer.weights import Weights, empty_model, head_of, load_model, unshared
+from hocket.trainer.weights import Weights, attending, empty_model, head_of, load_model, sees, unshared
+from hocket.types import Image
 
 PREFIX = "model."  # of names of Policy.model's parameters
 WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
@@ -73,6 +74,11 @@ class Policy(nn.Module):
             model = empty_model(config.path, **options)
         self.weights.prepare(model, seed)
         self.model = model
+        self.vision: Any = None
+        if sees(model.config):
+            from hocket.trainer.vision import Vision
+
+            self.vision = Vision(config.path, model)
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
@@ -112,7 +118,7 @@ class Policy(nn.Module):
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         """Return what `token_logprobs` does of the batch's targets; 0 where its mask is false."""
-        hidden_brh = self._hidden(batch.input_ids_br, batch.segments)
+        hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
         columns = token_logprobs(
             hidden_brh,
             head_of(self.model),
@@ -132,33 +138,47 @@ class Policy(nn.Module):
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
         return {"entropy": entropy, **draw_sums(batch, logprobs_bt, entropy_bt, *others)}
 
-    def _hidden(self, input_ids_br: Tensor, segments: Segments) -> Tensor:
+    def _hidden(self, input_ids_br: Tensor, segments: Segments, images: Sequence[Image] = ()) -> Tensor:
         inputs = {"input_ids": input_ids_br, "position_ids": segments.positions_br, "segments": segments}
+        if self.vision is not None:
+            inputs = self.vision.inputs(self.model, input_ids_br, segments, images)
         with self._kept():
-            return cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
+            hidden_brh = cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
+        return hidden_brh[:, : input_ids_br.shape[1]]  # a blank image may stand behind
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]
     def check_architecture(self, device: torch.device) -> None:
         """Raise TrainerError for an architecture that would train wrong here."""
-        ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
-        branch_bt = torch.cat([ids_bt[:, :4], ids_bt[:, 8:12]], dim=1)  # begins like the first
-        seen = torch.cat([torch.arange(16), torch.arange(4), torch.arange(16, 20)])
-        row_br = torch.cat([ids_bt, branch_bt[:, 4:]], dim=1)
-        packed = self._hidden(row_br, Segments((8, 8, 4), device, (0, 0, 4), seen))
-        self.model.set_attn_implementation("eager")  # the model's own
-        alone = [self.model.base_model(one_bt, use_cache=False)[0] for one_bt in (*ids_bt.chunk(2, dim=1), branch_bt)]
+        most = self.vocab_size
+        images: list[Image] = []
+        if self.vision is not None:
+            most = self.vision.token
+            images = [self.vision.look(self.model)]  # behind two tokens
+        ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % most
+        image_bt = ids_bt.new_tensor([[most for image in images for _ in range(image.length)]])
+        first_bt = torch.cat([ids_bt[:, :2], image_bt, ids_bt[:, 2:8]], dim=1)
+        shared = 4 + image_bt.shape[1]
+        branch_bt = torch.cat([first_bt[:, :shared], ids_bt[:, 8:12]], dim=1)  # begins like the first
+        row_br = torch.cat([first_bt, ids_bt[:, 8:], branch_bt[:, shared:]], dim=1)
+        seen = torch.cat([torch.arange(shared + 12), torch.arange(shared), torch.arange(shared + 12, shared + 16)])
+        packed = self._hidden(row_br, Segments((shared + 4, 8, 4), device, (0, 0, shared), seen), images)
+        self.model.set_attn_implementation(attending(self.model.config, "eager"))  # the model's own
+        inputs = [{"input_ids": one_bt} for one_bt in (first_bt, ids_bt[:, 8:], branch_bt)]
+        if images:
+            inputs = [self.vision.alone(self.model, one["input_ids"], images) for one in inputs]
+        alone = [self.model.base_model(**one, use_cache=False)[0] for one in inputs]
         logits = own = alone[2]
         if not self.scores:  # a classifier has them at the last position alone
-            logits = self.model(branch_bt, use_cache=False).logits
+            logits = self.model(**inputs[2], use_cache=False).logits
             own = head_of(self.model)(alone[2])
-        self.model.set_attn_implementation(attention.NAME)
+        self.model.set_attn_implementation(attending(self.model.config, attention.NAME))
         for problem, actual, expected in (
             ("changes its logits after the output head", own, logits),
             (
                 "has more in its attention than is computed here, or lets sequences that share a row see each other",
                 packed,
-                torch.cat([*alone[:2], alone[2][:, 4:]], dim=1),
+                torch.cat([*alone[:2], alone[2][:, shared:]], dim=1),
             ),
         ):
             # Of the numbers' spread: rounding in 16 bits stays far below it.

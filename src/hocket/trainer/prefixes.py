@@ -1,14 +1,26 @@
 """Find what sequences begin with alike, so that a row has it once."""
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from hocket.types import TokenSequence
 
-def order(sequences: Sequence[Sequence[int]]) -> list[int]:
+
+def keys(sequence: TokenSequence) -> np.ndarray:
+    """Return what tells sequences apart: its ids and, as all images have the same, the hash of one in their place."""
+    ids = np.array(sequence.token_ids, np.int64)
+    for image in sequence.images:
+        digest = hashlib.sha256(image.data).digest()
+        ids[image.start : image.start + image.length] = int.from_bytes(digest[:8], "little", signed=True)
+    return ids
+
+
+def order(sequences: Sequence[np.ndarray]) -> list[int]:
     """Return the places of sequences in the order of their tokens, in which each shares most with the one before."""
-    return sorted(range(len(sequences)), key=lambda place: tuple(sequences[place]))
+    return sorted(range(len(sequences)), key=lambda place: sequences[place].tolist())
 
 
 def starts(sequences: Sequence[np.ndarray], pairs: float) -> list[int]:

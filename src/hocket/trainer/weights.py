@@ -19,6 +19,12 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import AdapterConfig
 
+# By part of a model, what transformers calls it; a projector may be within the vision tower.
+PARTS = {
+    "projector": {"connector", "multi_modal_projector", "merger", "deepstack_merger_list"},
+    "vision": {"vision_model", "vision_tower", "visual"},
+}
+
 
 class Weights:
     """All weights of a model; `policy.WEIGHTS` has the other kinds."""
@@ -34,7 +40,15 @@ class Weights:
         return {}
 
     def prepare(self, model: Any, seed: int) -> None:
-        """Freeze what is not trained, and add what is."""
+        """Freeze what is not trained, and add what is. Raise ConfigError where it has no such parts."""
+        frozen = set(self.config.freeze)
+        there = {part_of(name) for name, _ in model.named_parameters()}
+        if not frozen < there:
+            known = ", ".join(sorted(there))
+            raise ConfigError(f"model.freeze: {self.config.path} has {known}; name some of these, but not all")
+        for name, parameter in model.named_parameters():
+            if part_of(name) in frozen:
+                parameter.requires_grad_(False)
 
     def base(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Have the model compute as before training, without gradients."""
@@ -77,6 +91,21 @@ def head_of(model: Any) -> Any:
     return model.score if head is None else head
 
 
+def sees(config: Any) -> bool:
+    """Return whether a model of this config takes images."""
+    return hasattr(config, "vision_config")
+
+
+def attending(config: Any, how: str) -> str | dict[str, str]:
+    """Return transformers' setting of how a model attends: its vision tower stays as it is."""
+    return {"text_config": how, "vision_config": "sdpa"} if sees(config) else how
+
+
+def part_of(name: str) -> str:
+    """Return which part of a model a parameter or layer is of: language, vision or projector."""
+    return next((part for part, words in PARTS.items() if not words.isdisjoint(name.split("."))), "language")
+
+
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that own their storages: safetensors refuses parts of one."""
     return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
@@ -98,8 +127,11 @@ def load_model(path: str, *, random_init: bool = False, scores: bool = False, **
         transformers.utils.logging.set_verbosity_error()  # it would warn that the head is new
         changes = {"num_labels": 1, "pad_token_id": tokenizers.load(path).pad_token_id}
     try:
+        architecture = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
+        if sees(architecture) and not scores:
+            auto = transformers.AutoModelForImageTextToText
+            options["attn_implementation"] = attending(architecture, options.get("attn_implementation", "sdpa"))
         if random_init:
-            architecture = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
             return auto.from_config(architecture, trust_remote_code=False, **options)
         return auto.from_pretrained(path, trust_remote_code=False, **changes, **options)
     except (OSError, ValueError, SafetensorError) as error:

@@ -1,0 +1,112 @@
+"""Models that see images: what a row's images are to the forward pass. A text model has no use for this file.
+
+The processor runs where a row is computed: until then images are the bytes of their files. Positions of M-RoPE depend on
+a whole sequence with its images: they are computed for each alone, and a row gets those of what it has of it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from PIL.Image import new
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from hocket.common.images import decoded, png
+from hocket.trainer.attention import Segments
+from hocket.types import Image
+
+BLANK_PIXELS = 32  # of a side
+
+
+class Vision:
+    """Makes the arguments of a model's forward pass, its images among them.
+
+    A row without one gets a blank behind it: the vision tower's part in what ranks do together is the same on each.
+    """
+
+    def __init__(self, path: str, model: Any) -> None:
+        self.token: int = model.config.image_token_id
+        self._processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        blank = png(new("RGB", (BLANK_PIXELS, BLANK_PIXELS), "white"))
+        self._blank = Image(data=blank, start=2, length=0, placeholder=self.token)
+        self._shown: Tensor | None = None  # [row] for each position, one whose token's embedding it gets
+        model.get_input_embeddings().register_forward_hook(self._embedded)
+
+    def look(self, model: Any) -> Image:
+        """Return the blank, behind two tokens, once it is known how many it has: before any other forward pass."""
+        device = model.get_input_embeddings().weight.device
+        features = model.base_model.get_image_features(**self._pixels([self._blank], device)).pooler_output
+        self._blank = dataclasses.replace(self._blank, length=len(torch.cat(list(features))))
+        return self._blank
+
+    def alone(self, model: Any, ids_bt: Tensor, images: Sequence[Image]) -> dict[str, Any]:
+        """Return the arguments for a sequence that has no others beside it, as transformers takes them."""
+        inputs: dict[str, Any] = {"input_ids": ids_bt}
+        if images:
+            inputs |= self._pixels(images, ids_bt.device)
+        if images and _has_mrope(model):
+            inputs["mm_token_type_ids"] = (ids_bt == self.token).int()
+        return inputs
+
+    def inputs(self, model: Any, ids_br: Tensor, segments: Segments, images: Sequence[Image]) -> dict[str, Any]:
+        """Return the arguments for a row, and, if it has no image, the blank behind it."""
+        device = ids_br.device
+        size = ids_br.shape[1]
+        if not images:
+            images = [dataclasses.replace(self._blank, start=size)]
+            ids_br = torch.cat([ids_br, ids_br.new_full((1, self._blank.length), self.token)], dim=1)
+            segments = _with_one_more(segments, self._blank.length)
+        pixels = self._pixels(images, device)
+        ids_r = ids_br[0].cpu()
+        places_r = torch.arange(len(ids_r))
+        is_image_r = torch.zeros(len(ids_r), dtype=torch.bool)
+        for image in images:
+            is_image_r[image.start : image.start + image.length] = True
+        is_image_r &= ids_r == self.token
+        # The policy may sample the token, too: to the model that is not an image, but has the embedding of its token.
+        sampled_r = (ids_r == self.token) & ~is_image_r
+        self._shown = places_r.where(~sampled_r, is_image_r.nonzero()[0]).to(device)
+        ids_r = ids_r.where(~sampled_r, 0)
+        positions = segments.positions_br
+        if _has_mrope(model):
+            positions = _mrope(model, ids_r, is_image_r, segments, images, pixels["image_grid_thw"].cpu()).to(device)
+        return {"input_ids": ids_r[None].to(device), "position_ids": positions, "segments": segments, **pixels}
+
+    def _embedded(self, module: Any, ids: Any, embeddings_brh: Tensor) -> Tensor:
+        shown = self._shown
+        self._shown = None
+        return embeddings_brh if shown is None else embeddings_brh.index_select(1, shown)
+
+    def _pixels(self, images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
+        made = self._processor([[decoded(image.data) for image in images]], return_tensors="pt")
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in made.items()}
+
+
+def _has_mrope(model: Any) -> bool:
+    return hasattr(model.base_model, "get_rope_index")
+
+
+def _with_one_more(segments: Segments, length: int) -> Segments:
+    """Return segments with one behind them that shares nothing."""
+    shared = segments.shared
+    if shared is not None:
+        shared = torch.cat([shared, sum(segments.lengths) + torch.arange(length)])
+    starts = (*segments.starts, 0) if segments.starts else ()
+    return dataclasses.replace(segments, lengths=(*segments.lengths, length), starts=starts, shared=shared)
+
+
+def _mrope(
+    model: Any, ids_r: Tensor, is_image_r: Tensor, segments: Segments, images: Sequence[Image], grids_n3: Tensor
+) -> Tensor:
+    """Return the positions of time, height and width, [3, 1, row]."""
+    seen = torch.arange(len(ids_r)) if segments.shared is None else segments.shared
+    starts_n = torch.tensor([image.start for image in images])
+    own = []
+    for places, length in zip(seen.split(list(segments.ends)), segments.lengths, strict=True):
+        grids = grids_n3[torch.isin(starts_n, places)]
+        types_bt = is_image_r[places][None].int()
+        found, _ = model.base_model.get_rope_index(ids_r[places][None], types_bt, image_grid_thw=grids)
+        own.append(found[..., -length:])
+    return cast(Tensor, torch.cat(own, dim=-1))
