@@ -65,3 +65,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if hasattr(config, "workerinput"):  # in one of several processes
         items.sort(key=rank)
+
+
+@pytest.fixture(scope="session")
+def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a random Idefics3, which vLLM's CPU build serves."""
+    from eyes import make_idefics
+
+    return make_idefics(tmp_path_factory.mktemp("models") / "idefics")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen_vl(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a random Qwen2.5-VL, for the trainer alone."""
+    from eyes import make_qwen
+
+    return make_qwen(tmp_path_factory.mktemp("models") / "qwen_vl")

@@ -176,7 +176,10 @@ class Rows:
 
     def __init__(self, name: str, samples: Sequence[TrainSample]) -> None:
         self._name = name
-        rows = ((sample.sequence.token_ids, sample.sequence.mask, *sample.columns.values()) for sample in samples)
+        rows = (
+            (sample.sequence.token_ids, sample.sequence.mask, *sample.sequence.images, *sample.columns.values())
+            for sample in samples
+        )
         self._state = {"num_samples": len(samples), "hash": seed_of(*rows)}
 
     def state(self) -> dict[str, int]:

@@ -161,6 +161,7 @@ class DeepSpeedEngine:
         if self.stage == 3:
             spread(module, setup)
         self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._frozen = {name: one for name, one in module.named_parameters() if name not in self._trained}
         self._adamw = torch.optim.AdamW(
             self._trained.values(),
             lr=config.learning_rate,
@@ -243,16 +244,18 @@ class DeepSpeedEngine:
         gradients = ((name, full_grad(parameter)) for name, parameter in self._trained.items())
         return [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
 
-    def layout(self, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
+    def layout(self, max_bytes: int, *, frozen: bool = False) -> list[list[tuple[str, Tensor]]]:
         """Return what `buckets` yields, on the meta device."""
         on_meta = functools.partial(torch.empty, dtype=self._dtype, device="meta")
-        tensors = ((name, on_meta(whole_shape(parameter))) for name, parameter in self._trained.items())
+        named = self._frozen if frozen else self._trained
+        tensors = ((name, on_meta(whole_shape(parameter))) for name, parameter in named.items())
         return list(in_buckets(tensors, max_bytes))
 
-    def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield trained (name, whole tensor), tied ones once, on rank 0; all ranks must exhaust it."""
-        for bucket in self.layout(max_bytes):
-            parameters = {name: self._trained[name] for name, _ in bucket}
+    def buckets(self, max_bytes: int, *, frozen: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield trained, or frozen, (name, whole tensor), tied ones once, on rank 0; all ranks must exhaust it."""
+        named = self._frozen if frozen else self._trained
+        for bucket in self.layout(max_bytes, frozen=frozen):
+            parameters = {name: named[name] for name, _ in bucket}
             # Whole, where ZeRO-3 spreads them; writes would be lost.
             with importlib.import_module("deepspeed").zero.GatheredParameters(list(parameters.values())):
                 if self._ranks.is_main:

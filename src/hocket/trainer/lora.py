@@ -20,7 +20,7 @@ from hocket.config import ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig, manifest
-from hocket.trainer.weights import Weights, head_of, load_model
+from hocket.trainer.weights import Weights, copy_processor, head_of, load_model, part_of, sees
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
@@ -45,6 +45,7 @@ class Adapter(Weights):
         settings = self._lora
         head = head_of(model)
         linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+        linear = [name for name in linear if part_of(name) == "language"]  # servers adapt no other
         known = sorted({name.rpartition(".")[2] for name in linear})
         targets = known if settings.targets == "all-linear" else sorted(settings.targets)
         for target in targets:
@@ -53,6 +54,8 @@ class Adapter(Weights):
                     f"model.lora.targets: {path} has no linear layer {target!r} besides its output head, "
                     f"only {', '.join(known)}"
                 )
+        if sees(model.config):  # layers of its vision tower may be called the same
+            targets = [name for name in linear if f".{name}".endswith(tuple(f".{target}" for target in targets))]
         torch.manual_seed(seed)
         made = peft.LoraConfig(
             task_type="CAUSAL_LM",
@@ -145,3 +148,4 @@ def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path, *,
     with atomic_folder(output) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        copy_processor(model, path, partial)

@@ -22,7 +22,7 @@ from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
-from hocket.trainer.weights import head_of
+from hocket.trainer.weights import head_of, sees
 from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
@@ -142,6 +142,8 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
     parts = []
     for model, kind, learns in models:
         whole = skeleton(model, kind)
+        if sees(whole.config) and config.sequence_parallel > 1:
+            raise ConfigError(f"trainer.sequence_parallel: images of {model.path} can't be divided; set 1")
         for number, what in ((num_ranks, "ranks"), (Shape.of(whole).heads, f"attention heads of {model.path}")):
             if number % config.sequence_parallel:
                 said = f"trainer.sequence_parallel={config.sequence_parallel} does not divide the {number} {what}"

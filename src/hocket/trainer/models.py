@@ -285,15 +285,21 @@ class Models:
         return self.ranks.total(torch.stack(sums).sum(dim=0).tolist())
 
     def export(self) -> list[tuple[str, Tensor]]:
-        """Return on rank 0 the trained weights, which ZeRO-3 copies to the CPU."""
+        """Return on rank 0 the published weights, which ZeRO-3 copies to the CPU."""
         return [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
-            for bucket in self.engine.buckets(EXPORT_BYTES)
+            for bucket in self._buckets(EXPORT_BYTES)
             for name, tensor in bucket
         ]
 
-    def stream(self, max_bytes: int, sink: Any = None) -> None:
-        for bucket in self.engine.buckets(max_bytes):  # on rank 0 alone
+    def _buckets(self, max_bytes: int, trained: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield on rank 0 the published weights: of an adapter, or if only these are wanted, the trained ones."""
+        yield from self.engine.buckets(max_bytes)
+        if not trained and self.policy.weights.adapter is None:
+            yield from self.engine.buckets(max_bytes, frozen=True)
+
+    def stream(self, max_bytes: int, trained: bool, sink: Any = None) -> None:
+        for bucket in self._buckets(max_bytes, trained):
             sink(self.policy.as_published(bucket))
 
     def state(self, sink: Any = None) -> dict[str, Any]:

@@ -165,8 +165,8 @@ class Policy(nn.Module):
         packed = self._hidden(row_br, Segments((shared + 4, 8, 4), device, (0, 0, shared), seen), images)
         self.model.set_attn_implementation(attending(self.model.config, "eager"))  # the model's own
         inputs = [{"input_ids": one_bt} for one_bt in (first_bt, ids_bt[:, 8:], branch_bt)]
-        if images:
-            inputs = [self.vision.alone(self.model, one["input_ids"], images) for one in inputs]
+        for seeing in inputs[::2] if images else []:
+            seeing |= self.vision.alone(self.model, seeing["input_ids"], images)
         alone = [self.model.base_model(**one, use_cache=False)[0] for one in inputs]
         logits = own = alone[2]
         if not self.scores:  # a classifier has them at the last position alone

@@ -75,6 +75,8 @@ async def _ask(
     url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
 ) -> Sequence[Sequence[float]]:
     """Have a server score what was sampled, at temperature 1. `sha256`: of the tokenizer."""
+    if any(sequence.images for sequence in sequences):
+        raise ConfigError(f"algorithm.reference={url}: a server scores no images; name a folder instead")
     async with ServerClient(url, token=token) as server:
         health = await server.health()
         if health.tokenizer_sha256 != sha256:

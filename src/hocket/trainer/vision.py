@@ -1,12 +1,12 @@
 """Models that see images: what a row's images are to the forward pass. A text model has no use for this file.
 
-The processor runs where a row is computed: until then images are the bytes of their files. Positions of M-RoPE depend on
-a whole sequence with its images: they are computed for each alone, and a row gets those of what it has of it.
+The processor runs where a row is computed: until then images are the bytes of their files. Positions of M-RoPE depend
+on a whole sequence with its images: each has its own, and a row those of the part that it has of it.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from PIL.Image import new
@@ -41,12 +41,10 @@ class Vision:
         self._blank = dataclasses.replace(self._blank, length=len(torch.cat(list(features))))
         return self._blank
 
-    def alone(self, model: Any, ids_bt: Tensor, images: Sequence[Image]) -> dict[str, Any]:
-        """Return the arguments for a sequence that has no others beside it, as transformers takes them."""
-        inputs: dict[str, Any] = {"input_ids": ids_bt}
-        if images:
-            inputs |= self._pixels(images, ids_bt.device)
-        if images and _has_mrope(model):
+    def alone(self, model: Any, ids_bt: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
+        """Return the arguments for a sequence with nothing beside it, as transformers takes them."""
+        inputs = {"input_ids": ids_bt, **self._pixels(images, ids_bt.device)}
+        if _has_mrope(model):
             inputs["mm_token_type_ids"] = (ids_bt == self.token).int()
         return inputs
 
@@ -104,9 +102,9 @@ def _mrope(
     seen = torch.arange(len(ids_r)) if segments.shared is None else segments.shared
     starts_n = torch.tensor([image.start for image in images])
     own = []
-    for places, length in zip(seen.split(list(segments.ends)), segments.lengths, strict=True):
+    for places, length in zip(torch.split(seen, list(segments.ends)), segments.lengths, strict=True):
         grids = grids_n3[torch.isin(starts_n, places)]
         types_bt = is_image_r[places][None].int()
         found, _ = model.base_model.get_rope_index(ids_r[places][None], types_bt, image_grid_thw=grids)
         own.append(found[..., -length:])
-    return cast(Tensor, torch.cat(own, dim=-1))
+    return torch.cat(own, dim=-1)

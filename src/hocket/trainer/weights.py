@@ -1,6 +1,7 @@
 """The weights that a run trains, their published names, and their folders."""
 
 import contextlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
 
 from hocket.common.files import atomic_folder
 from hocket.config import ModelConfig
@@ -24,6 +26,8 @@ PARTS = {
     "projector": {"connector", "multi_modal_projector", "merger", "deepstack_merger_list"},
     "vision": {"vision_model", "vision_tower", "visual"},
 }
+
+PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 
 
 class Weights:
@@ -64,13 +68,15 @@ class Weights:
         model.config.dtype = dtype  # ZeRO-0's live parameters are float32
         for part in filter(None, (model.config, getattr(model, "generation_config", None), tokenizer)):
             part.save_pretrained(folder)
+        copy_processor(model, self.config.path, folder)
         save_torch_state_dict(published, folder)
 
     def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
         """Write a whole model from a checkpoint's parameters."""
         path = self.config.path
         tokenizer = tokenizers.load(path)
-        model = empty_model(path, scores=self.scores)
+        model = load_model(path, dtype=dtype) if self.config.freeze else empty_model(path, scores=self.scores)
+        tensors = {name: tensor.data for name, tensor in model.named_parameters() if not tensor.is_meta} | tensors
         with contextlib.suppress(OSError):  # it has none
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -99,6 +105,15 @@ def sees(config: Any) -> bool:
 def attending(config: Any, how: str) -> str | dict[str, str]:
     """Return transformers' setting of how a model attends: its vision tower stays as it is."""
     return {"text_config": how, "vision_config": "sdpa"} if sees(config) else how
+
+
+def copy_processor(model: Any, path: str, folder: Path) -> None:
+    """Copy to a folder what a model that sees has beside its tokenizer."""
+    if sees(model.config):
+        for name in PROCESSOR_FILES:
+            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            if file is not None:
+                shutil.copy(file, folder)
 
 
 def part_of(name: str) -> str:
