@@ -137,14 +137,16 @@ async def trained(
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "pipeline.max_staleness=0", *fixed, *settings])
     max_staleness = int(config.pipeline.max_staleness)
     world: Any = World(reward, score_s, reference)
+    parts: dict[str, Any] = {}
     with (
         RunFolder(config) as folder,
         Console(config.trainer.steps) as console,
-        Checkpoints(config, world.state, {}) as kept,
+        Checkpoints(config, world.state, parts) as kept,
     ):
         prompts, others = (Prompts(Prompt(id=f"{name}{i}", token_ids=(1,)) for i in range(3)) for name in "ph")
         chosen = config.curriculum
         stream = PromptStream(prompts, bind(chosen), seed=config.trainer.seed, retire_after=chosen.retire_after)
+        parts["prompts"] = stream
         evaluation = Evaluation(
             prompts=others[:held_out],
             play=world.play,
@@ -323,6 +325,38 @@ async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(
     assert "checkpoint.best ends the run: 2 evaluations without a better one" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+@pytest.mark.parametrize("on_step", [None, lambda step, metrics: step == 1])
+async def test_the_next_batch_begins_while_an_evaluation_waits_for_its_last_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_step: OnStep
+) -> None:
+    seen: list[Any] = []
+    play = World.play
+
+    async def told(world: World, prompt: Prompt, seat: Seat) -> Rollout:
+        rollout = await play(world, prompt, seat)
+        seen.append(seat.group.rpartition("/")[0])
+        return rollout
+
+    def reward(step: int, sample: int) -> float:
+        seen.append(step)  # 0: of an evaluation
+        return float(sample)
+
+    monkeypatch.setattr(World, "play", told)
+    every = ("eval.every_steps=1", "checkpoint.every_steps=1")
+    world, metrics, _ = await trained(tmp_path, reward, *every, score_s=0.05, on_step=on_step)
+    first = seen.index("eval 1")
+    assert seen[first:][:12] == ["eval 1"] * 4 + ["step 2"] * 4 + [0] * 4
+    assert ("play", "step 2", 6) in world.diary  # with the weights of step 1
+    # Where the evaluation ends the run, nothing of the batch is left, and its prompts wait in the checkpoint.
+    last = 2 if on_step is None else 1
+    assert [line["step"] for line in metrics] == [*range(last + 1)]
+    rows = [json.loads(line) for line in (tmp_path / "runs/a/ledger.jsonl").open()]
+    assert [(row["step"], row["draw"]) for row in rows] == [(1 + i // 2, i) for i in range(2 * last)]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    state = json.loads((tmp_path / f"runs/a/checkpoints/step_{last:06d}/state.json").read_text())
+    assert [draw["draw"] for draw in state["parts"]["prompts"]["in_flight"]] == [2, 3][: 4 - 2 * last]
 
 
 async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:

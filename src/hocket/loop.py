@@ -55,7 +55,7 @@ class Run:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
         await self.servers.wait_up()  # a server is up once it holds the trainer's weights: a broken sync fails here
         if not self.folder.history:
-            self.record(0, (), await self.evaluate(0))
+            self.record(0, await self.evaluate(0))
         async with self.batches(self.new_batch) as batches:
             for step in range(self.folder.last_step + 1, self.config.trainer.steps + 1):
                 if await self.take_step(step, batches):
@@ -75,12 +75,12 @@ class Run:
             last = step == self.config.trainer.steps or not shaped
             metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
             if last or (self.config.eval.every_steps and step % self.config.eval.every_steps == 0):
-                metrics |= await self.evaluate(step)
+                metrics |= await self.evaluate(step, lambda: batches.begin_early(step + 1))
         metrics |= step_metrics(metrics)
         ends = self.ends(step, metrics)
         if ends and "time/eval" not in metrics:
             metrics |= await self.evaluate(step)
-        self.record(step, shaped, metrics)
+        self.record(step, metrics)
         if not shaped:
             self.console.say(EXHAUSTED)
         return ends or last
@@ -112,7 +112,7 @@ class Run:
         return metrics | shaping | trained
 
     async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
-        """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
+        """Train on the groups with a signal and publish the new weights, if there are any; settle all prompts."""
         groups = [one for one in shaped if one.reason is None]
         metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.uses_pass_rates else "")
         publishes = bool(groups) and self.trainer.policy_learns
@@ -125,29 +125,30 @@ class Run:
             if publishes:
                 with timed(metrics, "time/sync"):
                     metrics |= await self.publisher.publish()  # 7 weights  sync/publish.py
+        numbers = itertools.count()  # of the groups with a signal, in the trainer
+        for one in shaped:
+            untrained = self.trainer.untrained.get(next(numbers)) if one.reason is None else None
+            if one.group.draw >= 0:
+                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, untrained=untrained))
+        self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
 
-    async def evaluate(self, step: int) -> Metrics:
+    async def evaluate(self, step: int, generated: Callable[[], None] = lambda: None) -> Metrics:
         """Return the eval/* metrics of the weights that the servers hold; empty without held-out prompts."""
         if not self.evaluation.prompts:
             return {}
         metrics: Metrics = {}
         self.console.progress(step, "held-out evaluation")
         with timed(metrics, "time/eval"):
-            measured, groups = await self.evaluation.run(f"eval {step}")
+            measured, groups = await self.evaluation.run(f"eval {step}", generated)
         await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
         async with self.publisher.training(publishes=False):
             metrics |= await self.evaluation.check(groups, self.config.rollout, self.publisher.check_rollouts)
             kept = await run_in_thread(self.keep, step, measured)
         return metrics | measured | kept
 
-    def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:
-        """Settle the prompts; write metrics, ledger and checkpoint of the step."""
-        numbers = itertools.count()  # of the groups with a signal, in the trainer
-        for one in shaped:
-            untrained = self.trainer.untrained.get(next(numbers)) if one.reason is None else None
-            if one.group.draw >= 0:
-                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, untrained=untrained))
-        self.folder.finish(step, metrics, self.stream.entries())  # 8 records  observe/run_folder.py
+    def record(self, step: int, metrics: Metrics) -> None:
+        """Write metrics and checkpoint of the step."""
+        self.folder.finish(step, metrics)  # 8 records  observe/run_folder.py
         self.checkpoints.complete(step, metrics)
         self.console.step(step, metrics)

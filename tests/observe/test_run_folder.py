@@ -124,7 +124,8 @@ def test_the_first_file_that_a_full_disk_refuses_is_named_and_nothing_half_writt
         with RunFolder(settings(tmp_path)) as folder:
             monkeypatch.setattr(Path, "open", opened)
             folder.rollouts("step_000001", [GROUP])
-            folder.finish(1, {"x": 1.0}, [{"draw": 0}])
+            folder.ledger(1, [{"draw": 0}])
+            folder.finish(1, {"x": 1.0})
             folder.summary(final_version=1)
 
     with pytest.raises(OSError, match="No space left") as failed:
@@ -145,7 +146,8 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
     with RunFolder(settings(tmp_path)) as folder:
         for step in range(4):
             entries = [{"draw": 2 * step, "state": "trained"}, {"draw": 2 * step + 1}] if step else []
-            folder.finish(step, {"x": step + 0.5}, entries)
+            folder.ledger(step, entries)
+            folder.finish(step, {"x": step + 0.5})
             folder.rollouts(f"step_{step:06d}", [GROUP])
             if step == 1:
                 state = json.loads(json.dumps(folder.state()))
@@ -159,7 +161,8 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
     with RunFolder(resumed) as folder:
         folder.restore(state)
         assert folder.last_step == 1
-        folder.finish(2, {"x": 9.0}, [{"draw": 9}])
+        folder.ledger(2, [{"draw": 9}])
+        folder.finish(2, {"x": 9.0})
         assert folder.history == [{"step": 0, "x": 0.5}, {"step": 1, "x": 1.5}, {"step": 2, "x": 9.0}]
         assert read_lines(run / "metrics.jsonl") == folder.history
     rollouts = sorted(path.stem for path in (run / "rollouts").iterdir())

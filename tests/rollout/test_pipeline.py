@@ -85,6 +85,21 @@ async def test_so_many_batches_are_begun_ahead_and_never_one_that_no_step_needs(
     assert seen == begun
 
 
+@pytest.mark.parametrize(("early", "begun"), [(True, 2), (False, 1)])
+async def test_a_batch_begins_early_unless_the_trainer_may_need_the_servers_gpu(early: bool, begun: int) -> None:
+    player = FakePlayer()
+    async with pipeline(settings(), player) as batches:
+        batches.early = early
+        await batches.batch(1)
+        batches.begin_early(2)
+        await settled()
+        assert len(player.begun) == begun
+        batches.begin_early(5)  # there are four steps
+        assert ids(await batches.batch(2)) == order()[3:6]
+        await settled()
+    assert len(player.begun) == 2
+
+
 async def test_what_is_slow_is_waited_for_and_not_replaced_by_what_is_fast() -> None:
     slow = int(order()[0][1:])
 

@@ -259,7 +259,9 @@ class Parts:
             oversampling=self.config.algorithm.oversampling,
             max_staleness=ahead,
         )
-        return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
+        early = not self.config.launch.share_gpu
+        progress = self.console.progress
+        return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, early=early, progress=progress)
 
     def evaluation(self, prompts: Sequence[Prompt], play: Play, calls: RewardCalls) -> Evaluation:
         config = self.config

@@ -210,7 +210,7 @@ def _run(
         saved.restore(kept)
         last = saved.step
     elif not replay:
-        folder.ledger(0, [{"num_prompts": len(prompts)}])
+        folder.ledger(0, [{"num_prompts": len(prompts)}, *stream.entries()])
     play = parts.play(servers)
     after: list[Callable[[Path], None]] = []
     if config.checkpoint.copy_to is not None:

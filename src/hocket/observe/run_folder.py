@@ -51,9 +51,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def last_step(self) -> int:
         return int(self.history[-1]["step"]) if self.history else -1
 
-    def finish(self, step: int, metrics: Mapping[str, float], entries: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Append a step to metrics.jsonl (null: not finite), its entries to ledger.jsonl; call `after_step`."""
-        self.ledger(step, entries)
+    def finish(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a step to metrics.jsonl (null: not finite); call `after_step`."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.history.append({"step": step, **finite})
         append(self.path / METRICS, self.history[-1:])

@@ -30,8 +30,13 @@ class Evaluation:
     timeout_s: float
     max_error_rate: float
 
-    async def run(self, label: str) -> tuple[dict[str, float], list[Group]]:
-        """Return the eval/* metrics and the groups, in the prompts' order. Raise RewardError as `refuse_failing`."""
+    async def run(
+        self, label: str, generated: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, float], list[Group]]:
+        """Return the eval/* metrics and the groups, in the prompts' order. Raise RewardError as `refuse_failing`.
+
+        `generated`: called once all episodes have ended, while rewards may be missing.
+        """
         size = len(self.prompts)
         greedy = self.sampling.model_copy(update={"temperature": 0.0})
         group_size = 1 + self.samples if self.sampling.temperature else 1
@@ -40,10 +45,17 @@ class Evaluation:
             label=label, sampling=self.sampling, group_size=group_size, wanted=size, at_most=size, deadline=deadline
         )
 
+        left = size * group_size
+
         async def play(prompt: Prompt, seat: Seat) -> Rollout:
+            nonlocal left
             if seat.number % group_size == 0:
                 seat = dataclasses.replace(seat, sampling=greedy)
-            return await self.play(prompt, seat)
+            rollout = await self.play(prompt, seat)
+            left -= 1
+            if left == 0:
+                generated()
+            return rollout
 
         numbered = enumerate(self.prompts)
         batch = await collect(plan, lambda count: dict(itertools.islice(numbered, count)), play, self.scorer)

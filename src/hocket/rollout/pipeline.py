@@ -60,6 +60,7 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     _: dataclasses.KW_ONLY
     steps: int
     max_staleness: int
+    early: bool = True  # while an evaluation waits for its last rewards; the trainer must not need the servers' GPU
     progress: Callable[[int, str], None] = lambda step, what: None  # what a step waits for
 
     def __post_init__(self) -> None:
@@ -79,10 +80,7 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
             idle_s = 0.0 if busy else start - max(self._finished, self._asked)
             metrics["pipeline/wait_for_policy"] = idle_s / (start - self._asked)
         self._asked = start
-        for due in range(step, min(step + self.max_staleness, self.steps) + 1):
-            if due not in self._begun:
-                plan = self.plan(due)
-                self._begun[due] = plan, asyncio.create_task(self._gather(plan))
+        self._begin(step)
         plan, task = self._begun[step]
         while not task.done():
             self.progress(step, f"generating, {len(plan.batch.groups)}/{plan.batch.num_drawn} groups scored")
@@ -102,6 +100,17 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         batch.metrics = metrics | rollout_metrics(batch.groups)
         return batch
 
+    def begin_early(self, step: int) -> None:
+        """Begin what `batch` would, as the weights for it are on the servers."""
+        if self.early:
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        for due in range(step, min(step + self.max_staleness, self.steps) + 1):
+            if due not in self._begun:
+                plan = self.plan(due)
+                self._begun[due] = plan, asyncio.create_task(self._gather(plan))
+
     async def _gather(self, plan: Plan) -> None:
         await self.new_batch(plan)
         self._finished = time.perf_counter()
@@ -112,6 +121,9 @@ class Replay:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
+
+    def begin_early(self, step: int) -> None:
+        """Generate nothing."""
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return a step's batch. Raise DataError if it can't be read."""
