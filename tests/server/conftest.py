@@ -125,6 +125,7 @@ def make_llm() -> Any:
     return SimpleNamespace(
         errored=False,
         in_flight=0,
+        renderer=SimpleNamespace(mm_processor=None),
         model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB_SIZE, max_model_len=32, dtype="torch.float32"),
         vllm_config=SimpleNamespace(
             device_config=SimpleNamespace(device_type="cpu"),
@@ -169,6 +170,7 @@ def idle_engine() -> Any:
     engine = Engine.__new__(Engine)
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
     engine.llm, engine.root, engine.sources = make_llm(), Path("/nowhere"), {}
+    engine.sampler = SimpleNamespace(eyes=None)  # type: ignore[assignment]
     engine.health = fakes.health  # type: ignore[method-assign]
     return engine
 
@@ -186,11 +188,17 @@ class Server(Process):
     forked = True
 
     def __init__(
-        self, folder: Path, model: Any, *overrides: str, token: str = "", program: Sequence[str] = ("run.py",)
+        self,
+        folder: Path,
+        model: Any,
+        *overrides: str,
+        token: str = "",
+        program: Sequence[str] = ("run.py",),
+        tokenizer: Any = None,  # or a processor
     ) -> None:
         self.model, self.root, self.next_version = model, folder / "runs", 1
         model.save_pretrained(folder / "model")
-        make_tokenizer().save_pretrained(folder / "model")
+        (tokenizer or make_tokenizer()).save_pretrained(folder / "model")
         self.root.mkdir()
         settings = {"model.path": folder / "model", "run.dir": self.root / "a", "server.port": (port := free_port())}
         settings |= {"rollout.max_tokens": 16, "server.kv_cache_mib": 64}

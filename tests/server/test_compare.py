@@ -15,12 +15,21 @@ FUSED |= {"up_proj": "gate_up_proj"}
 class Altering:
     """A server that alters a tensor on its way into the model."""
 
-    def __init__(self, kit: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, tied: bool) -> None:
+    def __init__(
+        self,
+        kit: Any,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *overrides: str,
+        tied: bool = True,
+        base: Any = None,
+        tokenizer: Any = None,
+    ) -> None:
         self.file, self.loads = folder / "alter", 0
         self.file.touch()
         monkeypatch.setenv("ALTER", str(self.file))
-        base = kit.make_model(tied=tied, seed=0)
-        self.server = kit.Server(folder, base, *overrides, program=ALTERING)
+        base = base or kit.make_model(tied=tied, seed=0)
+        self.server = kit.Server(folder, base, *overrides, program=ALTERING, tokenizer=tokenizer)
 
     def load(self, version: int, name: str, how: str) -> Any:
         """Loads the version, held or not: under another name it is another one."""

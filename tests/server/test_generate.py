@@ -101,7 +101,7 @@ def test_what_can_not_be_sampled_is_refused(reader: Sampler, body: dict[str, Any
         ([{"content": "a"}], "prompts.0.0.role: Field required"),
         ([{"role": "user"}], "prompts.0.0.content: Field required"),
         ([{"role": "user", "content": None}], "prompts.0.0.content: Input should be a valid string"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "prompts.0.0.content: Input should be a valid string"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "prompts.0.0.content.0: Input tag 'image' found"),
         ([{"role": "user", "content": "a", "colour": 1}], "prompts.0.0.colour: unknown field"),
         ([{"role": "user", "content": "a"}, {}], "prompts.0.1.role: Field required"),
         ([{"role": "tool", "content": "a"}], "no tools here"),

@@ -46,6 +46,11 @@ async def test_good_bodies_and_those_of_whom_vllm_knows_what_is_wrong_pass(http:
     assert (answer.status_code, answer.text) == (200, str(len(content)))
 
 
+def with_part(**part: Any) -> bytes:
+    return json.dumps({"messages": [MESSAGE, {"role": "user", "content": ["hi", part]}]}).encode()
+
+
+URL = {"url": "data:image/png;base64,"}
 BAD: dict[str, tuple[bytes, int]] = {
     "a hundred thousand wrong messages": (b'{"messages": [' + b"1," * 100_000 + b"1]}", 422),
     "as many hidden in messages": (b'{"messages": [{"content": [' + b"{}," * 100_000 + b"1]}]}", 422),
@@ -61,6 +66,13 @@ BAD: dict[str, tuple[bytes, int]] = {
     "more than any number": (b'{"prompt": "a", "temperature": 1e999}', 400),
     "no UTF-8": (b'{"prompt": "\xff"}', 400),
     "more than any prompt": (b" " * (17 << 20), 413),
+    "an image for a model that takes none": (with_part(type="image_url", image_url=URL), 422),
+    "one whose name in vLLM's caches it chooses": (with_part(type="image_url", image_url=URL, uuid="a"), 422),
+    "one behind a text's type": (with_part(type="text", text="a", image_url=URL, uuid="a"), 422),
+    "one without a type": (with_part(image_url="http://localhost"), 422),
+    "a film": (with_part(type="video_url", video_url=URL), 422),
+    "pickled numbers": (with_part(type="image_embeds", image_embeds="gASV"), 422),
+    "a type that is none": (with_part(type=["text"]), 422),
     "what vLLM stumbles over": (b'{"prompt": "stumble"}', 400),
 }
 

@@ -5,6 +5,7 @@ What a lost server has not finished is asked again.
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import time
 from collections import Counter, defaultdict
@@ -13,14 +14,17 @@ from contextlib import aclosing
 from weakref import WeakKeyDictionary
 
 from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
+from hocket.client.server import prompt_input
 from hocket.common.tasks import note
 from hocket.errors import ServerError
 from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
+from hocket.types import Image
 
 WINDOW_S = 0.002  # for which turns wait for company
 DOUBLES = 8  # requests in flight on the least busy server that double this time
 MAX_DOUBLINGS = 9  # to a second
 MAX_TURNS = MAX_PROMPTS  # in one request
+MAX_IMAGE_BYTES = 24 << 20  # of its turns: a server takes 64 MiB, and base64 is a third longer
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class Turn:
     deadline: Deadline
     group: str  # whose turns share a prefix, and so go to one server
     place: str  # for messages: "step 12/5/0 (prompt gsm8k:1042)"
+    images: tuple[Image, ...] = ()
     answer: "asyncio.Future[Completion]" = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -41,6 +46,28 @@ class Turn:
     @property
     def tokens(self) -> int:
         return len(self.token_ids) + self.sampling.max_tokens
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(len(image.data) for image in self.images)
+
+    def check(self, completion: Completion, url: str) -> None:
+        """Raise ServerError unless the server did what it was asked."""
+        size = len(completion.token_ids)
+        asked = self.sampling.max_tokens
+        at_least = asked if completion.finish_reason == "length" else 1
+        if not at_least <= size <= asked:
+            message = f"{url}/generate cut {self.place} off at {size} tokens, asked for {asked}"
+            raise ServerError(message, code="protocol")
+        read = completion.prompt_token_ids
+        if self.images and read != self.token_ids:
+            pairs = enumerate(itertools.zip_longest(self.token_ids, read))
+            place, (ours, theirs) = next(pair for pair in pairs if len(set(pair[1])) > 1)
+            message = (
+                f"{url}/generate read another prompt of {self.place}: token {place} is {theirs}, here {ours}; do both "
+                "sides have the same model folder, with the same processor?"
+            )
+            raise ServerError(message, code="protocol")
 
 
 class Batcher:
@@ -101,8 +128,8 @@ class Batcher:
             for turn in groups[deadline, name]:
                 alike[member, turn.sampling, deadline].append(turn)
         for (member, _, _), mine in sorted(alike.items(), key=lambda item: item[0][2].left_s):
-            for start in range(0, len(mine), MAX_TURNS):
-                yield member, mine[start : start + MAX_TURNS]
+            for part in _parts(mine):
+                yield member, part
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server play turns; those that it loses wait again."""
@@ -139,14 +166,15 @@ class Batcher:
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
         """Answer turns as completions come, and take them out of `todo`."""
-        prompts: dict[tuple[tuple[int, ...], int], list[Turn]] = defaultdict(list)
-        counts = Counter[tuple[int, ...]]()
+        prompts: dict[tuple[tuple[int, ...], tuple[Image, ...], int], list[Turn]] = defaultdict(list)
+        counts = Counter[tuple[tuple[int, ...], tuple[Image, ...]]]()
         for turn in turns:
-            prompts[turn.token_ids, counts[turn.token_ids] // MAX_SAMPLES].append(turn)
-            counts[turn.token_ids] += 1
+            key = turn.token_ids, turn.images  # image tokens of different images are equal
+            prompts[*key, counts[key] // MAX_SAMPLES].append(turn)
+            counts[key] += 1
         by_prompt = list(prompts.values())
         request = GenerateRequest(
-            prompts=[list(token_ids) for token_ids, _ in prompts],
+            prompts=[prompt_input(token_ids, images) for token_ids, images, _ in prompts],
             sampling=turns[0].sampling,
             seeds=[[turn.seed for turn in mine] for mine in by_prompt],
             session=member.session,
@@ -155,18 +183,27 @@ class Batcher:
         async with aclosing(member.server.generate(request, timeout_s=turns[0].deadline.left_s)) as lines:
             async for line in lines:
                 turn = by_prompt[line.prompt][line.index]
-                size = len(line.completion.token_ids)
-                asked = turn.sampling.max_tokens
-                at_least = asked if line.completion.finish_reason == "length" else 1
-                if not at_least <= size <= asked:
-                    message = f"{member.url}/generate cut {turn.place} off at {size} tokens, asked for {asked}"
-                    raise ServerError(message, code="protocol")
+                turn.check(line.completion, member.url)
                 del todo[turn]
                 member.in_flight -= turn.tokens
                 if not turn.answer.done():
                     turn.answer.set_result(line.completion)
         if todo:
             raise ServerError(f"{member.url}/generate ended {len(todo)} completions too early", code="protocol")
+
+
+def _parts(turns: Iterable[Turn]) -> Iterator[list[Turn]]:
+    """Divide turns into what one request holds."""
+    part = list[Turn]()
+    left = MAX_IMAGE_BYTES
+    for turn in turns:
+        left -= turn.image_bytes
+        if part and (left < 0 or len(part) == MAX_TURNS):
+            yield part
+            part = []
+            left = MAX_IMAGE_BYTES - turn.image_bytes
+        part.append(turn)
+    yield part
 
 
 def _fail(turns: Iterable[Turn], error: Exception) -> None:

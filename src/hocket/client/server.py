@@ -1,8 +1,9 @@
 """Talk to one generation server over HTTP, every wait with a deadline."""
 
 import asyncio
+import base64
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -15,6 +16,7 @@ from hocket.common.redaction import redacted
 from hocket.common.tasks import run_in_thread
 from hocket.errors import ServerError, SyncError, door
 from hocket.protocol import manifest
+from hocket.types import Image
 
 A = TypeVar("A", bound=pydantic.BaseModel)
 R = TypeVar("R", bound=protocol.Request[Any])
@@ -148,6 +150,16 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             if not self.is_closed:
                 raise
             raise ServerError(f"can't reach {self.url}{route}: the server has left", code="unreachable") from error
+
+
+def prompt_input(token_ids: Iterable[int], images: Sequence[Image]) -> protocol.PromptInput:
+    """Return a prompt as servers take it: each image's placeholder for its tokens, and the images beside."""
+    short = list(token_ids)
+    if not images:
+        return short
+    for image in reversed(images):
+        short[image.start : image.start + image.length] = [image.placeholder]
+    return protocol.ImagePrompt(token_ids=short, images=[base64.b64encode(image.data).decode() for image in images])
 
 
 def _parse(model: type[A], response: httpx.Response) -> A:

@@ -18,6 +18,10 @@ MARKS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "webp": b"WEBP"}  # wit
 FETCH_S = 30.0
 
 
+class LargeImageError(ValueError):
+    """Says that a picture is over a limit."""
+
+
 def kind_of(data: bytes) -> str:
     """Return "png", "jpeg" or "webp". Raise ValueError for other files."""
     kind = next((name for name, mark in MARKS.items() if mark in data[:12]), None)
@@ -34,16 +38,18 @@ def decoded(data: bytes) -> "Image":
     from PIL import Image, ImageOps
 
     if len(data) > MAX_BYTES:
-        raise ValueError(f"an image has {len(data):,} bytes, more than {MAX_BYTES:,}: make it smaller")
+        raise LargeImageError(f"an image has {len(data):,} bytes, more than {MAX_BYTES:,}: make it smaller")
     bomb = f"an image has more than {MAX_PIXELS:,} pixels: make it smaller"
     try:
         image: Image.Image = Image.open(BytesIO(data), formats=[kind_of(data).upper()])
         if image.width * image.height > MAX_PIXELS:
-            raise ValueError(bomb)
+            raise LargeImageError(bomb)
+        if getattr(image, "n_frames", 1) > 1:
+            raise ValueError("an image is animated: save one of its frames")
         image.load()
         image = ImageOps.exif_transpose(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(bomb) from error
+        raise LargeImageError(bomb) from error
     except (OSError, SyntaxError, EOFError, LookupError, TypeError, ArithmeticError) as error:  # as Pillow raises them
         raise ValueError(f"an image is damaged: {error}; save it again, or leave it out") from error
     if image.has_transparency_data:
@@ -69,7 +75,8 @@ def data_url(data: bytes) -> str:
 def from_text(text: str) -> bytes:
     """Return the bytes of base64 or a data URL. Raise ValueError where they are neither."""
     if len(text) > 2 * MAX_BYTES:
-        raise ValueError(f"an image has {len(text):,} characters of base64, its file more than {MAX_BYTES:,} bytes")
+        message = f"an image has {len(text):,} characters of base64, its file more than {MAX_BYTES:,} bytes"
+        raise LargeImageError(f"{message}: make it smaller")
     try:
         return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
     except ValueError as error:

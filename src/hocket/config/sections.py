@@ -162,7 +162,7 @@ class DataConfig(Section):
     limit: int | None = Field(None, ge=1)
     """Number of rows used, from the first. Default: all."""
     image_hosts: Names = ()
-    """Hosts from which URLs of images in rows are fetched (vision.md)."""
+    """Hosts from which URLs of images are fetched, in rows and by servers (vision.md)."""
 
     def refuse(self) -> None:
         is_file = self.source.partition(":")[0] not in ("hf", "task")

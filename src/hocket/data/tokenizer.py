@@ -92,6 +92,10 @@ def _config(path: str, setting: str) -> Any:
         raise ConfigError(f"can't load a model config from {setting}={path}: {error}") from error
 
 
+def sees_images(path: str) -> bool:
+    return hasattr(_config(path, "model.path"), "vision_config")
+
+
 def end_ids(path: str, tokenizer: Any) -> set[int]:
     """Return the ids that end an answer, of tokenizer, config and generation config."""
     from transformers import GenerationConfig

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hocket.protocol import Manifest, TensorSpec
 
@@ -47,9 +47,11 @@ def model_shapes(path: str) -> ModelShapes:
     from transformers.core_model_loading import revert_weight_conversion
 
     transformers.utils.logging.disable_progress_bar()
-    load = transformers.AutoModelForCausalLM.from_pretrained
     # Code of its own is not run: None, the default, asks on the terminal.
-    model = load(path, device_map="meta", trust_remote_code=False, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    sees = hasattr(config, "vision_config")
+    auto: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(path, device_map="meta", trust_remote_code=False, local_files_only=True)
     published = revert_weight_conversion(model, model.state_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
     return ModelShapes(shapes, dict(model.all_tied_weights_keys), type(model).__name__)

@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from hocket.types import FinishReason, InFlight
+from hocket.types import FinishReason, Image, InFlight
 
 _A = TypeVar("_A", bound=pydantic.BaseModel)
 FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
@@ -48,16 +48,45 @@ class Column:
 
 
 @pydantic.with_config(extra="forbid", strict=True)
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+@pydantic.with_config(extra="forbid", strict=True)
+class ImageUrl(TypedDict):
+    url: str  # "data:image/png;base64,..."
+    detail: NotRequired[Any]  # of OpenAI's API; has no effect
+
+
+@pydantic.with_config(extra="forbid", strict=True)
+class ImagePart(TypedDict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Parts = Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], FAIL_FAST]
+
+
+@pydantic.with_config(extra="forbid", strict=True)
 class ChatMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
+    content: str | Parts
     name: NotRequired[Any]
     tool_calls: NotRequired[Any]
     tool_call_id: NotRequired[Any]
 
 
-PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[ChatMessage], FAIL_FAST]
-"""Text, token ids, or a chat."""
+@pydantic.with_config(extra="forbid", strict=True)
+class ImagePrompt(TypedDict):
+    """Token ids with images, of each of which they have but its placeholder: the engine puts in the rest."""
+
+    token_ids: Annotated[list[TokenId], FAIL_FAST]
+    images: Annotated[list[str], FAIL_FAST]  # in order; base64, or data URLs, of files
+
+
+PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[ChatMessage], FAIL_FAST] | ImagePrompt
+"""Text, token ids, a chat, or token ids with images."""
 MAX_PROMPTS = 1024
 MAX_SAMPLES = 128
 MAX_COMPLETIONS = 1 << 14
@@ -188,6 +217,8 @@ class Completion(Strict):
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = Field(min_length=1)
     tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
+    # What the engine read of a prompt with images, whole; else ().
+    prompt_token_ids: tuple[TokenId, ...] = Field(default=(), exclude_if=lambda ids: not ids)
 
     @pydantic.model_validator(mode="after")
     def _one_logprob_per_token(self) -> Self:
@@ -258,8 +289,10 @@ class SessionRequest(Request[SessionResponse]):
 
 
 class AgentCall(Strict):
+    model_config = pydantic.ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
     id: str = ""  # of vLLM's answer
     prompt_token_ids: tuple[int, ...]
+    images: tuple[Image, ...] = Field(default=(), exclude_if=lambda images: not images)
     seed: Seed | None = None
     completion: Completion | None  # None: failed, or has not ended
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from hocket import protocol
-from hocket.server import collective, deltas, metrics, openai, routes, sessions, sleeper, uploads
+from hocket.server import collective, deltas, images, metrics, openai, routes, sessions, sleeper, uploads
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of, http_error
 from hocket.server.generate import Job
@@ -21,7 +21,7 @@ from hocket.server.middleware import Guard, unless_client_leaves
 logger = logging.getLogger("hocket")
 
 
-def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> Guard:
+def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None, image_hosts: Collection[str] = ()) -> Guard:
     """Add hocket's routes to an app that has others, and put the guard in front of all."""
     guard = Guard(app, host=host, token=token)
     app.include_router(_router(engine))
@@ -31,6 +31,7 @@ def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> G
     uploads.install(app, engine)
     sleeper.install(app, engine)
     openai.install(guard, engine.require_ready)
+    images.install(guard, engine, image_hosts)
     sessions.install(app, engine, guard)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -57,12 +57,12 @@ def _explained(error: pydantic.ValidationError) -> ApiError:
         return ApiError(400, "malformed_json", wrong["msg"], "send one JSON object, encoded as UTF-8")
     message = wrong["msg"]
     where = wrong["loc"]
-    if where[:1] == ("prompts",) and len(where) > 2:  # each of the three kinds complains; ("prompts", 0, kind, ...)
-        where = (*where[:2], *where[3:])
-        hint = "a message has a role, a content that is text, and maybe name, tool_calls and tool_call_id"
+    if where[:1] == ("prompts",) and len(where) > 2:  # each of the four kinds complains; ("prompts", 0, kind, ...)
+        where = (*where[:2], *(part for part in where[3:] if part != "str" and "[" not in str(part)))
+        hint = "a message has a role, a content that is text or parts, and maybe name, tool_calls and tool_call_id"
         if len(where) < 4:  # it is no field of a message
             where = where[:2]
-            message = "a prompt must be text, a list of token ids, or a list of chat messages"
+            message = "a prompt must be text, a list of token ids, or a list of chat messages, or token_ids and images"
             hint = "token ids are whole numbers from 0, messages are objects"
     if wrong["type"] == "extra_forbidden":
         message = "unknown field"

@@ -17,6 +17,7 @@ from hocket.common.tasks import as_completed
 from hocket.protocol import MAX_COMPLETIONS, Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError, invalid, parse
+from hocket.types import Image, Message, text_of
 
 MIN_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when asked for a lower one."""
@@ -33,8 +34,23 @@ class Job:
     token_ids: list[int]
     sampling: SamplingParams
     seed: int | None = None
+    pictured: Any = None  # vLLM's prompt, where it has images
     tools: vllm_api.FindCalls | None = None
     request_id: str = dataclasses.field(default_factory=lambda: f"hocket-{next(_NUMBERS)}")
+
+
+class Blind:
+    """A model without eyes."""
+
+    def expand(self, token_ids: list[int], images: Sequence[str], where: str) -> Any:
+        """Return vLLM's prompt of token ids with images, None without any. Raises ApiError."""
+        if images:
+            message = f"{where}: this model takes no images"
+            raise invalid(message, "leave them out, or serve a vision-language model", code="no_images")
+
+    def places(self, prompt: Any) -> tuple[Image, ...]:
+        """Return the images of vLLM's prompt, of the request that is served."""
+        return ()
 
 
 class Sampler:
@@ -47,6 +63,7 @@ class Sampler:
         require_ready: Callable[[], None],
         template: Mapping[str, Any],
     ) -> None:
+        self.eyes = Blind()
         self._llm = llm
         self._tokenizer = tokenizer
         self._require_ready = require_ready
@@ -75,14 +92,16 @@ class Sampler:
         tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
         jobs = []
         for number, (prompt, own_seeds) in enumerate(zip(request.prompts, seeds, strict=True)):
-            token_ids = self._token_ids(prompt, f"prompts.{number}")
+            token_ids, images = self._token_ids(prompt, f"prompts.{number}")
+            if pictured := self.eyes.expand(token_ids, images, f"prompts.{number}"):
+                token_ids = pictured["prompt_token_ids"]
             sampling = request.sampling
             if request.fit:
                 room = max(1, self._max_length - len(token_ids))
                 sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)})
             self._check_length(token_ids, sampling.max_tokens, f"prompts.{number}")
             for index, seed in enumerate(own_seeds):
-                jobs.append(Job(number, index, token_ids, sampling, seed, tools))
+                jobs.append(Job(number, index, token_ids, sampling, seed, pictured, tools))
         return request, jobs
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
@@ -100,7 +119,8 @@ class Sampler:
 
     async def complete(self, job: Job) -> tuple[Job, Completion]:
         """Sample one completion. Raises ApiError where it is refused or breaks off."""
-        output = await vllm_api.complete(self._llm, job.token_ids, job.sampling, job.seed, job.request_id)
+        prompt = job.pictured or job.token_ids
+        output = await vllm_api.complete(self._llm, prompt, job.sampling, job.seed, job.request_id)
         if output.finish_reason == "abort":
             self._require_ready()
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
@@ -121,6 +141,7 @@ class Sampler:
             finish_reason=output.finish_reason,
             versions=vllm_api.version_spans(output),
             tool_calls=tuple(calls),
+            prompt_token_ids=tuple(job.token_ids) if job.pictured else (),
         )
         return job, completion
 
@@ -155,13 +176,17 @@ class Sampler:
                 code="token_out_of_vocabulary",
             )
 
-    def _token_ids(self, prompt: PromptInput, where: str) -> list[int]:
+    def _token_ids(self, prompt: PromptInput, where: str) -> tuple[list[int], Sequence[str]]:
+        """Return a prompt's token ids, with one for each of its images, and these."""
         if isinstance(prompt, str):
             self._check_characters(len(prompt), where)
-            return list(self._reader(prompt, add_special_tokens=True)["input_ids"]) if prompt else []
+            return list(self._reader(prompt, add_special_tokens=True)["input_ids"]) if prompt else [], ()
+        if isinstance(prompt, dict):
+            return prompt["token_ids"], prompt["images"]
         if prompt and isinstance(prompt[0], dict):
-            return self._render(prompt, where)
-        return prompt  # type: ignore[return-value]  # the schema leaves nothing but token ids
+            messages, images = _apart(prompt)
+            return self._render(messages, where), images
+        return prompt, ()  # type: ignore[return-value]  # the schema leaves nothing but token ids
 
     def _check_characters(self, count: int, where: str) -> None:
         if count > self._max_characters:
@@ -169,7 +194,7 @@ class Sampler:
             raise invalid(message, "shorten the prompt", code="context_too_long")
 
     def _render(self, messages: Any, where: str) -> list[int]:
-        self._check_characters(sum(len(message["content"]) for message in messages), where)
+        self._check_characters(sum(len(text_of(message["content"])) for message in messages), where)
         if not self._reader.chat_template:
             message = f"{where}: this model has no chat template"
             raise invalid(message, "send text or token ids", code="no_chat_template")
@@ -181,6 +206,19 @@ class Sampler:
             message = f"{where}: the chat template refused these messages: {error}"
             hint = "look at the model's chat template for the roles and their order"
             raise invalid(message, hint, code="chat_template_error") from error
+
+
+def _apart(messages: Any) -> tuple[list[Message], list[str]]:
+    """Return messages as chat templates want them, {"type": "image"} in the place of images, and these."""
+    plain = list[Message]()
+    images = list[str]()
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            images += [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+            content = [part if part["type"] == "text" else {"type": "image"} for part in content]
+        plain.append({**message, "content": content})
+    return plain, images
 
 
 def _seeds(request: GenerateRequest) -> list[list[int | None]]:

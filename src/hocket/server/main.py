@@ -181,7 +181,8 @@ async def _serve(config: Config, args: Namespace, llm: Any, sock: socket.socket,
         template=config.data.template_options,
     )
     app = await vllm_api.openai_app(llm, args)
-    server = http_server(assemble(app, engine, host=args.host, token=config.token))
+    hosts = config.data.image_hosts
+    server = http_server(assemble(app, engine, host=args.host, token=config.token, image_hosts=hosts))
     server.capture_signals = contextlib.nullcontext  # type: ignore  # our handlers end the engine, too
     app.state.server = server
     await engine.start()

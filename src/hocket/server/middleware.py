@@ -94,7 +94,8 @@ class Guard:
         self.app = app
         self._free = free
         self.opens: Callable[[str, bytes], bool] = lambda path, key: False  # whether the key opens the path
-        self.checks: list[Callable[[str, bytes], Awaitable[None]]] = []  # (path, body); raise ApiError
+        # (path, body) -> None, or another body; raise ApiError
+        self.checks: list[Callable[[str, bytes], Awaitable[bytes | None]]] = []
         self._hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
         self._token = token
 
@@ -112,7 +113,7 @@ class Guard:
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
                 for check in self.checks:
-                    await check(scope["path"], body)
+                    body = await check(scope["path"], body) or body
                 receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
             scope.setdefault("state", {})[ADMITTED] = True
             await self.app(scope, receive, send)

@@ -16,7 +16,7 @@ from hocket.server.middleware import Guard
 MAX_BYTES = 16 << 20
 MAX_VALUES = 20_000
 """Values in one body, prompts apart: texts, numbers, lists and objects of its messages and tools."""
-_PATH = re.compile(r"(/sessions/[^/]+)?/v1/.*")
+PATH = re.compile(r"(/sessions/[^/]+)?/v1/.*")
 _TokenIds = Annotated[list[TokenId], FAIL_FAST]
 _Prompts = Annotated[list[str | _TokenIds], pydantic.Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
@@ -32,7 +32,7 @@ def install(guard: Guard, require_ready: Callable[[], None]) -> None:
     """Have the guard refuse such bodies and, while `require_ready` raises, all requests there."""
 
     async def check(path: str, content: bytes) -> None:
-        if _PATH.fullmatch(path):
+        if PATH.fullmatch(path):
             require_ready()
             if content:
                 await run_in_thread(_check, content)

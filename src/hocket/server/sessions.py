@@ -6,6 +6,7 @@ what was really sampled is recorded, in whatever route, template or stream.
 
 import contextlib
 import dataclasses
+import functools
 import hmac
 import itertools
 import json
@@ -13,6 +14,7 @@ import math
 import re
 import secrets
 import time
+import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -27,8 +29,10 @@ from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, 
 from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
+from hocket.server.generate import Sampler
 from hocket.server.middleware import Guard, replay
 from hocket.server.routes import router
+from hocket.types import Image
 
 CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)  # of the request being served
 MAX_SESSIONS = 4096
@@ -47,6 +51,7 @@ class SampledCall:
     number: int  # among the calls with the same prompt
     answer_id: str = ""  # by which the agent may name it
     prompt_token_ids: list[int]
+    images: tuple[Image, ...] = ()
     sampling: SamplingParams
     completion: Completion | None = None  # None until it has ended well
 
@@ -73,7 +78,13 @@ class OpenSession:
     def idle(self) -> bool:
         return not self._running and time.monotonic() - self.used > self._request.idle_timeout_s
 
-    def begin(self, prompt_token_ids: list[int], max_tokens: int, answer_id: str = "") -> SampledCall:
+    def begin(
+        self,
+        prompt_token_ids: list[int],
+        max_tokens: int,
+        answer_id: str = "",
+        images: tuple[Image, ...] = (),
+    ) -> SampledCall:
         """Return a new call that is sampled as the session says; `max_tokens` is the agent's own limit.
 
         Its seed follows from the prompt and the calls with the same prompt before it: simultaneous calls repeat
@@ -91,14 +102,17 @@ class OpenSession:
             message = f"{length} prompt tokens leave no room in {limit} (model.max_length)"
             raise ApiError(400, "context_too_long", message, "have the agent say less, or raise model.max_length")
         most = min(sampling.max_tokens, limit - length, max_tokens)
-        taken = {call.number for call in self.calls if call.prompt_token_ids == prompt_token_ids}
+        prompt = prompt_token_ids, images
+        taken = {call.number for call in self.calls if (call.prompt_token_ids, call.images) == prompt}
         number = next(number for number in itertools.count() if number not in taken)
-        seed = None if sampling.seed is None else seed_of(sampling.seed, number, *prompt_token_ids)
+        parts = number, *prompt_token_ids, *(zlib.crc32(image.data) for image in images)
+        seed = None if sampling.seed is None else seed_of(sampling.seed, *parts)
         call = SampledCall(
             request_id=f"{self.id}-{next(self._begun)}",  # the client's own could be that of another session's call
             number=number,
             answer_id=answer_id,
             prompt_token_ids=prompt_token_ids,
+            images=images,
             sampling=sampling.model_copy(update={"max_tokens": most, "seed": seed}),
         )
         self.calls.append(call)
@@ -114,6 +128,7 @@ class OpenSession:
             AgentCall(
                 id=c.answer_id,
                 prompt_token_ids=tuple(c.prompt_token_ids),
+                images=c.images,
                 seed=c.sampling.seed,
                 completion=c.completion,
             )
@@ -206,7 +221,7 @@ def install(app: FastAPI, engine: Engine, guard: Guard) -> None:
 
     app.include_router(routes)
     add_forwarding(app, sessions, engine.model)
-    engine.llm.sample = recording
+    engine.llm.sample = functools.partial(recording, engine.sampler)
 
 
 def add_forwarding(app: FastAPI, sessions: OpenSessions, model: str) -> None:
@@ -258,13 +273,16 @@ def _watched(send: Send, session: OpenSession) -> Send:
     return watched
 
 
-def recording(ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+def recording(
+    sampler: Sampler, ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str
+) -> AsyncGenerator[Any, None]:
     """Ask the engine for a completion; record it in its session, sampled as that says."""
     session = CURRENT.get()
     if session is None:
         return ask(params, request_id)
     vllm_api.refuse_constraints(params)
-    call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens, request_id)
+    images = sampler.eyes.places(prompt)
+    call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens, request_id, images)
 
     def sample() -> AsyncGenerator[Any, None]:
         session.require_open()

@@ -334,12 +334,29 @@ def version_spans(output: Any) -> tuple[VersionSpan, ...]:
     return tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
 
 
-async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, seed: int | None, request_id: str) -> Any:
-    """Sample one completion, or raise ApiError. A cancelled call aborts it."""
+def image_token(llm: Any) -> int | None:
+    """Return the token that stands for an image; None where the model takes none."""
+    if llm.renderer.mm_processor is None:
+        return None
+    processor = llm.renderer.mm_processor.info.get_hf_processor()
+    token = getattr(processor, "image_token", None)
+    return None if token is None else int(processor.tokenizer.convert_tokens_to_ids(token))
+
+
+def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
+    """Return vLLM's prompt, made in the thread in which vLLM's routes make theirs. Raises what vLLM does."""
+    renderer = llm.renderer
+    made = renderer._mm_executor.submit(renderer._process_multimodal, token_ids, {"image": images}, None, None)
+    return made.result()
+
+
+async def complete(llm: Any, prompt: Any, sampling: SamplingParams, seed: int | None, request_id: str) -> Any:
+    """Sample one completion of token ids, or of vLLM's own prompt, or raise ApiError. A cancelled call aborts it."""
     from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
 
-    asked = llm.generate(tokens_input(token_ids), sampling_params(sampling, seed), request_id)
+    prompt = tokens_input(prompt) if isinstance(prompt, list) else prompt
+    asked = llm.generate(prompt, sampling_params(sampling, seed), request_id)
     try:
         return [output async for output in asked][-1].outputs[0]
     except VLLMClientError as error:

@@ -30,8 +30,18 @@ OWN_NAMES = {
     "seed": "trainer.seed",
 }
 """vLLM's names of what has a setting of its own."""
-OWNED = {"pipeline_parallel_size", "weight_transfer_config", "worker_cls"}
+OWNED = {"mm_processor_cache_gb", "pipeline_parallel_size", "weight_transfer_config", "worker_cls"}
 """Further arguments that a hand-over counts on."""
+MAX_IMAGES = 32
+"""Images of one prompt."""
+EYES: dict[str, Any] = {
+    "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
+    # What vLLM makes of images it keeps in two processes, alike only where requests reach the engine in the order in
+    # which they were made: here they wait for slots, and the two are cleared one after the other.
+    "mm_processor_cache_gb": 0,
+    "mm_hasher_algorithm": "sha256",  # vLLM's own wants a package that its CPU build has not
+}
+"""Arguments for a model that takes images."""
 
 
 def is_cpu_build() -> bool:
@@ -101,7 +111,8 @@ def engine_arguments(config: Config) -> Namespace:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     chosen = {name: value for name, value in settings.items() if value is not None}
-    return Namespace(**_build_defaults(config) | chosen | engine)
+    eyes = EYES if tokenizers.sees_images(model.path) else {}
+    return Namespace(**_build_defaults(config) | eyes | chosen | engine)
 
 
 def app_arguments(args: Namespace) -> Namespace:

@@ -1,0 +1,272 @@
+"""Prompts with images: which tokens the engine reads, what it makes of them, what it refuses, under which weights."""
+
+import base64
+import copy
+import io
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as Pictures
+from tests.server.test_compare import Altering
+from tests.server.test_deltas import FakeTrainer, client
+
+import eyes
+from hocket import config as config_module
+from hocket.client.server import prompt_input
+from hocket.common.images import MAX_PIXELS, data_url, decoded
+from hocket.protocol import ReloadResponse
+from hocket.sync.deltas import DeltaWriter
+from hocket.sync.disk import Versions
+from hocket.sync.transports import DiskTransport
+from hocket.types import Image
+
+LOOK = "<|user|>Look: <image> and <image>?<|end|>"
+GOOD = eyes.picture(0)
+
+
+class Seeing(Altering):
+    """A server of a tiny model that sees, and its processor."""
+
+    def __init__(self, kit: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.processor = AutoProcessor.from_pretrained(path)
+        base = AutoModelForImageTextToText.from_pretrained(path).eval()
+        settings = ["data.image_hosts=[localhost]", "model.dtype=float32"]
+        super().__init__(kit, folder, monkeypatch, *settings, base=base, tokenizer=self.processor)
+
+    def expanded(self, text: str, files: Sequence[bytes]) -> tuple[list[int], tuple[Image, ...]]:
+        """What the processor makes of a text with images, and where these stand."""
+        whole = self.processor(text=[text], images=[list(map(decoded, files))] if files else None)["input_ids"][0]
+        images, start = list[Image](), 0
+        for data, before in zip(files, text.split("<image>"), strict=False):
+            start += len(self.processor.tokenizer(before, add_special_tokens=False)["input_ids"])
+            images.append(Image(data=data, start=start, length=7, placeholder=self.processor.image_token_id))
+            start += 7
+        return whole, tuple(images)
+
+    def gap(self, prompt: Sequence[int], files: Sequence[bytes], done: Any, model: Any) -> float:
+        """The largest |Δ log-prob| of the engine's tokens and transformers'."""
+        import torch
+
+        ids = torch.tensor([[*prompt, *done["token_ids"]]])
+        pixels = self.processor.image_processor([list(map(decoded, files))], return_tensors="pt")
+        with torch.no_grad():
+            logits = model(input_ids=ids, **pixels).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        return max(abs(a - b) for a, b in zip(done["logprobs"], expected, strict=True))
+
+    def worst(self, model: Any) -> float:
+        files = [eyes.picture(1), eyes.picture(2)]
+        token_ids, images = self.expanded(LOOK, files)
+        prompt = prompt_input(token_ids, images)
+        answer = self.server.generate(prompts=[prompt], n=4, sampling={"max_tokens": 12, "seed": 5})
+        return max(self.gap(token_ids, files, done, model) for done in answer["completions"][0])
+
+
+@pytest.fixture(scope="module")
+def seeing(kit: Any, tiny_vlm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    with pytest.MonkeyPatch.context() as environment:
+        found = Seeing(kit, tmp_path_factory.mktemp("seeing"), environment, tiny_vlm)
+    yield found
+    found.server.stop()
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[str]:
+    """A host with an image at /good, and a redirect to it at /moved."""
+
+    class Files(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302 if self.path == "/moved" else 200)
+            self.send_header("Location", "/good")
+            self.end_headers()
+            self.wfile.write(GOOD)
+
+    with HTTPServer(("localhost", 0), Files) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        yield f"http://localhost:{files.server_port}"
+        files.shutdown()
+
+
+def text_with(number: int, count: int) -> str:
+    draw = random.Random(number)
+    words = ["7 3", "sort: ", "a", "", "-1 ", "<|user|>"]
+    return "<image>".join("".join(draw.choices(words, k=2)) for _ in range(count + 1)) + "?"
+
+
+@pytest.mark.engine
+def test_the_engine_reads_what_the_processor_makes_of_200_prompts_with_none_to_four_images(seeing: Seeing) -> None:
+    draw = random.Random(1)
+    made = []
+    for number in range(200):
+        files = [eyes.picture(draw.randrange(20), draw.randint(9, 99), draw.randint(9, 99)) for _ in range(number % 5)]
+        made.append(seeing.expanded(text_with(number, len(files)), files))
+    prompts = [prompt_input(*one) for one in made]
+    answer = seeing.server.generate(prompts=prompts, sampling={"max_tokens": 1})
+    for (token_ids, images), (done,) in zip(made, answer["completions"], strict=True):
+        assert done.get("prompt_token_ids") == (token_ids if images else None)
+
+
+@pytest.mark.engine
+def test_ids_that_are_expanded_already_are_refused_with_the_fix(seeing: Seeing) -> None:
+    token_ids, images = seeing.expanded(LOOK, [GOOD, GOOD])
+    prompt = {**prompt_input(token_ids, images), "token_ids": token_ids}
+    answer = seeing.server.client.post("/generate", json={"prompts": [prompt]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (422, "wrong_placeholders")
+    assert "8 placeholders (token 262) for 2 images" in error["message"].replace(f"{images[0].placeholder}", "262")
+    assert "one placeholder for each image" in error["hint"]
+
+
+@pytest.mark.engine
+def test_images_are_seen_by_the_weights_that_are_loaded_and_each_of_these_is_compared(seeing: Seeing, kit: Any) -> None:
+    server = seeing.server
+    old = server.model
+    assert seeing.worst(old) < 1e-5
+    new = copy.deepcopy(old)
+    seen = [name for name, _ in new.named_parameters() if "vision_model" in name or "connector" in name]
+    for name, parameter in new.named_parameters():
+        if name in seen:
+            parameter.data.mul_(1.5)
+    version = server.next_version
+    server.publish_and_load(new)  # of the same prompt, nothing that was computed before may be left
+    assert seeing.worst(new) < 1e-5
+    assert seeing.worst(old) > 1e-3
+    name = f"v{version:06d}"
+    (server.root / f"v{version}").symlink_to(server.root / name)
+    seeing.assert_holds(version)
+    for name in [one for one in seen if "layers.0" not in one]:
+        seeing.find(version, name, "changed", found_by="comparison")
+        seeing.find(version, name, "missing", found_by="load")
+    seeing.assert_holds(version)
+    assert seeing.worst(new) < 1e-5
+
+
+@pytest.mark.engine
+async def test_changes_alone_bring_the_weights_that_see(seeing: Seeing, tmp_path: Path) -> None:
+    server = seeing.server
+    trainer = FakeTrainer(server.model)
+    settings = [f"run.dir={server.root}/b", "sync.backend=delta"]
+    config = config_module.load(None, settings)
+    versions = Versions(config.run_dir, trainer)  # type: ignore[arg-type]
+    versions.first = DeltaWriter(versions).write
+    disk = DiskTransport(versions, config.sync_root, config.sync, trainer.said.append)
+    async with client(server) as http:
+        for _ in range(2):
+            trainer.step()
+            version = server.new_version()
+            for compare in (False, True):
+                ((_, answer),) = (await disk.deliver(version, [http], compare=compare)).answers.values()
+                assert isinstance(answer, ReloadResponse), answer
+            assert seeing.worst(trainer.model) < 1e-5
+    server.model = trainer.model
+    assert trainer.said == []
+
+
+def chat_of(*urls: str) -> list[Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [{"type": "text", "text": "7 3"}, *parts]}]
+
+
+@pytest.mark.engine
+def test_an_agent_s_images_are_recorded_with_the_tokens_that_they_were(seeing: Seeing, remote: str) -> None:
+    server = seeing.server
+    session_id, agent = server.open_session(max_calls=8, max_tokens=6, seed=3)
+    files = [eyes.picture(4), GOOD, eyes.picture(5)]
+    chats = [chat_of(data_url(files[0]), f"{remote}/good"), chat_of(data_url(files[2]), data_url(GOOD)), chat_of()]
+    for chat in chats:
+        agent.chat.completions.create(model="x", messages=chat)
+    calls = server.record_of(session_id).calls
+    assert [[image.data for image in call.images] for call in calls] == [files[:2], [files[2], GOOD], []]
+    assert len({call.seed for call in calls}) == 3  # also of equal ids
+    assert calls[0].prompt_token_ids == calls[1].prompt_token_ids
+    for call in calls[:2]:
+        text = "<|user|>7 3<image><image><|end|><|assistant|>"
+        assert (list(call.prompt_token_ids), call.images) == seeing.expanded(text, [one.data for one in call.images])
+        gap = seeing.gap(
+            call.prompt_token_ids, [one.data for one in call.images], call.completion.model_dump(), server.model
+        )
+        assert gap < 1e-5
+    (same,) = server.generate(prompts=chats[:1], sampling={"max_tokens": 6, "seed": calls[0].seed})["completions"][0]
+    assert same["prompt_token_ids"] == list(calls[0].prompt_token_ids)
+    assert tuple(same["token_ids"]) == calls[0].completion.token_ids
+
+
+def saved(kind: str, size: tuple[int, int] = (8, 8), **how: Any) -> bytes:
+    file = io.BytesIO()
+    Pictures.new("RGB", size).save(file, kind, **how)
+    return file.getvalue()
+
+
+def animated(kind: str) -> bytes:
+    return saved(kind, save_all=True, append_images=[Pictures.new("RGB", (8, 8), "red")])
+
+
+def sized(width: int, height: int) -> bytes:
+    """A small PNG whose header says another size."""
+    import struct
+    import zlib
+
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return GOOD[:8] + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + GOOD[33:]
+
+
+def coded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+BAD: dict[str, tuple[Any, int, str]] = {
+    "no base64": ("<svg/>", 400, "no base64"),
+    "nothing": ("", 400, "no PNG, JPEG or WebP"),
+    "a data URL of nothing": ("data:image/png;base64,", 400, "no PNG, JPEG or WebP"),
+    "a data URL that is not base64": ("data:image/svg+xml,<svg/>", 400, "no base64"),
+    "a page": (coded(b"<html>"), 400, "no PNG, JPEG or WebP"),
+    "a program": (coded(b"\x7fELF" + bytes(99)), 400, "no PNG, JPEG or WebP"),
+    "another kind": (coded(saved("GIF")), 400, "no PNG, JPEG or WebP"),
+    "a drawing": (coded(saved("BMP")), 400, "no PNG, JPEG or WebP"),
+    "a false mark": (coded(GOOD[:8] + b"rubbish" * 9), 400, "is damaged"),
+    "a PNG that is cut off": (coded(GOOD[: len(GOOD) // 2]), 400, "is damaged"),
+    "a JPEG that is cut off": (coded(saved("JPEG", (64, 64))[:-60]), 400, "is damaged"),
+    "a WebP that is cut off": (coded(saved("WEBP", (64, 64))[:-20]), 400, "is damaged"),
+    "a PNG that moves": (coded(animated("PNG")), 400, "is animated"),
+    "a WebP that moves": (coded(animated("WEBP")), 400, "is animated"),
+    "no pixels": (coded(sized(0, 8)), 400, "is damaged"),
+    "a bomb": (coded(sized(50_000, 50_000)), 413, f"more than {MAX_PIXELS:,} pixels"),
+    "a small bomb": (coded(sized(8192, 4097)), 413, f"more than {MAX_PIXELS:,} pixels"),
+    "another host": ("http://example.com/a.png", 400, "data.image_hosts: [example.com]"),
+    "the cloud's keys": ("http://169.254.169.254/latest/meta-data", 400, "is not allowed"),
+    "a host that looks like one": ("http://localhost@169.254.169.254/", 400, "is not allowed"),
+    "a file": ("file:///etc/passwd", 400, "is not allowed"),
+    "another protocol": ("ftp://localhost/a.png", 400, "is not allowed"),
+    "a redirect": ("{remote}/moved", 400, "302"),
+    "nobody there": ("http://localhost:9/a.png", 400, "can't be had"),
+    "large": (coded(bytes(21 << 20)), 413, "more than"),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", BAD)
+def test_an_image_that_can_not_be_taken_is_refused_by_its_number_with_the_fix(
+    seeing: Seeing, remote: str, kind: str
+) -> None:
+    bad, status, said = BAD[kind]
+    good = data_url(GOOD)
+    bad = bad.replace("{remote}", remote)
+    short = prompt_input(*seeing.expanded(LOOK, [GOOD, GOOD]))
+    http = seeing.server.client
+    answers = [http.post("/generate", json={"prompts": [{**short, "images": [good, bad]}]})]
+    answers += [http.post("/generate", json={"prompts": [chat_of(good, bad)]})]
+    if len(bad) < 1 << 20:
+        answers += [http.post("/v1/chat/completions", json={"model": "x", "messages": chat_of(good, bad)})]
+    for answer in answers:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (status, "bad_image"), error
+        assert "number 1 of its images" in error["message"]
+        assert said in error["message"]
+        assert len(answer.content) < 1000
