@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import select
 import shlex
 import socket
 import sys
@@ -311,12 +312,14 @@ def _export(args: argparse.Namespace) -> None:
     _option("--socket", type=int, help=argparse.SUPPRESS),  # a launcher's, which has said where it listens
 )
 def _watch(args: argparse.Namespace) -> None:
-    os.nice(10)  # a run comes first, also while this imports for a second
+    os.nice(10)  # a run comes first
+    given = args.socket and socket.socket(fileno=args.socket)
+    if given:
+        select.select([given], [], [])  # while nobody looks, a run has the second and the memory of the import
     from hocket.server.watch import watch
 
     runs = [run if (run / "logs").exists() else _run(run) for run in args.RUN]  # a launch's begins later
     token = config_module.Config().token
-    given = args.socket and socket.socket(fileno=args.socket)
     watch(runs, given or launch.listening(args.host, args.port, token), token)
 
 

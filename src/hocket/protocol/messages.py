@@ -5,7 +5,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, Self, TypeVar
 
-import numpy as np
 import pydantic
 from pydantic import Field
 from pydantic_core import CoreSchema, core_schema
@@ -38,13 +37,19 @@ class Column:
             return value
         if not isinstance(value, str):
             raise ValueError("must be a list, or base64")
+        import numpy as np  # here, as a launcher needs none
+
         numbers = np.frombuffer(base64.b64decode(value, validate=True), self._dtype)
         if not np.isfinite(numbers).all():
             raise ValueError("must be finite")
         return array(self._code, numbers.astype(self._code).tobytes())
 
     def _write(self, values: Sequence[float], info: pydantic.SerializationInfo) -> Any:
-        return base64.b64encode(np.array(values, self._dtype).tobytes()).decode() if info.context else tuple(values)
+        if not info.context:
+            return tuple(values)
+        import numpy as np
+
+        return base64.b64encode(np.array(values, self._dtype).tobytes()).decode()
 
 
 @pydantic.with_config(extra="forbid", strict=True)
