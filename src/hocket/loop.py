@@ -129,7 +129,8 @@ class Run:
         for one in shaped:
             untrained = self.trainer.untrained.get(next(numbers)) if one.reason is None else None
             if one.group.draw >= 0:
-                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, untrained=untrained))
+                reward = self.config.of(one.group.source).pass_reward
+                self.stream.settle(one.group.draw, fate(one, reward=reward, untrained=untrained))
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
 

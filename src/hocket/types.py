@@ -39,6 +39,7 @@ class Prompt:
     answer: str | None = None  # which rewards compare with
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
     images: tuple[Image, ...] = ()
+    source: str = ""  # of data.sources, by name
 
 
 class TurnReward(NamedTuple):
@@ -119,6 +120,10 @@ class Group:
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
     draw: int = -1  # of the prompt from the stream, from 0; -1 in a replay
+
+    @property
+    def source(self) -> str:
+        return self.rollouts[0].prompt.source
 
     @property
     def scored(self) -> list[tuple[Rollout, Score]]:

@@ -356,10 +356,14 @@ def _ledger(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing")
     kept = checkpoints.complete(args.RUN / checkpoints.FOLDER)
     stream = checkpoints.read(kept[-1], whole=False).parts["prompts"] if kept else None
+    ended = (args.RUN / "summary.json").exists()
     with reading(args.RUN / LEDGER):
-        accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
-    print(ledger.table(accounts))
-    return int(any(account.problems for account in accounts))
+        found = [
+            (name, ledger.accounts(mine, state, ended=ended)) for name, mine, state in ledger.by_source(rows, stream)
+        ]
+    for name, accounts in found:
+        print(*filter(None, [name, ledger.table(accounts)]), sep="\n")
+    return int(any(account.problems for _, accounts in found for account in accounts))
 
 
 @_command(

@@ -110,11 +110,11 @@ class Servers:
 
 
 class Parts:
-    def __init__(self, config: Config, console: Console) -> None:
+    def __init__(self, config: Config, console: Console, tokenizer: Any = None) -> None:
         self.config = config.chosen(on_gpu=bool(visible_gpus()))
         self.servers = Servers(self.config)
         self.console = console
-        self.tokenizer = tokenizers.load(config.model.path)
+        self.tokenizer = tokenizer or tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.example = self.environment()  # has what all of them have
         self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
@@ -142,9 +142,7 @@ class Parts:
 
     def prompts(self) -> Prompts:
         """Return the training prompts, and show the first."""
-        answer = self.config.rollout.max_tokens
-        prompts, longest = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
-        self.needed = longest + self.example.thinking_tokens + answer
+        prompts = self.training()
         num_asked = self.config.rollout.prompts_per_step
         step = f"rollout.prompts_per_step={num_asked}"
         if len(prompts) < num_asked:
@@ -156,6 +154,17 @@ class Parts:
             seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
         return prompts
+
+    def training(self) -> Prompts:
+        """Return the training prompts."""
+        answer = self.config.rollout.max_tokens
+        prompts, longest = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
+        self.needed = longest + self.example.thinking_tokens + answer
+        return prompts
+
+    @property
+    def single_turns(self) -> bool:
+        return self.config.env.name == "single_turn"
 
     def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts, int]:
         """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
@@ -188,7 +197,7 @@ class Parts:
         model = config.model
         root = str(config.sync_root.resolve())
         reads_root = config.sync.backend != "nccl" and not config.sync.upload
-        length = self.needed if config.env.name == "single_turn" else self.longest
+        length = self.needed if self.single_turns else self.longest
         rank = model.lora.rank if model.lora else 0
         # Without weights the path does not say it; the first version that is loaded does.
         kind = health.architecture if model.random_init else model_shapes(model.path).architecture
@@ -232,6 +241,9 @@ class Parts:
             prompts_per_step=config.rollout.prompts_per_step,
         )
 
+    def scorer(self, calls: RewardCalls) -> RewardScorer:
+        return RewardScorer(calls, self.config.rewards.functions)
+
     def play(self, servers: ServerPool) -> Play:
         env = self.config.env
         players = Players(
@@ -263,13 +275,16 @@ class Parts:
         progress = self.console.progress
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, early=early, progress=progress)
 
+    def eval_scorer(self, calls: RewardCalls) -> RewardScorer:
+        return RewardScorer(calls, [self.config.eval_reward])
+
     def evaluation(self, prompts: Sequence[Prompt], play: Play, calls: RewardCalls) -> Evaluation:
         config = self.config
         settings = config.eval
         return Evaluation(
             prompts=prompts,
             play=play,
-            scorer=RewardScorer(calls, [config.eval_reward]),
+            scorer=self.eval_scorer(calls),
             reward=config.eval_reward,
             samples=settings.samples,
             sampling=sampling_params(
@@ -324,7 +339,7 @@ class Parts:
             of_group = any(reward.of_group for reward in calls.rewards.values())
             fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)
             sampling = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history, fair=fair)
-            if config.env.name == "single_turn":  # others' turns end in other ways, too
+            if self.single_turns:  # others' turns end in other ways, too
                 ends = tokenizers.end_ids(config.model.path, self.tokenizer)
                 stop = config.rollout.stop
                 sampling.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,13 @@ from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
 from hocket.cluster.launch import free_port, page_of, refuse_missing, stop, visible_gpus
+from hocket.commands.mixture import MixedCalls, MixedParts
 from hocket.commands.parts import NO_ROWS, Parts, Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
+from hocket.data.mixture import unlike
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, SyncError, door
@@ -42,7 +44,7 @@ from hocket.trainer import checkpoints
 from hocket.trainer.best import Best
 from hocket.trainer.checkpoints import Checkpoints, Saved
 from hocket.trainer.second_tier import copy_to
-from hocket.types import Metrics, Prompt, Rollout, Score
+from hocket.types import Group, Metrics, Prompt, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.loop import Run
@@ -83,10 +85,10 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         if not (is_done and (config.run_dir / "summary.json").exists()):
             with tasks.event_loop() as run_there:
                 refuse_missing(visible_gpus())
-                calls = stack.enter_context(RewardCalls(config.rewards, config.reward_names))
+                calls = stack.enter_context(_calls(config, lambda one: one.reward_names))
                 loggers.bound(config.observe.loggers)
                 with tasks.starting():
-                    parts = Parts(config, console)
+                    parts = _parts(config, console)
                     run_there(calls.set_up())
                     if dry_run:
                         _check(parts, calls, saved, stack, run_there)
@@ -101,12 +103,27 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         return 0
 
 
+def _calls(config: Config, names: Callable[[Config], Iterable[str]]) -> RewardCalls:
+    """Return what calls the rewards that `names` finds in a config, or in that of each source."""
+    if config.data.sources:
+        return MixedCalls(config.views, names)
+    return RewardCalls(config.rewards, names(config))
+
+
+def _parts(config: Config, console: Console) -> Parts:
+    if config.data.sources:
+        return MixedParts(config, console)
+    return Parts(config, console)
+
+
 def _check(parts: Parts, calls: RewardCalls, saved: Saved | None, stack: ExitStack, run_there: RunThere) -> None:
     """Make the parts of a run and try them, but change nothing."""
     config = parts.config
     say = parts.console.say
     prompts = parts.prompts()
-    say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
+    held_out = parts.held_out()
+    prompts = unlike(prompts, held_out, config.data.exclude_overlap, say)
+    say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
     stream = parts.stream(prompts)
     replay = parts.replay()
     first = prompts[0]
@@ -115,7 +132,7 @@ def _check(parts: Parts, calls: RewardCalls, saved: Saved | None, stack: ExitSta
     if first.opening.strip() == "<think>":
         answer.text = f"a thought\n</think>\n\n{answer.text}"
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
-    score = run_there(RewardScorer(calls, config.rewards.functions).score(rollout))
+    score = run_there(parts.scorer(calls).score(rollout))
     what = f"the {'reference' if first.answer else 'empty'} answer"
     gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
     say(f"{what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
@@ -182,6 +199,7 @@ def _run(
     console = parts.console
     prompts = parts.prompts()
     held_out = parts.held_out()
+    prompts = unlike(prompts, held_out, config.data.exclude_overlap, console.say)
     stream = parts.stream(prompts)
     replay = parts.replay()
     folder = stack.enter_context(RunFolder(config, console.say))
@@ -192,7 +210,7 @@ def _run(
         waiting = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
     run_there(parts.servers.clear_gpu(on_wait=waiting, say=console.say))
     trainer = parts.trainer(stack, saved)  # before records behind the checkpoint are cut off
-    from hocket.algorithm.samples import KlController, shape
+    from hocket.algorithm.samples import KlController, Shaped, shape
     from hocket.loop import Run
 
     servers = ServerPool(())
@@ -210,7 +228,12 @@ def _run(
         saved.restore(kept)
         last = saved.step
     elif not replay:
-        folder.ledger(0, [{"num_prompts": len(prompts)}, *stream.entries()])
+        folder.ledger(0, [*stream.sizes(), *stream.entries()])
+
+    def shaped(group: Group) -> Shaped:
+        view = config.of(group.source)
+        return shape(group, config.algorithm, view.rollout.max_tokens, view.rewards.spec("env").weight)
+
     play = parts.play(servers)
     after: list[Callable[[Path], None]] = []
     if config.checkpoint.copy_to is not None:
@@ -224,13 +247,8 @@ def _run(
         servers=servers,
         stream=stream,
         play=play,
-        scorer=RewardScorer(calls, config.rewards.functions),
-        shape=partial(
-            shape,
-            algorithm=config.algorithm,
-            max_tokens=config.rollout.max_tokens,
-            env_weight=config.rewards.spec("env").weight,
-        ),
+        scorer=parts.scorer(calls),
+        shape=shaped,
         batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
         evaluation=parts.evaluation(() if replay else held_out, play, calls),
         publisher=publisher,
@@ -272,8 +290,8 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
-        calls = stack.enter_context(RewardCalls(config.rewards, [config.eval_reward]))
-        parts = Parts(config, console)
+        calls = stack.enter_context(_calls(config, lambda one: [one.eval_reward]))
+        parts = _parts(config, console)
         held_out = parts.held_out()
         if not held_out:
             raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")
@@ -299,17 +317,20 @@ def roll_out(arguments: Sequence[str]) -> None:
     with (
         Console(config.trainer.steps) as console,
         owning(config.run_dir, console.say, wait=False),
-        RewardCalls(config.rewards, config.rewards.functions) as calls,
+        _calls(config, lambda one: one.rewards.functions) as calls,
     ):
         checkpoints.make_room(config.run_dir, console.say)
-        parts = Parts(config, console)
-        stream = parts.stream(parts.prompts())
+        parts = _parts(config, console)
+        prompts = parts.prompts()
+        if config.data.exclude_overlap:
+            prompts = unlike(prompts, parts.held_out(), True, console.say)
+        stream = parts.stream(prompts)
 
         async def run() -> None:
             await calls.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 play = parts.play(servers)
-                scorer = RewardScorer(calls, config.rewards.functions)
+                scorer = parts.scorer(calls)
                 async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)

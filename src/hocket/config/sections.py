@@ -37,6 +37,7 @@ def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
 _or_name = pydantic.BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+_or_source = pydantic.BeforeValidator(lambda value: {"source": value} if isinstance(value, str) else value)
 or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str | dict) else value)
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
@@ -336,9 +337,52 @@ class EvalConfig(Section):
             raise ValueError("temperature=0 samples the same every time: set samples to 1")
 
 
+class SourceConfig(DataConfig):
+    """A source of a mixture: what it does not say it has from the run's sections."""
+
+    name: str = Field("", pattern=r"^[^/\s]*$")  # default: of its file, data set or task
+    weight: float = Field(1.0, ge=0)  # share of the draws, in relation to the others'
+    held_out: Annotated[HeldOutConfig, _or_source] = HeldOutConfig()  # as eval.data
+    env: Annotated[EnvConfig | None, _or_name] = None
+    curriculum: Annotated[CurriculumConfig | None, _or_name] = None
+    rewards: dict[str, RewardSpec] | None = Field(None, min_length=1)  # as rewards.functions
+    max_tokens: int | None = Field(None, ge=1)  # as rollout.max_tokens
+
+    @property
+    def called(self) -> str:
+        rows = self.source if "source" in self.model_fields_set else self.held_out.source
+        return self.name or re.split("[:/]", rows)[-1].partition(".")[0]
+
+
+class TrainingDataConfig(DataConfig):
+    sources: tuple[Annotated[SourceConfig, _or_source], ...] = ()
+    """Several sources, drawn by weight, in place of `source`: [{source, weight, rewards, env, ...}] (mixtures.md)."""
+    exclude_overlap: bool = False
+    """Training prompts that are held-out ones, too, are left out."""
+
+    def refuse(self) -> None:
+        super().refuse()
+        if not self.sources:
+            return
+        if self.source != type(self).model_fields["source"].default:
+            raise ValueError(f"source={self.source} beside sources: name it in that list")
+        names = [one.called for one in self.sources]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two sources are called {min(twice)}: give each a name")
+        if not any(one.weight for one in self.sources):
+            raise ValueError("every source has weight 0: none is drawn")
+
+    def of(self, source: SourceConfig) -> "TrainingDataConfig":
+        """Return the section as a source has it."""
+        given = DataConfig.model_fields.keys() & source.model_fields_set
+        own = {name: getattr(source, name) for name in given}
+        return self.model_copy(update={"sources": (), **own})
+
+
 class BestConfig(Section):
     name: str = Field(
-        pattern=r"^eval/(greedy|sampled|(greedy|sampled)_stderr|pass@\d+|zero_or_one|reward_errors|length_mean|truncated)$"
+        pattern=r"^eval/(greedy|sampled|(greedy|sampled)_stderr|pass@\d+|zero_or_one|reward_errors|length_mean|truncated"
+        r"|[^/]+/(greedy|sampled))$"
     )
     patience: int | None = Field(None, ge=1)  # evaluations without a better one that end the run
 

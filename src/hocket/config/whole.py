@@ -22,7 +22,7 @@ from hocket.errors import ConfigError
 class Config(Section):
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig = sections.ModelConfig()
-    data: sections.DataConfig = sections.DataConfig()
+    data: sections.TrainingDataConfig = sections.TrainingDataConfig()
     curriculum: sections.CurriculumConfig = sections.CurriculumConfig()
     rollout: sections.RolloutConfig = sections.RolloutConfig()
     env: sections.EnvConfig = sections.EnvConfig()
@@ -64,8 +64,10 @@ class Config(Section):
             deployment.web_url(reference)
             if self.rollout.temperature != 1:
                 raise ValueError(f"the server {reference} scores at temperature 1: set rollout.temperature=1")
-        if self.checkpoint.best is not None and self.held_out_data is None:
+        if self.checkpoint.best is not None and not any(one.held_out_data for one in self.views.values()):
             raise ValueError("checkpoint.best needs held-out rows: set eval.data")
+        if self.data.sources:
+            self._refuse_sources()
         run_dir = self.run_dir.resolve()
         if self.sync.backend == "delta" and self.model.lora is not None:
             raise ValueError(
@@ -96,6 +98,38 @@ class Config(Section):
             except ValueError as error:
                 raise ValueError(f"eval.data: {error}") from error
         _ = self.token  # a weak one is refused now
+
+    def _refuse_sources(self) -> None:
+        if self.eval.data.model_fields_set:
+            raise ValueError("eval.data beside data.sources: each of these has its own held_out")
+        for name, view in self.views.items():
+            try:
+                view.model_copy(update={"checkpoint": sections.CheckpointConfig()}).refuse()
+            except ValueError as error:
+                raise ValueError(f"data.sources, {name}: {error}") from error
+
+    @property
+    def views(self) -> "dict[str, Config]":
+        """The run as each of data.sources has it, by name; without them the run itself, of name ""."""
+        return {one.called: self._view(one) for one in self.data.sources} or {"": self}
+
+    def of(self, source: str) -> "Config":
+        """Return the run as the prompts of a source have it."""
+        found = (self._view(one) for one in self.data.sources if one.called == source)
+        return next(found, self)
+
+    def _view(self, source: sections.SourceConfig) -> "Config":
+        eval_ = self.eval.model_copy(update={"data": source.held_out})
+        changed: dict[str, Section] = {"data": self.data.of(source), "eval": eval_}
+        if source.env is not None:
+            changed["env"] = source.env
+        if source.curriculum is not None:
+            changed["curriculum"] = source.curriculum
+        if source.rewards is not None:
+            changed["rewards"] = self.rewards.model_copy(update={"functions": source.rewards})
+        if source.max_tokens is not None:
+            changed["rollout"] = self.rollout.model_copy(update={"max_tokens": source.max_tokens})
+        return self.model_copy(update=changed)
 
     def refuse_outside(self) -> None:
         """Raise ConfigError where servers could not find the versions of this run."""
@@ -136,6 +170,7 @@ class Config(Section):
         values["server"]["token"] = None  # a run folder is shared; a secret is not
         # Unset is as in data; a source of its own would be held-out rows.
         values["eval"]["data"] = self.eval.data.model_dump(mode="json", exclude_unset=True)
+        values["data"]["sources"] = [one.model_dump(mode="json", exclude_unset=True) for one in self.data.sources]
         return values
 
     def changes(self, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -163,9 +198,9 @@ class Config(Section):
         is_saved = (Path(name).expanduser() / "state.json").is_file()  # without splits
         has_split = kind == "task" or (kind == "hf" and not is_saved and "split" in given)
         is_other = "source" in given or (has_split and own.split != data.split)
-        if not (is_other and self.eval.num_prompts):
+        if data.sources or not (is_other and self.eval.num_prompts):
             return None
-        shared = type(data).model_fields.keys() - given - {"split", "limit"}
+        shared = sections.DataConfig.model_fields.keys() - given - {"split", "limit"}
         return own.model_copy(update={name: getattr(data, name) for name in shared})
 
     @property

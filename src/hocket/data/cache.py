@@ -36,6 +36,10 @@ class Prompts(Sequence[Prompt]):
         """Return a further column of the data; None where a row lacks it."""
         return [prompt.meta.get(name) for prompt in self]
 
+    def keys(self) -> list[str]:
+        """Return what prompts share that ask the same, but for white space."""
+        return [key_of(prompt) for prompt in self]
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -56,6 +60,9 @@ class KeptPrompts(Prompts):
         self.lengths: list[int] = table["length"][:]  # of all
         self._rows = table.select([row for row, length in enumerate(self.lengths) if length <= longest])
         self.fingerprint = _sha256("".join(self._rows["digest"]))
+
+    def keys(self) -> list[str]:
+        return list(self._rows["key"])
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -117,7 +124,7 @@ def _table(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any:
     image = {"data": datasets.Value("large_binary"), "start": number, "length": number, "placeholder": number}
     images = datasets.List(image)
     features = datasets.Features(
-        token_ids=datasets.List(number), length=number, digest=text, others=text, images=images
+        token_ids=datasets.List(number), length=number, digest=text, key=text, others=text, images=images
     )
     datasets.disable_progress_bars()  # there is one of the rows
     _remove_unused(folder)
@@ -149,7 +156,14 @@ def _row(prompt: Prompt) -> dict[str, Any]:
         raise TypeError(f"{prompt.id} has a column that JSON can't hold as it is")
     ids = prompt.token_ids
     images = [dataclasses.asdict(one) for one in prompt.images]
-    return {"token_ids": ids, "length": len(ids), "digest": _digest(prompt), "others": text, "images": images}
+    return {
+        "token_ids": ids,
+        "length": len(ids),
+        "digest": _digest(prompt),
+        "key": key_of(prompt),
+        "others": text,
+        "images": images,
+    }
 
 
 def _others(text: str) -> dict[str, Any]:
@@ -165,6 +179,14 @@ def _digest(prompt: Prompt) -> str:
             [prompt.id, prompt.token_ids, prompt.answer, *(hashlib.sha256(one.data).digest() for one in prompt.images)]
         )
     )[:16]
+
+
+def key_of(prompt: Prompt) -> str:
+    """Return a hash of what is asked, without the system's words, and of the answer."""
+    said = [message["content"] for message in prompt.messages or () if message["role"] != "system"] or [prompt.text]
+    words = [str(text).split() for text in said]
+    pictures = [image.data for image in prompt.images]
+    return _sha256(repr([words, prompt.answer, pictures]))[:16]
 
 
 def _sha256(text: str) -> str:

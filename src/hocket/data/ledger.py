@@ -5,7 +5,7 @@
 {"step": 12, "epoch": 3, "prompt": ID, "state": "back"}    until this one
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -83,6 +83,17 @@ def accounts(
         problems = tuple(_problem(*one) for one in wrong if one[0])
         found.append(Account(epoch, epoch < num_over or not unknown, num_prompts, +states, problems))  # +: above 0
     return found
+
+
+def by_source(
+    rows: Sequence[Mapping[str, Any]], stream: Mapping[str, Any] | None
+) -> list[tuple[str, list[Mapping[str, Any]], Mapping[str, Any] | None]]:
+    """Return name, rows and state of the stream of each source, in a run with data.sources; "" without them."""
+    of = defaultdict[str, list[Mapping[str, Any]]](list)
+    for row in rows:
+        of[row.get("source", "")].append(row)
+    states = (stream or {}).get("sources")
+    return [(name, mine, states[name] if states else stream) for name, mine in of.items()]
 
 
 def table(found: Sequence[Account]) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from hocket.data.cache import Prompts
@@ -40,7 +40,8 @@ class PromptStream:
         *,
         seed: int,
         retire_after: int = 0,  # times solved in a row, after which a prompt is left out; 0 disables it
-        prompts_per_step: int = 1,
+        prompts_per_step: float = 1,
+        number: Callable[[], int] | None = None,  # of the next draw, where others draw, too
     ) -> None:
         if not prompts:
             raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
@@ -52,6 +53,7 @@ class PromptStream:
         self._retire_after = retire_after or math.inf
         self._prompts_per_step = prompts_per_step
         self._num_drawn = 0
+        self._number = number or (lambda: self._num_drawn)
         self._in_flight: dict[int, dict[str, Any]] = {}  # by number
         self._again: collections.deque[int] = collections.deque()  # numbers to draw once more after a restore
         self._entries: list[dict[str, Any]] = []
@@ -75,6 +77,10 @@ class PromptStream:
                 self._measured.record(draw["index"], draw["epoch"], outcome.pass_rate)
                 self._curriculum.measured(draw["index"], outcome.pass_rate)
         self._entries.append(entry)
+
+    def sizes(self) -> list[dict[str, Any]]:
+        """Return the first lines of the ledger."""
+        return [{"num_prompts": len(self._prompts)}]
 
     def entries(self) -> list[dict[str, Any]]:
         """Return the ledger's lines since the last call."""
@@ -120,7 +126,7 @@ class PromptStream:
     def _next(self) -> int | None:
         if self._again:
             return self._again.popleft()
-        moves_on = self._curriculum.moves_on(self._num_drawn // self._prompts_per_step)
+        moves_on = self._curriculum.moves_on(int(self._num_drawn // self._prompts_per_step))
         if moves_on or self._position == len(self._order):
             order, left_out = self._plan(self._epoch + 1)
             if not order:
@@ -128,7 +134,7 @@ class PromptStream:
             for index in self._order[self._position :]:
                 self._leave_out(index, "skipped", "the curriculum moved on before its turn")
             self._begin(self._epoch + 1, order, left_out)
-        number = self._num_drawn
+        number = self._number()
         index = self._order[self._position]
         prompt = self._prompts[index].id
         self._in_flight[number] = {"draw": number, "epoch": self._epoch, "index": index, "prompt": prompt}

@@ -29,6 +29,8 @@ METRICS = (
     Metric("reward/mean", "mean total reward of scored rollouts"),
     Metric("reward/std", "standard deviation of that reward (population)"),
     Metric("reward/NAME", "mean of one reward function, before its weight"),
+    Metric("source/NAME/METRIC", "data.sources: a metric of reward or rollout, of the prompts of one source"),
+    Metric("source/NAME/share", "data.sources: share of the step's prompts"),
     Metric("rollout/reward_errors", "share of rollouts without a score: the reward failed or timed out; not trained",
            high=0.05, advice="read the `error` fields in rollouts/*.jsonl"),
     Metric("rollout/zero_variance", "share of groups with equal rewards; not trained if the baseline is the group's",
@@ -63,6 +65,7 @@ METRICS = (
     Metric("pipeline/queued_groups", "scored groups ready when the trainer asked for its batch"),
     Metric("rollout/oversampling", "algorithm.oversampling: prompts played for the step / rollout.prompts_per_step"),
     Metric("eval/greedy", "held-out prompts, one answer at temperature 0: mean of the reward eval.reward"),
+    Metric("eval/NAME/METRIC", "data.sources: a metric of eval, of one held-out set; eval/METRIC is their mean"),
     Metric("eval/sampled", "held-out prompts, eval.samples answers at eval.temperature: mean of that reward"),
     Metric("eval/greedy_stderr", "standard error of eval/greedy, over prompts"),
     Metric("eval/sampled_stderr", "standard error of eval/sampled, over prompts"),
@@ -175,6 +178,23 @@ SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "train/ess", "staleness/over_
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    metrics = _rollout_metrics(groups)
+    for name, mine in by_source(groups).items():
+        metrics[f"source/{name}/share"] = len(mine) / len(groups)
+        metrics |= {f"source/{name}/{key}": value for key, value in _rollout_metrics(mine).items()}
+    return metrics
+
+
+def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """Return the groups of each of data.sources."""
+    found = defaultdict[str, list[Group]](list)
+    for group in groups:
+        if group.source:
+            found[group.source].append(group)
+    return found
+
+
+def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     values = defaultdict[str, list[float]](list)  # of which the metrics are means
     lengths = list[float]()  # of the scored rollouts, less their group's mean, as their rewards are
     rewards = list[float]()

@@ -74,6 +74,8 @@ def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
     }
     if others:
         row["others"] = others
+    if rollout.prompt.source:
+        row["source"] = rollout.prompt.source
     if rollout.error is not None:
         row["failed"] = redacted(rollout.error)  # the episode; "error" may be a reward's
     return row
@@ -178,6 +180,7 @@ def rollout_of(row: Mapping[str, Any], id: str = "") -> Rollout:
         text=said or next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), ""),
         answer=None if answer is None else str(answer),
         meta=row.get("meta", {}),
+        source=row.get("source", ""),
     )
     reward = row.get("parts", {}).get("env")  # of the environment alone
     return Rollout(

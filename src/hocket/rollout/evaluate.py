@@ -5,6 +5,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from hocket.client.pool import Deadline
 from hocket.config import RolloutConfig
@@ -29,6 +30,7 @@ class Evaluation:
     threshold: float  # reward from which a sample passes
     timeout_s: float
     max_error_rate: float
+    measure: Callable[[Sequence[Group]], Metrics] | None = None  # of several sets of prompts
 
     async def run(
         self, label: str, generated: Callable[[], None] = lambda: None
@@ -60,7 +62,8 @@ class Evaluation:
         numbered = enumerate(self.prompts)
         batch = await collect(plan, lambda count: dict(itertools.islice(numbered, count)), play, self.scorer)
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
-        return _measured(batch.groups, self.reward, self.threshold), batch.groups
+        measure = self.measure or partial(measured, reward=self.reward, threshold=self.threshold)
+        return measure(batch.groups), batch.groups
 
     def comparable(self, groups: Sequence[Group], temperature: float) -> tuple[Comparable, Comparable]:
         """Return the greedy rollouts, and the sampled ones, whose log-probs are of this temperature."""
@@ -85,7 +88,7 @@ def checked(greedy: Metrics, sampled: Metrics) -> Metrics:
     return metrics
 
 
-def _measured(groups: Sequence[Group], reward: str, threshold: float) -> dict[str, float]:
+def measured(groups: Sequence[Group], reward: str, threshold: float) -> dict[str, float]:
     rollouts = [*itertools.chain.from_iterable(group.rollouts for group in groups)]
     greedy = [_marks(group, reward, slice(1)) for group in groups]
     sampled = [_marks(group, reward, slice(1, None)) for group in groups]

@@ -63,6 +63,8 @@ def run(config: Config, command: str) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         Trainer(config, objective=stage.objective).follow()
         return
+    if config.data.sources:
+        raise ConfigError(f"data.sources is for train: {command} has one data.source; join the rows to one file")
     load_plugins(config.plugins)  # data.source may be a task of one
     with owning(config.run_dir, print, wait=config.checkpoint.resume):
         _train(config, command, stage)

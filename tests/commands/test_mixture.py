@@ -1,0 +1,162 @@
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from batches import SAMPLING, played
+from hocket.client.batcher import Turn
+from hocket.client.pool import Deadline
+from hocket.commands import parts as parts_module
+from hocket.commands.mixture import MixedCalls, MixedParts, measured_each
+from hocket.commands.parts import Parts
+from hocket.commands.runs import _calls, _parts
+from hocket.common.registry import load_plugins
+from hocket.config import Config, load, to_yaml
+from hocket.errors import ConfigError
+from hocket.observe.console import Console
+from hocket.observe.metrics import rollout_metrics
+from hocket.observe.rows import groups_of, lines_of
+from hocket.protocol import Completion
+from hocket.rollout.collect import Plan, collect
+from hocket.types import Group, Prompt, Score
+
+ROOT = Path(__file__).resolve().parents[2]
+MIXTURE = ROOT / "config" / "mixture.yaml"
+
+
+def config(*settings: str) -> Config:
+    found = load(MIXTURE, [f"model.path={ROOT}/checkpoints/tiny-tools", "data.limit=40", *settings])
+    load_plugins([f"{ROOT}/config/tiny_tools.py"])
+    return found
+
+
+def test_a_source_has_what_it_does_not_say_from_the_sections_of_the_run() -> None:
+    found = config("rollout.max_tokens=70", "data.max_prompt_tokens=30")
+    guess, calculate, sort = (found.of(name) for name in ("guess", "calculate", "sort"))
+    assert [*found.views] == ["guess", "calculate", "sort"]
+    assert (guess.data.source, guess.data.limit, guess.data.max_prompt_tokens) == ("task:guess", 40, 30)
+    assert [one.env.name for one in (guess, calculate, sort)] == ["guess", "tools", "single_turn"]
+    assert [one.rollout.max_tokens for one in (guess, calculate, sort)] == [4, 70, 16]
+    assert [one.eval_reward for one in (guess, calculate, sort)] == ["env", "exact_match", "position_match"]
+    assert sort.held_out_data is not None
+    assert (sort.held_out_data.source, sort.held_out_data.split) == ("task:sort", "test")
+    assert (found.of(""), load().views) == (found, {"": load()})
+    assert found.held_out_data is None
+
+
+def test_a_mixture_reads_back_from_what_the_run_folder_keeps(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(config().as_dict()))
+    assert load(tmp_path / "config.yaml") == config()
+
+
+def test_a_set_of_weight_0_is_only_held_out(tmp_path: Path) -> None:
+    sources = "[task:sort, {weight: 0, held_out: other/aime.jsonl}, {name: x, source: a.jsonl, held_out: task:sort}]"
+    found = load(None, [f"data.sources={sources}", "checkpoint.best=eval/aime/greedy"])
+    held_out = [view.held_out_data for view in found.views.values()]
+    assert [*found.views] == ["sort", "aime", "x"]
+    assert [data and data.source for data in held_out] == ["task:sort", "other/aime.jsonl", "task:sort"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.sources=[task:sort, task:sort]"], "two sources are called sort: give each a name"),
+        (["data.sources=[task:sort]", "data.source=a.jsonl"], "source=a.jsonl beside sources: name it in that list"),
+        (["data.sources=[{source: task:sort, weight: 0}]"], "every source has weight 0: none is drawn"),
+        (["data.sources=[task:sort]", "eval.data.source=a.jsonl"], "each of these has its own held_out"),
+        (["data.sources=[a.jsonl]", "checkpoint.best=eval/greedy"], "checkpoint.best needs held-out rows"),
+        (["data.sources=[{source: a.jsonl, split: test}]"], "leave it out of a file"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(None, settings)
+
+
+def test_a_run_with_one_source_has_the_parts_of_before() -> None:
+    with Console(1) as console, _calls(load(), lambda one: one.reward_names) as calls:
+        assert type(_parts(load(None, [f"model.path={ROOT}/checkpoints/tiny-sort"]), console)) is Parts
+        assert not isinstance(calls, MixedCalls)
+
+
+class Engine:
+    """Answers what its source is asked: a guess, a call of the tool and what it told, the letters as they stand."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.asked: list[tuple[str, int]] = []
+
+    async def ask(self, turn: Turn) -> Completion:
+        text = self.tokenizer.decode(turn.token_ids)
+        kind = next(word for word in ("Guess", "Sort", "calculate") if word in text)
+        self.asked.append((kind, turn.sampling.max_tokens))
+        said = {"Guess": "10", "Sort": "abcd", "calculate": "7"}[kind]
+        ids = (*self.tokenizer(said)["input_ids"], self.tokenizer.eos_token_id)
+        spans = ((1, 0, len(ids)),)
+        return Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason="stop", versions=spans, text=said)
+
+
+async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = config("eval.num_prompts=2")
+    with Console(1) as console, _calls(settings, lambda one: one.reward_names) as calls:
+        mixed = _parts(settings, console)
+        assert isinstance(mixed, MixedParts)
+        engine = Engine(mixed.tokenizer)
+        monkeypatch.setattr(parts_module, "Batcher", lambda servers, tools: engine)
+        stream = mixed.stream(mixed.prompts())
+        held_out = mixed.held_out()
+        servers: Any = SimpleNamespace(members=[])
+        plan = Plan(label="s", sampling=SAMPLING, group_size=2, wanted=20, at_most=20, deadline=Deadline(60.0))
+        play = mixed.play(servers)
+        batch = await collect(plan, stream.take, play, mixed.scorer(calls))
+        evaluation = mixed.evaluation(held_out, play, calls)
+        metrics, groups = await evaluation.run("eval")
+    of = {name: next(group for group in batch.groups if group.source == name) for name in settings.views}
+    assert {name: [*group.scores[0].parts] for name, group in of.items()} == {
+        "guess": ["env"],
+        "calculate": ["exact_match"],
+        "sort": ["position_match"],
+    }
+    assert of["guess"].rollouts[0].sequences[0].turns > 1 or of["guess"].scores[0].total == 1
+    assert {length for kind, length in engine.asked if kind == "Guess"} <= {1, 2, 3, 4}
+    assert dict(engine.asked) | {"Guess": 4} == {"Guess": 4, "Sort": 16, "calculate": 80}
+    found = rollout_metrics(batch.groups)
+    assert sum(found[f"source/{name}/share"] for name in settings.views) == pytest.approx(1)
+    assert found["source/sort/reward/mean"] == found["reward/position_match"]
+    assert [group.source for group in groups] == ["guess"] * 2 + ["calculate"] * 2 + ["sort"] * 2
+    each = [metrics[f"eval/{name}/greedy"] for name in settings.views]
+    assert metrics["eval/greedy"] == pytest.approx(sum(each) / 3)
+    (again,) = groups_of(lines_of([of["sort"]]).splitlines())
+    assert (again.source, again.rollouts[0].prompt.source) == ("sort", "sort")  # for a replay
+
+
+def test_sources_with_the_same_rewards_share_what_calls_them() -> None:
+    sources = "[{name: a}, {name: b}, {name: c, rewards: {exact_match: 0.5}}]"
+    found = load(None, [f"data.sources={sources}"])
+    with _calls(found, lambda one: one.reward_names) as calls:
+        assert isinstance(calls, MixedCalls)
+        assert calls.of["a"] is calls.of["b"] is not calls.of["c"]
+        assert {*calls.rewards} == {"a/exact_match", "b/exact_match", "c/exact_match"}
+        assert calls.of["c"].specs["exact_match"].weight == 0.5
+
+
+def group(source: str, *marks: float) -> list[Group]:
+    """Returns held-out groups, whose answers had these rewards."""
+    prompt = Prompt(id=source, token_ids=(1,), source=source)
+    return [
+        Group(id="g", rollouts=(played(prompt, "g/0"),), scores=(Score(total=mark, parts={f"of_{source}": mark}),))
+        for mark in marks
+    ]
+
+
+def test_the_mean_of_held_out_sets_counts_each_once_and_has_its_own_standard_error() -> None:
+    groups = [*group("a", 1, 1, 0, 0), *group("b", 1, 0)]
+    found = measured_each(groups, {"a": "of_a", "b": "of_b"}, 1.0)
+    errors = math.sqrt((1 / 3) / 4), math.sqrt((1 / 2) / 2)  # variances 1/3 of four, 1/2 of two
+    assert (found["eval/a/greedy"], found["eval/b/greedy"], found["eval/greedy"]) == (0.5, 0.5, 0.5)
+    assert found["eval/a/greedy_stderr"] == pytest.approx(errors[0])
+    assert found["eval/greedy_stderr"] == pytest.approx(math.hypot(*errors) / 2)

@@ -1,0 +1,168 @@
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from hocket.data.cache import Prompts
+from hocket.data.curriculum import Curriculum, Shuffle, Sorted
+from hocket.data.ledger import accounts, by_source
+from hocket.data.mixture import MixedStream, Mixture, Selected, unlike
+from hocket.data.stream import Outcome, PromptStream
+from hocket.errors import DataError
+from hocket.types import Prompt
+
+WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
+
+
+def prompts(num: int, **fields: Any) -> Prompts:
+    return Prompts(Prompt(id=f"rows:{i}", token_ids=(i + 1,), text=f"{i}", **fields) for i in range(num))
+
+
+def mixture(**sizes: int) -> Mixture:
+    return Mixture({name: Selected(prompts(size), range(size), name) for name, size in sizes.items()})
+
+
+def new_stream(
+    weights: dict[str, float] = WEIGHTS, size: int = 40, curriculum: type[Curriculum] = Shuffle, retire_after: int = 0
+) -> MixedStream:
+    rows = mixture(**dict.fromkeys(weights, size))
+
+    def maker(name: str) -> Any:
+        return lambda number: PromptStream(
+            rows.of[name], curriculum(), seed=3, retire_after=retire_after, number=number
+        )
+
+    return MixedStream({name: maker(name) for name in weights}, weights, 3)
+
+
+def sources(taken: dict[int, Prompt]) -> list[str]:
+    return [prompt.source for prompt in taken.values()]
+
+
+def saved(stream: PromptStream) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(json.dumps(stream.state()))
+    return state
+
+
+def test_draws_are_within_the_binomial_error_of_the_weights_and_numbered_over_all_sources() -> None:
+    taken = new_stream().take(2000)
+    assert list(taken) == list(range(2000))
+    counts = Counter(sources(taken))
+    for name, weight in WEIGHTS.items():
+        assert abs(counts[name] - 2000 * weight) < 3 * math.sqrt(2000 * weight * (1 - weight))
+    twice = Counter(prompt.id for prompt in list(taken.values()) if prompt.source == "c")
+    assert max(twice.values()) - min(twice.values()) <= 1  # a source has epochs of its own
+    assert sources(new_stream({"a": 6, "b": 3, "c": 1}, 7).take(2000)) == sources(taken)  # the number alone decides
+
+
+@pytest.mark.parametrize("curriculum", [Shuffle, Sorted])
+def test_a_killed_stream_draws_the_same_again(curriculum: type[Curriculum]) -> None:
+    whole, killed = (new_stream(curriculum=curriculum) for _ in range(2))
+    for stream in (whole, killed):
+        for number in [*stream.take(90)][::2]:
+            stream.settle(number, Outcome(state="trained", pass_rate=number % 3 / 2))
+    state = saved(killed)
+    killed.take(30)  # lost with the process
+    again = new_stream(curriculum=curriculum)
+    again.restore(state)
+    repeated = again.take(45)
+    assert list(repeated) == list(range(1, 90, 2))
+    for number in repeated:
+        whole.settle(number, Outcome(state="trained", pass_rate=0.5))
+        again.settle(number, Outcome(state="trained", pass_rate=0.5))
+    assert list(again.take(200).items()) == list(whole.take(200).items())
+    assert again.entries() == whole.entries()
+    assert saved(again) == saved(whole)
+
+
+def test_other_weights_than_those_of_the_checkpoint_are_refused() -> None:
+    state = saved(new_stream())
+    with pytest.raises(DataError, match=r"had the weights .*0\.6.* and has .*1\.0.* now; use the same, or start"):
+        new_stream({"a": 1.0, "b": 0.3, "c": 0.1}).restore(state)
+
+
+def test_draws_of_an_exhausted_source_go_to_the_others_and_all_other_draws_stay() -> None:
+    def drawn(retired: str) -> list[str]:
+        stream = new_stream(size=5, retire_after=1)
+        found = []
+        for _ in range(300):
+            ((number, prompt),) = stream.take(1).items()
+            found.append(prompt.source)
+            stream.settle(number, Outcome(state="trained", pass_rate=float(prompt.source == retired)))
+        return found
+
+    with_a, without_a = drawn(""), drawn("a")
+    changed = [(before, now) for before, now in zip(with_a, without_a, strict=True) if before != now]
+    assert without_a.count("a") == 5
+    assert {before for before, _ in changed} == {"a"}
+    share = sum(now == "b" for _, now in changed) / len(changed)
+    assert abs(share - 0.75) < 3 * math.sqrt(0.75 * 0.25 / len(changed))  # 0.3 to 0.1
+
+
+def test_a_mixture_ends_once_every_source_is_exhausted() -> None:
+    stream = new_stream({"a": 1, "b": 1}, 2, retire_after=1)
+    for _ in range(4):
+        for number in stream.take(1):
+            stream.settle(number, Outcome(state="trained", pass_rate=1.0))
+    assert stream.take(3) == {}
+    assert stream.uses_pass_rates
+
+
+def test_the_ledger_accounts_for_each_source() -> None:
+    stream = new_stream({"a": 3, "b": 1}, 4)
+    for number in [*stream.take(25)][:24]:
+        stream.settle(number, Outcome(state="trained"))
+    rows = [*stream.sizes(), *stream.entries()]
+    assert rows[:2] == [{"num_prompts": 4, "source": "a"}, {"num_prompts": 4, "source": "b"}]
+    assert sorted(row["draw"] for row in rows[2:]) == list(range(24))
+    found = {name: accounts(mine, state) for name, mine, state in by_source(rows, saved(stream))}
+    finished = {name: sum(account.finished for account in of) for name, of in found.items()}
+    assert not [account.problems for of in found.values() for account in of if account.problems]
+    assert finished["a"] + finished["b"] >= 4
+    assert found["a"][0].states == {"trained": 4}
+    (alone,) = by_source([{"num_prompts": 2}, {"epoch": 0, "prompt": "x", "state": "trained", "draw": 0}], None)
+    assert (alone[0], len(alone[1]), alone[2]) == ("", 2, None)
+
+
+def test_prompts_of_a_mixture_say_their_source_and_have_names_of_their_own() -> None:
+    rows = mixture(a=2, b=3)
+    assert len(rows) == 5
+    assert [prompt.id for prompt in rows[:3]] == ["a/rows:0", "a/rows:1", "b/rows:0"]
+    assert rows[4].source == "b"
+    with pytest.raises(IndexError):
+        rows[5]
+    assert len({rows.of["a"].fingerprint, Selected(prompts(2), [1], "a").fingerprint, prompts(2).fingerprint}) == 3
+
+
+def asked(*texts: str, answer: str | None = "x") -> Prompts:
+    return Prompts(Prompt(id=text, token_ids=(1,), text=text, answer=answer) for text in texts)
+
+
+def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_out_if_wanted() -> None:
+    said: list[str] = []
+    rows = asked("2 + 2?", "2 +  2?\n", "3?", "4?")
+    held_out = [*asked(" 3? "), *asked("4?", answer="another")]
+    assert unlike(rows, held_out, False, said.append) is rows
+    left = unlike(rows, held_out, True, said.append)
+    assert [prompt.text for prompt in left] == ["2 + 2?", "2 +  2?\n", "4?"]
+    assert said == [
+        "1 of 4 training prompts repeat another one",
+        "1 of 4 training prompts are held-out ones, too: data.exclude_overlap=true leaves them out",
+        "1 of 4 training prompts repeat another one",
+        "1 of 4 training prompts are held-out ones, too: left out",
+    ]
+    chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "3?"}]
+    of_chat = Prompts([Prompt(id="c", token_ids=(1,), text="3?", answer="x", messages=tuple(chat))])
+    assert len(unlike(rows, of_chat, True, said.append)) == 3  # whatever the system says
+    with pytest.raises(DataError, match="leaves no prompt to train on"):
+        unlike(asked("3?"), held_out, True, said.append)
+
+
+def test_prompts_are_compared_over_all_sources() -> None:
+    said: list[str] = []
+    rows = Mixture({"a": Selected(asked("1", "2"), range(2), "a"), "b": Selected(asked("2", "3"), range(2), "b")})
+    left = unlike(rows, asked("3"), True, said.append)
+    assert [prompt.id for prompt in left] == ["a/1", "a/2", "b/2"]
+    assert said[0] == "1 of 4 training prompts repeat another one"
