@@ -16,12 +16,12 @@ import numpy as np
 
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
-from hocket.client.server import ServerClient
+from hocket.client.server import ServerClient, prompt_input
 from hocket.cluster.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.commands.mixture import MixedCalls, MixedParts
 from hocket.commands.parts import NO_ROWS, Parts, Servers
 from hocket.common import machine, tasks
-from hocket.common.files import kind_of, write_atomically
+from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data.mixture import unlike
@@ -31,7 +31,7 @@ from hocket.errors import ConfigError, DataError, SyncError, door
 from hocket.observe import loggers, tokens
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.rows import DAMAGED, lines_of, rollout_of, sample_of
+from hocket.observe.rows import DAMAGED, rollout_of, sample_of, write_rollouts
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.observe.timeline import Timeline
 from hocket.protocol import GenerateRequest
@@ -127,7 +127,7 @@ def _check(parts: Parts, calls: RewardCalls, saved: Saved | None, stack: ExitSta
     stream = parts.stream(prompts)
     replay = parts.replay()
     first = prompts[0]
-    answer = Transcript(first.token_ids, first.opening)
+    answer = Transcript(first.token_ids, first.opening, first.images)
     answer.text = first.answer or ""
     if first.opening.strip() == "<think>":
         answer.text = f"a thought\n</think>\n\n{answer.text}"
@@ -162,7 +162,8 @@ async def _try_servers(parts: Parts, urls: Sequence[str], prompt: Prompt) -> Non
     """Compare servers with this run, and have each sample a token."""
     config = parts.config
     sampling = sampling_params(config.rollout, seed=config.trainer.seed, step=1, max_tokens=1)
-    request = GenerateRequest(prompts=[[*prompt.token_ids]], sampling=sampling, tools=parts.example.toolbox)
+    asked = prompt_input(prompt.token_ids, prompt.images)
+    request = GenerateRequest(prompts=[asked], sampling=sampling, tools=parts.example.toolbox)
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
             parts.check_server(await server.health())
@@ -301,9 +302,7 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {len(held_out)} prompts")
                 metrics, groups = await parts.evaluation(held_out, parts.play(servers), calls).run("eval")
-            path = config.run_dir / "rollouts" / "eval.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, lines_of(groups))
+            path = write_rollouts(config.run_dir, "eval", groups)
             console.say(f"completions and their scores: {path}")
             return metrics
 
@@ -357,7 +356,7 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
         try:
             columns = columns_of(row)
             if {"group_id", "prompt_id", "parts"} <= columns.keys():  # of a run
-                rollout = rollout_of(columns, place)
+                rollout = rollout_of(columns, place, file.absolute().parents[1])
                 group = columns["group_id"]
             else:
                 rollout = sample_of(columns, place, config.data)

@@ -42,7 +42,7 @@ def policy(connect: str = "'none'") -> str:
     """Return the page's content security policy."""
     script = _TEMPLATE.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src {connect}"
+    allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; connect-src {connect}"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
 
 

@@ -116,7 +116,7 @@ class RunReader:
     def rollouts(self, name: str, group: str = "", *, tokens: bool = False) -> Rows:
         """Return those of a step, or of a prompt, with what training made of them; none if there is no such step.
 
-        With `tokens`, also the tokens of their last sequences, with their texts and numbers.
+        With `tokens`, also the tokens of their last sequences, with their texts, numbers and pictures.
         """
         if not _NAME.fullmatch(name):
             return []
@@ -124,7 +124,12 @@ class RunReader:
         mark = json.dumps(group, ensure_ascii=False).encode() if group else b""
         rows = rows_of(self.folder / "rollouts" / f"{name}.jsonl", mark, tokens=tokens)
         found = [row | trained.get(row["id"], {}) for row in rows if group in ("", row["group_id"])]
+        known: dict[str, str] = {}
         for row in found if tokens else ():
+            if row.get("images"):
+                from hocket.observe.images import shown
+
+                row["pictures"] = shown(self.folder, row, known)
             row["texts"] = pieces(_tokenizer(self.folder), row["token_ids"])
         return found
 

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from pydantic_core import PydanticSerializationError, to_json
 
-from hocket.common.files import naming
+from hocket.common.files import naming, write_atomically
 from hocket.common.redaction import redacted
 from hocket.config import DataConfig
 from hocket.errors import DataError
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence, TurnReward
+from hocket.types import Group, Image, Prompt, Rollout, Score, TokenSequence, TurnReward, text_of
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
@@ -31,6 +31,19 @@ LISTS = ("token_ids", "logprobs", "dialogue", "turn_rewards")
 """Fields of a sequence that its row has, too."""
 _NUMBERS = re.compile(rb',\s*"(?:mask|token_ids|logprobs|advantages|trainer|entropy)":\s*\[[^\]]*\]')
 """Never in a text: its quotes are escaped."""
+
+
+def write_rollouts(folder: Path, name: str, groups: Iterable[Group]) -> Path:
+    """Write rollouts/NAME.jsonl, and the pictures that it names; return its path."""
+    for sequence in (one for group in groups for rollout in group.rollouts for one in rollout.sequences):
+        if sequence.images:
+            from hocket.observe.images import keep
+
+            keep(folder, sequence)
+    path = folder / "rollouts" / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lines_of(groups))
+    return path
 
 
 def lines_of(groups: Iterable[Group]) -> str:
@@ -86,6 +99,10 @@ def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
     for field in ("dialogue", "turn_rewards"):
         if not row[field]:
             del row[field]
+    if sequence.images:
+        from hocket.observe.images import told
+
+        row["images"] = told(sequence)
     return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **row}
 
 
@@ -96,7 +113,7 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def said(row: Mapping[str, Any]) -> str:
     """Return the turns of a row's episode, or its only one."""
-    turns = (f"{one.get('role')}: {one.get('content')}" for one in row.get("dialogue", ()))
+    turns = (f"{one.get('role')}: {text_of(one.get('content') or '')}" for one in row.get("dialogue", ()))
     return "\n".join(turns) or str(row["completion"])
 
 
@@ -144,12 +161,13 @@ def reading(path: object) -> Iterator[None]:
         raise DataError(f"{path} is damaged: {error!r}; {advice}") from error
 
 
-def groups_of(lines: Iterable[str]) -> list[Group]:
-    """Parse the lines of a rollouts file. Raise one of DAMAGED where one is no such row."""
+def groups_of(lines: Iterable[str], folder: Path | None = None) -> list[Group]:
+    """Parse the lines of a run's rollouts. Raise one of DAMAGED where one is no such row."""
     groups = []
     for name, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
         rows = list(together)
-        groups.append(Group(id=name, rollouts=tuple(map(rollout_of, rows)), scores=tuple(map(_score, rows))))
+        rollouts = tuple(rollout_of(row, folder=folder) for row in rows)
+        groups.append(Group(id=name, rollouts=rollouts, scores=tuple(map(_score, rows))))
     return groups
 
 
@@ -161,12 +179,12 @@ def _score(row: Mapping[str, Any]) -> Score:
     return Score(total=total, parts=row["parts"], error=error, note=row.get("note", ""))
 
 
-def rollout_of(row: Mapping[str, Any], id: str = "") -> Rollout:
+def rollout_of(row: Mapping[str, Any], id: str = "", folder: Path | None = None) -> Rollout:
     """Parse a row of a run or of the reward `http`; only the completion must be there.
 
     Raise one of DAMAGED where it is no such row.
     """
-    sequences = tuple(map(_sequence, (*row.get("others", ()), row)))
+    sequences = tuple(_sequence(one, folder) for one in (*row.get("others", ()), row))
     messages = row.get("messages")
     said = row.get("prompt")
     if isinstance(said, list):
@@ -177,10 +195,11 @@ def rollout_of(row: Mapping[str, Any], id: str = "") -> Rollout:
         id=row.get("prompt_id", ""),
         token_ids=tuple(sequences[-1].token_ids[:num_read]),
         messages=messages and tuple(messages),
-        text=said or next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), ""),
+        text=said or text_of(next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), "")),
         answer=None if answer is None else str(answer),
         meta=row.get("meta", {}),
         source=row.get("source", ""),
+        images=tuple(image for image in sequences[-1].images if image.start <= num_read),
     )
     reward = row.get("parts", {}).get("env")  # of the environment alone
     return Rollout(
@@ -202,11 +221,16 @@ def sample_of(columns: Mapping[str, Any], place: str, data: DataConfig) -> Rollo
     return rollout_of({**columns, **told})
 
 
-def _sequence(row: Mapping[str, Any]) -> TokenSequence:
+def _sequence(row: Mapping[str, Any], folder: Path | None) -> TokenSequence:
     completion = row.get("completion")
     if not isinstance(completion, str):
         raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
     token_ids = tuple(row.get("token_ids", ()))
+    images: tuple[Image, ...] = ()
+    if row.get("images"):
+        from hocket.observe.images import image_of
+
+        images = tuple(image_of(one, folder) for one in row["images"])
     return TokenSequence(
         token_ids=token_ids,
         mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
@@ -214,5 +238,6 @@ def _sequence(row: Mapping[str, Any]) -> TokenSequence:
         dialogue=tuple(row.get("dialogue", ())),
         turn_rewards=tuple(TurnReward(*one) for one in row.get("turn_rewards", ())),
         text=completion,
+        images=images,
         **{field: row[field] for field in COPIED if field in row},
     )

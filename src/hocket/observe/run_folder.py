@@ -19,7 +19,17 @@ from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
 from hocket.observe import loggers, page, plugin_files
-from hocket.observe.rows import GROWING, LEDGER, METRICS, TRAINED, append, lines_of, read_lines, read_text, reading
+from hocket.observe.rows import (
+    GROWING,
+    LEDGER,
+    METRICS,
+    TRAINED,
+    append,
+    read_lines,
+    read_text,
+    reading,
+    write_rollouts,
+)
 from hocket.types import Group
 
 
@@ -66,7 +76,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Write rollouts/NAME.jsonl; nothing without groups."""
         if groups:
-            write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
+            write_rollouts(self.path, name, groups)
 
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.json"

@@ -26,6 +26,7 @@ _OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of 
     "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
     "answer": attrgetter("prompt.answer"),  # the reference, or None
     "meta": attrgetter("prompt.meta"),  # the row's other columns
+    "images": lambda rollout: _pictures(rollout),  # of the prompt, from Pillow
 }
 _OF_ONE: dict[str, Callable[[Any], Any]] = {
     "completion": attrgetter("text"),  # without the end-of-sequence token
@@ -51,8 +52,19 @@ class RetryError(Exception):
 
 
 def named(rollout: Rollout) -> dict[str, Any]:
-    """Return what a reward can name of a rollout, as JSON can say it."""
-    return {name: of(rollout) for name, of in _OF_FIRST.items() if name != "rollout"}
+    """Return what a reward can name of a rollout, as JSON can say it; images as data URLs."""
+    told = {name: of(rollout) for name, of in _OF_FIRST.items() if name not in ("rollout", "images")}
+    if rollout.prompt.images:
+        from hocket.common.images import data_url
+
+        told["images"] = [data_url(image.data) for image in rollout.prompt.images]
+    return told
+
+
+def _pictures(rollout: Rollout) -> list[Any]:
+    from hocket.common.images import decoded
+
+    return [decoded(image.data) for image in rollout.prompt.images]
 
 
 def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from hocket.errors import RewardError
 from hocket.rewards.base import RetryError
 from hocket.rewards.http import AGAIN, MAX_SHOWN, RefusedError, Service
 from hocket.rewards.runners import clock, clocked, retried
+from hocket.types import Image
 
 Count = Annotated[int, Field(ge=1)]
 Dollars = Annotated[float, Field(ge=0)]
@@ -85,9 +86,9 @@ class Endpoint(Service):
         await super().__aexit__()
 
     async def verdicts(
-        self, contents: Sequence[str], form: Mapping[str, Any], read: Callable[[str], Any]
+        self, contents: Sequence[str], form: Mapping[str, Any], read: Callable[[str], Any], images: Sequence[Image] = ()
     ) -> tuple[list[Any], Counter[str]]:
-        """Return what `read` finds in each model's answer to its text, and their calls, tokens and dollars.
+        """Return what `read` finds in each model's answer to text and images, and their calls, tokens and dollars.
 
         `form`: JSON schema of an answer. A model is asked again where `read` raises ValueError.
         """
@@ -96,23 +97,36 @@ class Endpoint(Service):
         found = list[Any]()
         async with self._wanted.setdefault(contents[0], asyncio.Lock()):  # the next one finds the answers in the cache
             for index, content in enumerate(contents):
-                ask = partial(self._verdict, form, read, paid, index, content)
+                ask = partial(self._verdict, form, read, paid, images, index, content)
                 found.append(await retried(ask, self.retries))
         return found, paid
 
     async def _verdict(
-        self, form: Mapping[str, Any], read: Callable[[str], Any], paid: Counter[str], index: int, content: str
+        self,
+        form: Mapping[str, Any],
+        read: Callable[[str], Any],
+        paid: Counter[str],
+        images: Sequence[Image],
+        index: int,
+        content: str,
     ) -> Any:
         """Return one model's verdict. Raise RewardError where the budget is spent."""
         model = self.model[index]
         schema = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": form}}
         request = {"max_completion_tokens": self.max_tokens, "response_format": schema, **self.request}
         asked = [self.base_url, model, self.model[:index].count(model), form, request, content]
+        asked += (hashlib.sha256(image.data).hexdigest() for image in images)
         question = json.dumps(asked, sort_keys=True)
         key = hashlib.sha256(question.encode()).hexdigest()
         with suppress(ValueError):  # there is none, or it is damaged
             return read(str(await self._stored(key)))
-        body = {"model": model, "messages": [{"role": "user", "content": content}], **request}
+        said: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if images:
+            from hocket.common.images import shown
+
+            parts = [{"type": "text", "text": content}, *({"type": "image"} for _ in images)]
+            said = shown([{"role": "user", "content": parts}], [image.data for image in images])
+        body = {"model": model, "messages": said, **request}
         expected = len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)
         requests = _window(self.base_url, model, "requests", self.requests_per_minute or math.inf)
         tokens = _window(self.base_url, model, "tokens", self.tokens_per_minute or math.inf)

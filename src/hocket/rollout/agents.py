@@ -21,7 +21,7 @@ from hocket.errors import ServerError
 from hocket.protocol import AgentCall, SessionRequest, SessionResponse
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens, state_of
-from hocket.types import Prompt, Rollout, TurnReward
+from hocket.types import Image, Prompt, Rollout, TurnReward
 
 OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
 GRACE_S = 60.0  # that a session outlives its agent's deadline
@@ -115,8 +115,13 @@ class Agents:
     async def _run(
         self, prompt: Prompt, seat: Seat, url: str, session: SessionResponse, rewards: dict[str, float]
     ) -> float | str | None:
+        messages = copy.deepcopy(prompt.messages or ())  # others play the same prompt
+        if prompt.images:
+            from hocket.common.images import shown
+
+            messages = tuple(shown(messages, [image.data for image in prompt.images]))
         task = Task(
-            messages=copy.deepcopy(prompt.messages or ()),  # others play the same prompt
+            messages=messages,
             text=prompt.text,
             answer=prompt.answer,
             meta=copy.deepcopy(prompt.meta),
@@ -173,20 +178,31 @@ def join(
         if call.completion is None:
             continue
         asked = array("I", call.prompt_token_ids)
-        begun = [transcript for transcript in transcripts if asked[: len(transcript.token_ids)] == transcript.token_ids]
+        begun = [transcript for transcript in transcripts if _begins(transcript, asked, call.images)]
         if begun:
             transcript = max(begun, key=lambda transcript: len(transcript.token_ids))
             transcripts.remove(transcript)
-            told = asked[len(transcript.token_ids) :].tolist()
-            transcript.add_observation(told, Observation(text=decode(told)))
+            read = len(transcript.token_ids)
+            told = asked[read:].tolist()
+            new = call.images[len(transcript.images) :]
+            images = tuple(dataclasses.replace(image, start=image.start - read) for image in new)
+            transcript.add_observation(told, Observation(text=decode(told)), images)
         else:
-            transcript = Transcript(asked)
+            transcript = Transcript(asked, images=call.images)
         transcript.opening = opening_of(decode(call.prompt_token_ids[-OPENING_TOKENS:]))
         transcript.add_completion(call.completion)
-        own = TurnReward(number, len(call.completion.token_ids), rewards.get(call.id, 0.0), state_of(asked))
+        own = TurnReward(
+            number, len(call.completion.token_ids), rewards.get(call.id, 0.0), state_of(asked, call.images)
+        )
         transcript.turn_rewards[-1] = own
         transcripts.append(transcript)
     return transcripts
+
+
+def _begins(transcript: Transcript, asked: "array[int]", images: Sequence[Image]) -> bool:
+    """Return whether a call's prompt goes on from a sequence: tokens of different images are alike."""
+    starts = asked[: len(transcript.token_ids)] == transcript.token_ids
+    return starts and [*images[: len(transcript.images)]] == transcript.images
 
 
 def _rollout(

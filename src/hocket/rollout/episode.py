@@ -9,20 +9,20 @@ import dataclasses
 import hashlib
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from hocket.client.batcher import Turn
 from hocket.common.tasks import seed_of
-from hocket.data.prompts import Renderer, TooLongError
+from hocket.data.prompts import Images, Renderer, TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.envs.base import left_open
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence, TurnReward
+from hocket.types import FinishReason, Image, Message, Prompt, Rollout, TokenSequence, TurnReward
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
@@ -70,11 +70,12 @@ def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
 
 
 def model_turn(
-    prompt: Prompt, seat: Seat, number: int, token_ids: Sequence[int], sampling: SamplingParams | None = None
+    prompt: Prompt, seat: Seat, number: int, read: "Transcript", sampling: SamplingParams | None = None
 ) -> Turn:
     """Return turn `number` of an episode, from 1; the rest of one that goes on has its own."""
     return Turn(
-        token_ids=tuple(token_ids),
+        token_ids=tuple(read.token_ids),
+        images=tuple(read.images),
         sampling=sampling or seat.sampling,
         seed=seed_of(seat.sampling.seed, seat.number, number),
         deadline=seat.deadline,
@@ -90,16 +91,19 @@ def late(failed: ServerError, seat: Seat) -> str:
     return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
 
 
-def state_of(token_ids: Sequence[int]) -> str:
-    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=8).hexdigest()
+def state_of(token_ids: Sequence[int], images: Iterable[Image] = ()) -> str:
+    """Return a digest of what is read: tokens of different images are alike."""
+    read = [array("I", token_ids).tobytes(), *(image.data for image in images)]
+    return hashlib.blake2b(b"".join(read), digest_size=8).hexdigest()
 
 
 class Transcript:
     """The sequence so far, prompt first; tokens are only ever appended."""
 
-    def __init__(self, token_ids: Sequence[int], opening: str = "") -> None:
+    def __init__(self, token_ids: Sequence[int], opening: str = "", images: Images = ()) -> None:
         self.opening = self._template_opening = opening
         self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("d")
+        self.images: list[Image] = []
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
         self.turns = 0
@@ -107,10 +111,12 @@ class Transcript:
         self._state = ""  # that the next turn begins in
         self.text = ""  # of the last turn
         self.finish_reason: FinishReason = "stop"
-        self.add_observation(token_ids, Observation())
+        self.add_observation(token_ids, Observation(), images)
 
-    def add_observation(self, token_ids: Sequence[int], observation: Observation) -> None:
-        """Append tokens that were not sampled."""
+    def add_observation(self, token_ids: Sequence[int], observation: Observation, images: Images = ()) -> None:
+        """Append tokens that were not sampled, and the images whose tokens are among them."""
+        start = len(self.token_ids)
+        self.images += (dataclasses.replace(image, start=start + image.start) for image in images)
         self.token_ids.extend(token_ids)
         self.mask += [False] * len(token_ids)
         self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
@@ -118,7 +124,7 @@ class Transcript:
         if self._goes_on:
             self.text += observation.text
         else:
-            self._state = observation.state or (state_of(token_ids) if token_ids else self._state)
+            self._state = observation.state or (state_of(token_ids, images) if token_ids else self._state)
             if self.turns:
                 said = self.opening + self.text + observation.text
                 self.opening = self._template_opening if observation.messages else left_open(said)
@@ -159,15 +165,16 @@ class Transcript:
             opening=self.opening,
             dialogue=tuple(self.dialogue) if len(self.dialogue) > 1 else (),
             turn_rewards=tuple(self.turn_rewards),
+            images=tuple(self.images),
         )
 
 
 async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
     """Play an Episode of SingleTurn at a third of its cost. The prompt must leave room for the turn."""
-    transcript = Transcript(prompt.token_ids, prompt.opening)
+    transcript = Transcript(prompt.token_ids, prompt.opening, prompt.images)
     error = None
     try:
-        transcript.add_completion(await ask(model_turn(prompt, seat, 1, prompt.token_ids)))
+        transcript.add_completion(await ask(model_turn(prompt, seat, 1, transcript)))
     except ServerError as failed:
         error = late(failed, seat)
     return Rollout(id=seat.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)
@@ -186,7 +193,9 @@ class Episode:
     budget: TokenBudget
 
     def __post_init__(self) -> None:
-        self.transcript = Transcript(self.prompt.token_ids, self.prompt.opening)
+        self.transcript = Transcript(self.prompt.token_ids, self.prompt.opening, self.prompt.images)
+        self._pictures: Sequence[Any] = ()  # of an observation, as the environment gives them
+        self._images: Images = ()  # made of them
         self.reward = 0.0
         self._gives_reward = False
         self._left_s = self.limits.timeout_s
@@ -230,10 +239,10 @@ class Episode:
         self._gives_reward = environment.gives_reward
         seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
         start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
-        observation: Observation = start or Observation()
+        observation = self._seen(start or Observation())
         token_ids = await self._before(observation)
         while token_ids is not None and (room := self._room(token_ids, observation)) > 0:
-            self.transcript.add_observation(token_ids, observation)
+            self.transcript.add_observation(token_ids, observation, self._images)
             completion = await self._turn(observation, room)
             self.transcript.add_completion(completion)
             action = Action(
@@ -246,8 +255,8 @@ class Episode:
             self._reward(step.reward)
             if step.done:
                 return
-            observation = step
-            token_ids = await self._between(step, completion)
+            observation = self._seen(step)
+            token_ids = await self._between(observation, completion)
         self.transcript.finish_reason = "length"
         self._reward(await self._call(environment.truncated, returns=(float, int)))
 
@@ -263,7 +272,7 @@ class Episode:
         self._hold(len(token_ids) + changes["max_tokens"])
         self._num_asked += 1
         sampling = self.seat.sampling.model_copy(update=changes)
-        return await self.ask(model_turn(self.prompt, self.seat, self._num_asked, token_ids, sampling))
+        return await self.ask(model_turn(self.prompt, self.seat, self._num_asked, self.transcript, sampling))
 
     async def _close(self, environment: Environment) -> None:
         self._left_s = self.limits.timeout_s
@@ -275,18 +284,29 @@ class Episode:
             return 0
         return self.limits.max_length - len(self.transcript.token_ids) - len(token_ids)
 
+    def _seen(self, observation: Observation) -> Observation:
+        """Return an observation without its pictures, which wait for its tokens."""
+        self._images = ()
+        try:
+            told, self._pictures = self.renderer.seen({"messages": [*observation.messages]})
+        except ValueError as error:
+            raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
+        return dataclasses.replace(observation, messages=told["messages"]) if self._pictures else observation
+
     async def _before(self, observation: Observation) -> list[int] | None:
         """Return the tokens that reset adds to the prompt; with messages, that is rendered anew."""
         if not observation.messages:
             return await self._text(observation)
         messages = [*(self.prompt.messages or ()), *observation.messages]
+        self._pictures = [*(image.data for image in self.prompt.images), *self._pictures]
         token_ids = await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)))
         if token_ids is None or len(token_ids) >= self.limits.max_length:
             raise EpisodeError("reset: the prompt with its messages leaves no room for a turn in model.max_length")
-        self.transcript = Transcript(token_ids, self.prompt.opening)
+        self.transcript = Transcript(token_ids, self.prompt.opening, self._images)
+        self._images = ()
         return []
 
-    async def _between(self, step: Step, completion: Completion) -> list[int] | None:
+    async def _between(self, step: Observation, completion: Completion) -> list[int] | None:
         """Return a step's tokens; without any the model goes on where it stopped."""
         if not step.messages:
             return await self._text(step)
@@ -301,9 +321,14 @@ class Episode:
         return self.renderer.encode([text], at_most=self.limits.max_length)[0]
 
     async def _rendered(self, render: Callable[[], list[int]]) -> list[int] | None:
-        """Return tokens rendered in a thread; None if a sequence can't hold them."""
+        """Return tokens rendered in a thread, those of pictures among them; None if a sequence can't hold them."""
+
+        def expanded() -> tuple[list[int], Images]:
+            return self.renderer.expanded(render(), self._pictures)
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
+            token_ids, self._images = await asyncio.get_running_loop().run_in_executor(_RENDERING, expanded)
+            return token_ids
         except TooLongError:
             return None
         except ValueError as error:

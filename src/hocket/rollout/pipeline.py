@@ -131,7 +131,7 @@ class Replay:
         path = self._folder / f"step_{step:06d}.jsonl"
         try:
             with path.open(encoding="utf-8") as lines:
-                groups = groups_of(lines)
+                groups = groups_of(lines, self._folder.parent)
             if not groups:
                 raise ValueError("it is empty")
         except (OSError, *DAMAGED) as error:

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
 from hocket.client.pool import Member
+from hocket.client.server import prompt_input
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
@@ -105,21 +106,22 @@ class Proof:
         """Have a server complete the prompts, with the same seeds each time."""
         max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
         sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
-        contexts = [prompt.token_ids for prompt in self.prompts]
-        request = GenerateRequest(prompts=list(map(list, contexts)), sampling=sampling, session=member.session)
+        asked = [prompt_input(prompt.token_ids, prompt.images) for prompt in self.prompts]
+        request = GenerateRequest(prompts=asked, sampling=sampling, session=member.session)
         sequences: dict[int, TokenSequence] = {}
         try:
             async with aclosing(member.server.generate(request, timeout_s=self.sync.timeout_s)) as lines:
                 async for line in lines:
-                    transcript = Transcript(contexts[line.prompt])
+                    prompt = self.prompts[line.prompt]
+                    transcript = Transcript(prompt.token_ids, images=prompt.images)
                     transcript.add_completion(line.completion)
                     sequences[line.prompt] = transcript.sequence()
         except ServerError as error:
             return error
-        if len(sequences) != len(contexts):
-            message = f"{member.url}/generate ended after {len(sequences)} of {len(contexts)} completions"
+        if len(sequences) != len(asked):
+            message = f"{member.url}/generate ended after {len(sequences)} of {len(asked)} completions"
             return ServerError(message, code="protocol")
-        return as_samples(map(sequences.__getitem__, range(len(contexts))))
+        return as_samples(map(sequences.__getitem__, range(len(asked))))
 
     async def _follow(self, member: Member, samples: Sequence[TrainSample]) -> Metrics:
         """Compare log-probs, and their change since the last check, with the trainer's."""

@@ -1,0 +1,170 @@
+"""Pictures in episodes: of the prompt, of an environment that draws, and of agents' calls."""
+
+import random
+from typing import Any
+
+import pytest
+from PIL import Image as Pictures
+
+import fakes
+from batches import SAMPLING
+from eyes import make_idefics, picture
+from hocket.client.batcher import Turn
+from hocket.client.pool import Deadline
+from hocket.common.images import decoded
+from hocket.config import DataConfig
+from hocket.data import tokenizer as tokenizers
+from hocket.data.prompts import Renderer, renderer_of
+from hocket.envs import Action, Environment, Observation, Step
+from hocket.protocol import AgentCall, Completion
+from hocket.rollout.agents import join
+from hocket.rollout.collect import Seat
+from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
+from hocket.types import Image, Message, Prompt, Rollout
+
+RED, BLUE = picture(1), picture(2, 64, 20)
+PLACE = {"type": "image"}
+SEAT = Seat(id="step 1/0/0", group="step 1/0", number=0, sampling=SAMPLING, deadline=Deadline(60))
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return renderer_of(DataConfig(), tokenizers.load(make_idefics(tmp_path_factory.mktemp("eyes"))))
+
+
+@pytest.fixture(scope="module")
+def prompt(renderer: Renderer) -> Prompt:
+    chat: tuple[Message, ...] = ({"role": "user", "content": [PLACE, {"type": "text", "text": "What?"}]},)
+    ids, images = renderer.expanded(renderer.encode([renderer.render(chat)])[0], [RED])
+    return Prompt(id="p", token_ids=tuple(ids), messages=chat, text="What?", images=images)
+
+
+class Recorder:
+    """Answers turns with two tokens; keeps them."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+
+    async def ask(self, turn: Turn) -> Completion:
+        self.turns.append(turn)
+        return fakes.completion(70, 1, logprobs=(-0.5, -0.5), version=1, text="E")
+
+
+class Drawing(Environment):
+    """Shows a picture from Pillow at first, then two files, then what it is told to."""
+
+    says: Any = ({"type": "image", "image": BLUE}, {"type": "text", "text": "or"}, {"type": "image", "image": RED})
+
+    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+        self.left = 2
+        return Observation(messages=[{"role": "user", "content": [{"type": "image", "image": decoded(BLUE)}]}])
+
+    async def step(self, action: Action) -> Step:
+        self.left -= 1
+        return Step(messages=[{"role": "user", "content": [*self.says]}], done=not self.left)
+
+
+async def play(environment: type[Environment], prompt: Prompt, renderer: Renderer, ask: Any) -> Rollout:
+    limits = Limits(max_turns=6, max_length=256, timeout_s=5.0)
+    return await Episode(prompt, SEAT, environment, ask, renderer, limits, TokenBudget()).play()
+
+
+def check_places(images: tuple[Image, ...], token_ids: Any) -> None:
+    """Checks that the ids have placeholders where images stand, and nowhere else."""
+    inside = {place for one in images for place in range(one.start, one.start + one.length)}
+    found = {place for place, token in enumerate(token_ids) if token == images[0].placeholder}
+    assert found <= inside
+    assert len(found) == 4 * len(images)
+
+
+async def test_a_turn_carries_the_pictures_of_its_prompt(prompt: Prompt) -> None:
+    recorder = Recorder()
+    rollout = await single_turn(prompt, SEAT, ask=recorder.ask)
+    assert recorder.turns[0].images == rollout.sequences[0].images == prompt.images
+    assert recorder.turns[0].token_ids == prompt.token_ids
+
+
+async def test_what_an_environment_draws_is_read_at_its_place_and_never_trained(
+    prompt: Prompt, renderer: Renderer
+) -> None:
+    recorder = Recorder()
+    rollout = await play(Drawing, prompt, renderer, recorder.ask)
+    (sequence,) = rollout.sequences
+    assert rollout.error is None
+    assert [len(turn.images) for turn in recorder.turns] == [2, 4]
+    seen = [decoded(image.data).tobytes() for image in sequence.images]
+    assert seen == [decoded(one).tobytes() for one in (RED, BLUE, BLUE, RED)]
+    check_places(sequence.images, sequence.token_ids)
+    for turn in recorder.turns:
+        assert turn.images == sequence.images[: len(turn.images)]
+        assert turn.token_ids == tuple(sequence.token_ids[: len(turn.token_ids)])
+    for image in sequence.images:
+        assert not any(sequence.mask[image.start : image.start + image.length])
+    said = [message["content"] for message in sequence.dialogue]
+    assert said == [[PLACE], "E", [PLACE, {"type": "text", "text": "or"}, PLACE], "E"]  # no bytes
+
+
+async def test_states_with_other_pictures_are_other_states(prompt: Prompt, renderer: Renderer) -> None:
+    class Other(Drawing):
+        says = (*reversed(Drawing.says),)
+
+    first, same, other = [
+        (await play(kind, prompt, renderer, Recorder().ask)).sequences[0] for kind in (Drawing, Drawing, Other)
+    ]
+    states = [[turn.state for turn in one.turn_rewards] for one in (first, same, other)]
+    assert [*first.token_ids] == [*other.token_ids]
+    assert states[0] == states[1]
+    assert [a == b for a, b in zip(states[0], states[2], strict=True)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image", "image": b"GIF89a"}, "no PNG, JPEG or WebP"),
+        ({"type": "image", "image": BLUE[:60]}, "damaged"),
+        ({"type": "image"}, "0 images for 1 places"),
+        ({"type": "image", "image": "/etc/passwd"}, "is outside"),
+        ({"type": "video"}, "must be of type text, image or image_url"),
+        ({"type": "text", "text": "<image>"}, "0 images for 1 places"),
+    ],
+)
+async def test_a_bad_picture_of_an_environment_ends_its_episode_alone(
+    part: Any, message: str, prompt: Prompt, renderer: Renderer
+) -> None:
+    class Bad(Drawing):
+        says = (part,)
+
+    rollout = await play(Bad, prompt, renderer, Recorder().ask)
+    assert message in str(rollout.error)
+    assert len(rollout.sequences[0].images) == 2  # as far as it came
+
+
+def test_calls_of_an_agent_go_on_from_each_other_only_with_the_same_pictures() -> None:
+    rng = random.Random(0)
+    red, blue = (Image(data=data, start=1, length=2, placeholder=9) for data in (RED, BLUE))
+
+    def call(asked: list[int], *images: Image) -> AgentCall:
+        done = fakes.completion(rng.randrange(100, 999), logprobs=(-0.5,), version=1, text="x")
+        return AgentCall(prompt_token_ids=tuple(asked), images=images, completion=done)
+
+    def answered(one: AgentCall) -> list[int]:
+        assert one.completion is not None
+        return [*one.prompt_token_ids, *one.completion.token_ids]
+
+    first = call([5, 9, 9, 6], red)
+    later = Image(data=BLUE, start=6, length=2, placeholder=9)
+    goes_on = call([*answered(first), 7, 9, 9, 8], red, later)
+    other = call([*answered(goes_on), 4], blue, later)  # the same tokens, another picture
+    kept, new = (one.sequence() for one in join([first, goes_on, other], decode=str))
+    assert (kept.turns, kept.images) == (2, (red, later))
+    assert [*kept.token_ids[later.start : later.start + 2]] == [9, 9]
+    assert (new.turns, new.images) == (1, (blue, later))
+    assert AgentCall.model_validate_json(goes_on.model_dump_json()) == goes_on
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
+def test_pictures_from_pillow_have_any_mode(mode: str, renderer: Renderer) -> None:
+    part = {"type": "image", "image": Pictures.new(mode, (8, 8))}
+    told, pictures = renderer.seen({"messages": [{"role": "user", "content": [part]}]})
+    _, images = renderer.expanded(renderer.following(told["messages"], ended=None), pictures)
+    assert decoded(images[0].data).size == (8, 8)
