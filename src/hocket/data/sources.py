@@ -16,7 +16,9 @@ from hocket.data.cache import sha256_of
 from hocket.errors import DataError
 
 # (split, seed) -> endless rows with the columns prompt, answer and response
-TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry("task")
+TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry(
+    "task", shapes="hocket.data.shapes", shapes_seen="hocket.data.shapes"
+)
 
 Rows = Iterator[tuple[int, Any]]  # numbered
 
