@@ -23,6 +23,7 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import Columns, TrainSample
 
 ROLLOUTS = builders.make_rollouts(9, longest=20, seed=1)
+LONGEST = max(len(rollout.token_ids) for rollout in ROLLOUTS)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
@@ -144,24 +145,31 @@ def test_without_a_divergence_or_with_a_loss_of_its_own_there_is_nothing_to_meas
 
 
 class Scorer(BaseHTTPRequestHandler):
-    """A server that gives the n-th token of a sequence the log-prob −n."""
+    """A server that gives the n-th token of a sequence the log-prob −n; it fails `failures` times."""
 
     sha256 = ""
+    failures = 0
 
     def do_GET(self) -> None:
         self._answer(fakes.health(tokenizer_sha256=self.sha256).model_dump())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (self.path, body["prompt_logprobs"]) == ("/v1/completions", 0)
+        assert (self.path, body["prompt_logprobs"], body["max_tokens"]) == ("/v1/completions", 0, 1)
         assert self.headers["Content-Type"] == "application/json"
         assert self.headers["Authorization"] == "Bearer a-token-of-some-length"
-        scores = [None, *({str(one): {"logprob": -n, "rank": 1}} for n, one in enumerate(body["prompt"][1:], start=1))]
-        self._answer({"choices": [{"text": "", "prompt_logprobs": scores}]})
+        if Scorer.failures > 0:
+            Scorer.failures -= 1
+            return self._answer({"error": {"code": "dead", "message": "the engine has died"}}, 500)
+        prompt, (last,) = body["prompt"], body["logprob_token_ids"]
+        assert len(prompt) < LONGEST  # vLLM wants room for one more token
+        scores = [None, *({str(one): {"logprob": -n, "rank": 1}} for n, one in enumerate(prompt[1:], start=1))]
+        sampled = {f"token_id:{last + 1}": -0.5, f"token_id:{last}": -len(prompt)}
+        self._answer({"choices": [{"prompt_logprobs": scores, "logprobs": {"top_logprobs": [sampled]}}]})
 
-    def _answer(self, content: object) -> None:
+    def _answer(self, content: object, status: int = 200) -> None:
         body = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -185,7 +193,10 @@ def test_a_server_scores_what_was_sampled_if_its_tokens_are_the_same(
             monkeypatch.setattr(Scorer, "sha256", tokenizers.fingerprint(trainer.tokenizer))
             expected = [[-float(n) * on for n, on in enumerate(rollout.mask)] for rollout in ROLLOUTS]
             assert len(trainer.models.tensors) == 1, "there is no second model"
+            monkeypatch.setattr(Scorer, "failures", 2)
+            monkeypatch.setattr("hocket.trainer.reference.WAITS_S", (0.0, 0.0))
             assert_close(trainer.measure(ROLLOUTS), expected, atol=0)
+            assert Scorer.failures == 0
             assert trainer.measure([cut]) == [{}]
             trainer.step(make_samples())
         server.shutdown()

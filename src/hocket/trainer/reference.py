@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from hocket.client.server import ServerClient
 from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, ServerError
 from hocket.protocol.messages import Request
 from hocket.trainer import engine, offload
 from hocket.trainer.batching import TrainBatch
@@ -21,6 +22,9 @@ from hocket.trainer.policy import Policy
 from hocket.types import TokenSequence
 
 SCORE_TIMEOUT_S = 600.0
+WAITS_S = (2.0, 10.0, 30.0)  # for a server that fails
+
+log = logging.getLogger(__name__)
 
 
 def reference(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
@@ -62,33 +66,50 @@ class _Scores(pydantic.BaseModel):
 
 
 class _ScoreRequest(Request[_Scores]):
-    """POST /v1/completions of vLLM, which samples a token, too."""
+    """POST /v1/completions of vLLM: all tokens but the last are the prompt, which must leave room to sample one."""
 
     route = "/v1/completions"
     answer = _Scores
     prompt: list[int]
     prompt_logprobs: int = 0  # of tokens besides the prompt's own
     max_tokens: int = 1
+    logprobs: int = 1
+    logprob_token_ids: list[int]  # the last one, whatever is sampled
+    return_tokens_as_token_ids: bool = True
 
 
-async def _ask(
-    url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None
-) -> Sequence[Sequence[float]]:
-    """Have a server score what was sampled, at temperature 1. `sha256`: of the tokenizer."""
+async def _ask(url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None) -> list[list[float]]:
+    """Have a server score what was sampled, at temperature 1; ask again after a failure. `sha256`: of the tokenizer."""
     if any(sequence.images for sequence in sequences):
         raise ConfigError(f"algorithm.reference={url}: a server scores no images; name a folder instead")
+    for wait_s in WAITS_S:
+        try:
+            return await _scores(url, sha256, sequences, token)
+        except ServerError as error:
+            if error.refused:
+                raise
+            log.warning("%s; it is asked again in %g s", error, wait_s)
+        await asyncio.sleep(wait_s)
+    return await _scores(url, sha256, sequences, token)
+
+
+async def _scores(url: str, sha256: str, sequences: Sequence[TokenSequence], token: str | None) -> list[list[float]]:
     async with ServerClient(url, token=token) as server:
         health = await server.health()
         if health.tokenizer_sha256 != sha256:
             what = f"algorithm.reference={url} serves {health.model}, with another tokenizer than model.path"
             raise ConfigError(f"{what}: the same ids are other tokens; serve one with the same tokenizer")
-        return await asyncio.gather(*(_scores(server, sequence) for sequence in sequences))
+        return await asyncio.gather(*(_score(server, sequence) for sequence in sequences))
 
 
-async def _scores(server: ServerClient, sequence: TokenSequence) -> Sequence[float]:
-    answer = await server.ask(_ScoreRequest(prompt=list(sequence.token_ids)), timeout_s=SCORE_TIMEOUT_S)
-    known = zip(sequence.token_ids, sequence.mask, answer.choices[0]["prompt_logprobs"], strict=True)
-    return [by_id[str(token)]["logprob"] if sampled else 0.0 for token, sampled, by_id in known]
+async def _score(server: ServerClient, sequence: TokenSequence) -> list[float]:
+    *read, last = sequence.token_ids
+    request = _ScoreRequest(prompt=read, logprob_token_ids=[last])
+    (choice,) = (await server.ask(request, timeout_s=SCORE_TIMEOUT_S)).choices
+    known = zip(read, sequence.mask, choice["prompt_logprobs"], strict=False)
+    found = [by_id[str(one)]["logprob"] if sampled else 0.0 for one, sampled, by_id in known]
+    of_last = choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]
+    return [*found, of_last if sequence.mask[-1] else 0.0]
 
 
 class FrozenModel:
