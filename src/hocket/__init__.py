@@ -91,9 +91,10 @@ def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None
     from hocket.stages import driver
 
     loaded = _loaded(config, {}, overrides)
-    with ExitStack() as stack:
-        stack.callback(_free)
+    try:
         driver.run(loaded, command)
+    finally:
+        _free()
     folder = loaded.run_dir
     return {"run_dir": folder, "model": folder / "model", "history": read_lines(folder / "metrics.jsonl")}
 

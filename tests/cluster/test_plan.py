@@ -145,12 +145,12 @@ def test_a_shipped_config_fits_the_gpus_that_it_is_for(
 
 def test_a_plan_that_does_not_fit_names_the_least_costly_ways_out(models: dict[str, str]) -> None:
     settings = [f"model.path={models['7B']}", "model.max_length=4096", "trainer.micro_batch_tokens=8192"]
-    said = list(plan.report(settings, 8, "80GB", staged))
+    said = list(plan.report(settings, 8, "80GB"))
     assert any("a rank needs more than its GPU has" in line for line in said)
     ways = [line.split(":")[0].strip() for line in said[-3:]]
     assert ways == ["trainer.gradient_checkpointing=true", "trainer.offload_optimizer=true", "model.lora={}"]
     settings += ["model.lora={}", "trainer.gradient_checkpointing=true", "server.gpu_memory_utilization=0.7"]
-    said = list(plan.report(settings, 2, "24GB", staged))
+    said = list(plan.report(settings, 2, "24GB"))
     assert "no room for one sequence of 4,096 tokens; choose a shorter model.max_length" in said[-1]
 
 
@@ -171,9 +171,9 @@ def test_a_rank_fits_where_a_sequence_does_with_the_margin_that_the_trainer_leav
 
 def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, str]) -> None:
     settings = [f"model.path={models['0.5B']}"]
-    assert "8 x 80GB (H100)" in next(plan.report(settings, 8, "h100", staged))
+    assert "8 x 80GB (H100)" in next(plan.report(settings, 8, "h100"))
     with pytest.raises(ConfigError, match=r"--gpu 90GB is not known: choose 24GB \(4090\), 48GB"):
-        list(plan.report(settings, 8, "90GB", staged))
+        list(plan.report(settings, 8, "90GB"))
 
 
 @pytest.mark.parametrize(("size", "what"), [(3, "4 ranks"), (4, "14 attention heads of .*")])
@@ -182,7 +182,7 @@ def test_ranks_that_can_not_divide_rows_are_refused_before_they_are_rented(
 ) -> None:
     settings = [f"model.path={models['0.5B']}", *COMMON, "launch.servers=4", f"trainer.sequence_parallel={size}"]
     with pytest.raises(ConfigError, match=f"sequence_parallel={size} does not divide the {what}: set a divisor"):
-        list(plan.report(settings, 8, "80GB", staged))
+        list(plan.report(settings, 8, "80GB"))
 
 
 def test_every_card_has_a_peak() -> None:
@@ -205,5 +205,6 @@ def test_a_stage_has_all_gpus_for_its_ranks_and_what_it_needs_beside_the_model(
     assert of_rm.rank.logits < of_sft.rank.logits / 1000  # one score in place of a vocabulary
     assert of_rm.trained < of_sft.trained  # no output head
     assert needs("dpo.beta=0.2").rank == of_sft.rank
-    said = list(plan.report([f"model.path={path}", "rm.epochs=1"], 4, "80GB", staged))
+    settings = [f"model.path={path}", "rm.epochs=1"]
+    said = list(plan.report(settings, 4, "80GB", staged(load(None, settings))))
     assert [line.split()[0] for line in said[1:]] == ["ranks", "largest", "host"]

@@ -15,9 +15,7 @@ import pytest
 from safetensors import SafetensorError
 
 import hocket
-from hocket.cluster import launch
 from hocket.commands.cli import DEFAULTS, main
-from hocket.common import machine
 from hocket.errors import ConfigError, ServerError
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
@@ -33,16 +31,6 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert f"run.py {command}" in out
     assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "select", "watch", "report"))
-
-
-@pytest.mark.parametrize("gpus", [[], ["0"]])
-def test_a_stage_uses_freed_memory_again_on_cpus_alone(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "visible_gpus", lambda: gpus)
-    keep = Mock()
-    monkeypatch.setattr(machine, "keep_freed_memory", keep)
-    monkeypatch.setattr("hocket.stages.driver.run", lambda config, command: None)
-    assert main(["sft"]) == 0
-    assert keep.call_count == (not gpus)
 
 
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,7 +78,7 @@ def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_mi
     assert last == "2 samples in 1 groups, 0 without a score"
     measured = functions.replace("exact_match: 1", "exact_match: 0")  # as a run does that trains on another
     assert main([*command, f"rewards.functions={measured}", "--against=exact_match"]) == 0
-    compared = "rank correlation 1.000; within groups 1.000, the mean of 1 in which both differ; 100.0% of 1 pairs"
+    compared = "rank correlation 1.000; 100.0% of 1 pairs"
     assert f"\nagainst exact_match: {compared}" in capsys.readouterr().out
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(command) == 1

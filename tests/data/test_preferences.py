@@ -140,3 +140,15 @@ def test_a_pair_of_which_one_side_is_too_long_is_left_out(
     assert "left out 1 of 3 pairs with more than 10 tokens" in caplog.text
     with pytest.raises(DataError, match=r"all rows of .* have more than 5 tokens, .*the longest has 11: shorten"):
         load_preferences(data, tokenizer, 5)
+
+
+def test_a_whole_side_has_what_the_template_writes_behind_it_and_may_be_too_long_for_that(
+    tokenizer: Any, write_jsonl: Write
+) -> None:
+    tokenizer.chat_template += "{% if messages[-1].role == 'assistant' %}abc{% endif %}"
+    data = DataConfig(source=write_jsonl(*({"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in (2, 5))))
+    sampled, whole = (load_preferences(data, tokenizer, 10, whole=whole) for whole in (False, True))
+    assert [len(pair.chosen.mask) for pair in sampled] == [7, 10]
+    assert [pair.chosen.token_ids for pair in whole] == [
+        (*sampled[0].chosen.token_ids, *tokenizer("abc", add_special_tokens=False)["input_ids"])
+    ]

@@ -21,5 +21,5 @@ def test_two_rewards_are_compared_by_their_ranks_over_all_and_within_groups() ->
     groups = [scored(*group), scored((3.0, 0.0), (2.0, 1.0)), scored((1.0, 0.0), (1.0, 0.0)), [failed]]
     # pairs: 5 in the same order and an equal one of 6; 0 of 1; the third group has none that the second orders
     said = agreement(groups)
-    assert "within groups -0.026, the mean of 2 in which both differ; 78.6% of 7 pairs in the same order" in said
-    assert agreement([]).startswith("rank correlation nan; within groups nan, the mean of 0")
+    assert said.endswith("; 78.6% of 7 pairs in the same order")
+    assert agreement([]) == "no two rollouts of a group differ"

@@ -31,10 +31,11 @@ def make_pairs(count: int) -> list[Preference]:
 
 
 def patch_rows(monkeypatch: pytest.MonkeyPatch, pairs: Sequence[Preference]) -> None:
-    def load_preferences(data: DataConfig, tokenizer: Any, max_length: int) -> list[Preference]:
+    def load_preferences(data: DataConfig, tokenizer: Any, max_length: int, **more: Any) -> list[Preference]:
         return list(pairs[: data.limit])
 
-    monkeypatch.setattr("hocket.stages.pairs.load_preferences", load_preferences)
+    for stage in ("dpo", "rm"):
+        monkeypatch.setattr(f"hocket.stages.{stage}.load_preferences", load_preferences)
 
 
 def make_config(stage: str, model: str, tmp_path: Path, *settings: str) -> config_module.Config:

@@ -1,8 +1,9 @@
 """Preference optimisation: losses by hand, whole runs on made-up pairs, and the reference that they keep."""
 
+import gc
 import json
 import math
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,18 @@ import hocket
 from hocket.common.files import newest_version
 from hocket.errors import ConfigError
 from hocket.stages import dpo, driver, pairs
+from hocket.trainer.reference import FrozenModel
 from hocket.trainer.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("models") / "start", tied=False)
+
+
+def kept_of(run: Path, step: int) -> list[float]:
+    state = json.loads((run / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
+    return [one["ref_logprobs"] for one in state["parts"]["dpo"]["measured"]]
 
 
 def softplus(x: float) -> float:
@@ -93,17 +100,18 @@ def test_a_run_prefers_what_is_chosen_and_keeps_its_reference(
     made = make_pairs(12)
     patch_rows(monkeypatch, made)
     held_out = ("eval.data.source=held.jsonl", "eval.num_prompts=4", "eval.every_steps=10")
-    driver.run(make_config("dpo", model, tmp_path, *held_out, "trainer.steps=20"), "dpo")
-    kept = json.loads((tmp_path / "run" / "reference.json").read_text())["logps"]
-    sequences = [side for pair in [*made, *made[:4]] for side in (pair.chosen, pair.rejected)]
+    lasts = ("trainer.steps=20", "checkpoint.every_steps=20")
+    driver.run(make_config("dpo", model, tmp_path, *held_out, *lasts), "dpo")
+    kept = kept_of(tmp_path / "run", 20)
+    sequences = [side for pair in made for side in (pair.chosen, pair.rejected)]
     assert kept == pytest.approx([sum(own) for own in logprobs_of(model, sequences)], abs=1e-4)
     before, first, *_, last = records_of(tmp_path / "run")
     assert before["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["train/loss"] < 0.5
     assert last["rewards/accuracies"] == last["eval/rewards/accuracies"] == 1.0
-    after = [sum(own) for own in logprobs_of(tmp_path / "run" / "model", sequences[-8:])]
-    rewards = [0.1 * (now - then) for now, then in zip(after, kept[-8:], strict=True)]
+    after = [sum(own) for own in logprobs_of(tmp_path / "run" / "model", sequences[:8])]
+    rewards = [0.1 * (now - then) for now, then in zip(after, kept[:8], strict=True)]
     margins = [chosen - rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True)]
     assert last["eval/rewards/margins"] == pytest.approx(sum(margins) / 4, abs=1e-5)
     assert 0 < last["train/shared"] < 0.5
@@ -119,38 +127,29 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not_and_measures_its_refere
 ) -> None:
     patch_rows(monkeypatch, make_pairs(12))
     settings = (f"dpo.loss={loss}", "dpo.epochs=2", "dpo.batch_size=5", "checkpoint.every_steps=2", "model.lora={}")
+    settings += ("eval.data.source=held.jsonl", "eval.num_prompts=2", "eval.every_steps=2")
     driver.run(make_config("dpo", model, tmp_path, *settings, f"run.dir={tmp_path}/straight"), "dpo")
     resumable = make_config("dpo", model, tmp_path, *settings, "checkpoint.resume=true")
     with stopped(monkeypatch, at=3):
         driver.run(resumable, "dpo")
-    asked: list[Any] = []
-    monkeypatch.setattr(Trainer, "numbers", lambda *args: asked.append(args))
+    asked: list[int] = []
+    measure = Trainer.measure
+
+    def noting(self: Trainer, sequences: Sequence[Any]) -> Any:
+        asked.append(len(sequences))
+        return measure(self, sequences)
+
+    monkeypatch.setattr(Trainer, "measure", noting)
     driver.run(resumable, "dpo")
-    assert asked == []
+    assert asked == [4] * (loss == "ipo")  # the held-out ones, by the policy as it was before the first step
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "straight")
     runs = [records_of(tmp_path / name) for name in ("run", "straight")]
-    assert [record["train/loss"] for record in runs[0]] == [record["train/loss"] for record in runs[1]]
-    assert (tmp_path / "run" / "reference.json").exists() == (loss == "ipo")
+    for name in ("train/loss", "eval/loss"):
+        assert [record.get(name) for record in runs[0]] == [record.get(name) for record in runs[1]]
     with pytest.raises(ConfigError, match=r"dpo.batch_size was 5, 6 is another run"):
         driver.run(make_config("dpo", model, tmp_path, *settings, "checkpoint.resume=true", "dpo.batch_size=6"), "dpo")
     with pytest.raises(ConfigError, match=r"it is of dpo"):
         driver.run(make_config("sft", model, tmp_path, "model.lora={}", "checkpoint.resume=true"), "sft")
-
-
-def test_a_new_run_measures_again_as_the_models_files_may_have_changed(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patch_rows(monkeypatch, make_pairs(6))
-    run = tmp_path / "run"
-    config = make_config("dpo", model, tmp_path, "trainer.steps=1")
-    driver.run(config, "dpo")
-    path = run / "reference.json"
-    found = json.loads(path.read_text())
-    shutil.rmtree(run)
-    run.mkdir()
-    path.write_text(json.dumps({**found, "logps": [0.0] * 12}))
-    driver.run(config, "dpo")
-    assert json.loads(path.read_text()) == found
 
 
 def test_another_model_can_be_the_reference(
@@ -159,8 +158,12 @@ def test_another_model_can_be_the_reference(
     made = make_pairs(6)
     patch_rows(monkeypatch, made)
     other = make_model(tmp_path_factory.mktemp("models") / "other", tied=True)
-    driver.run(make_config("dpo", model, tmp_path, f"dpo.reference={other}", "trainer.steps=1"), "dpo")
-    kept = json.loads((tmp_path / "run" / "reference.json").read_text())["logps"]
+    there: list[bool] = []
+    monkeypatch.setattr(Trainer, "plan", lambda *_: there.append(any(type(o) is FrozenModel for o in gc.get_objects())))
+    settings = (f"dpo.reference={other}", "trainer.steps=1", "checkpoint.every_steps=1")
+    driver.run(make_config("dpo", model, tmp_path, *settings), "dpo")
+    assert there == [False], "no one measures anything by it any more"
+    kept = kept_of(tmp_path / "run", 1)
     sequences = [side for pair in made for side in (pair.chosen, pair.rejected)]
     assert kept == pytest.approx([sum(own) for own in logprobs_of(other, sequences)], abs=1e-4)
     ours = [sum(own) for own in logprobs_of(model, sequences)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tests.stages.builders import make_config, make_pairs, patch_rows, records_of, stopped, weights_of
 from tests.trainer.builders import pack, sequence
 from tests.trainer.conftest import make_model
@@ -16,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from batches import scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, DataError
-from hocket.stages import STAGES, driver, pairs, rm
+from hocket.stages import driver, pairs, rm, stage_of
 from hocket.trainer import memory
 from hocket.trainer.export import export
 from hocket.trainer.trainer import Trainer
@@ -72,16 +73,18 @@ async def test_the_trainer_transformers_and_the_reward_give_the_same_scores(
         with pytest.raises(ConfigError, match=r"would read text in .* chat template: set data.chat_template=true"):
             driver.run(config, "rm")
         (start / "chat_template.jinja").unlink()
+    verbosity = transformers.logging.get_verbosity()
     driver.run(config, "rm")
+    assert transformers.logging.get_verbosity() == verbosity
     folder = tmp_path / "run" / "model"
     records = records_of(tmp_path / "run")
     assert records[-1]["train/loss"] < records[1]["train/loss"]
     assert records[-1]["eval/rewards/margins"] > records[0]["eval/rewards/margins"]
     config = make_config("rm", str(folder), tmp_path, f"data.source={rows}", "data.chat_template=true", *settings[-1:])
     config = config.model_copy(update={"model": config.model.beside(None)})
-    stage = STAGES.get("rm")(config)
-    with Trainer(config, objective=stage.objective) as trainer:
-        samples = driver.flat(stage.load(config.data))
+    stage = stage_of(config, "rm")
+    with Trainer(config, objective=stage.objective(config.model)) as trainer:
+        samples = driver.flat(stage.load(config.data, trainer.tokenizer, 99))
         own = [sum(scores) for scores in trainer.logprobs(samples)]
     margins = [chosen - rejected for chosen, rejected in zip(own[::2], own[1::2], strict=True)]
     assert records[-1]["eval/rewards/margins"] == pytest.approx(sum(margins) / 6, abs=1e-5)
@@ -144,5 +147,5 @@ def test_other_margins_are_other_rows_to_a_resumed_run() -> None:
 @pytest.mark.parametrize("command", ["rm", "dpo"])
 def test_a_step_can_be_rehearsed_on_any_number_of_sequences(model: str, tmp_path: Path, command: str) -> None:
     config = make_config(command, model, tmp_path, "trainer.zero_stage=2")
-    with Trainer(config, objective=STAGES.get(command)(config).objective) as trainer:
+    with Trainer(config, objective=stage_of(config, command).objective(config.model)) as trainer:
         memory.rehearse(trainer.models.learners[0], 9, trainer.ranks, longest=4)  # raises where a weight moves

@@ -97,14 +97,12 @@ def test_best_and_worst_of_a_group_become_a_preference_with_the_tokens_that_were
         recorded(2, "ba", 0.0, "aa"), recorded(2, "ba", 2.0, "ab", finish_reason="length"),
         recorded(2, "ba", 0.75, "a"), recorded(2, "ba", -1.0, ""),
         recorded(2, "dc", 1.0, "cd"), recorded(2, "dc", 0.0, "cd"),  # by a judge that is not sure
+        recorded(2, "ba", 3.0, "so ab", opening="<think>\n"),
     ]  # fmt: skip
     output = tmp_path / "pairs.jsonl"
     said = select_pairs(run_of(tmp_path / "run", rows), output)
     what, command = said.splitlines()
-    assert (
-        what
-        == f"{output}: 2 pairs; 2 groups have equal rewards or answers, 3 of 12 rollouts no score, no end or no text"
-    )
+    assert what.startswith(f"{output}: 2 pairs of 4 groups, whose answers and rewards differ; 4 of 13 rollouts have no")
     assert command.endswith(f" dpo data.source={output} model.path=checkpoints/tiny-sort run.dir=NEW")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
     found = load_preferences(DataConfig(source=str(output)), tokenizer, 99)
@@ -118,7 +116,7 @@ def test_best_and_worst_of_a_group_become_a_preference_with_the_tokens_that_were
 
     equal = run_of(tmp_path / "equal", rows[4:6])
     with pytest.raises(
-        ConfigError, match=r"in each of the 1 groups of .* all rewards are equal, or the answers of best"
+        ConfigError, match=r"no group of .* has different answers with different rewards: none is preferred"
     ):
         select_pairs(equal, output)
 

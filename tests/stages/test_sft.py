@@ -3,6 +3,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,3 +197,15 @@ def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any
     (output / "thesis.txt").rename(output / "config.json")
     run(make_config(model, tmp_path, "trainer.steps=2"))
     assert math.isfinite(cross_entropy(output))
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_stage_uses_freed_memory_again_on_cpus_alone(
+    has_gpu: bool, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    keep = Mock()
+    monkeypatch.setattr("hocket.common.machine.keep_freed_memory", keep)
+    monkeypatch.setattr(driver, "_train", lambda *_: None)
+    run(make_config(model, tmp_path))
+    assert keep.call_count == (not has_gpu)

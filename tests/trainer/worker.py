@@ -37,7 +37,7 @@ from tests.trainer.builders import (
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
-from hocket.stages import STAGES as STAGED
+from hocket.stages import stage_of
 from hocket.stages.pairs import sample
 from hocket.trainer import engine, flops, long_rows, policy, ranks
 from hocket.trainer.batching import TrainBatch
@@ -101,7 +101,9 @@ def led(
     """Yields a trainer for each variant's settings on rank 0, which the others follow; `stage`: of that command."""
     for name, settings in variants.items():
         config = make_config(model, *settings)
-        trainer = Trainer(config, ranks=ranks, objective=STAGED.get(stage)(config).objective if stage else None)
+        trainer = Trainer(
+            config, ranks=ranks, objective=stage_of(config, stage).objective(config.model) if stage else None
+        )
         if not trainer.is_main:
             trainer.follow()
             continue

@@ -5,7 +5,7 @@ Seconds are good for a choice between settings, not for a promise.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,7 +70,6 @@ WAYS = (
 )
 """Settings that save the trainer memory, those that cost least speed first."""
 NUM_WAYS = 3
-Staged = Callable[[Config], Objective | None]  # what the stage minimises that a config is of; None: it is of train
 
 
 class Needs:
@@ -212,8 +211,8 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective
             yield " ".join(way), needs
 
 
-def report(arguments: Sequence[str], num_gpus: int, size: str, staged: Staged) -> Iterator[str]:
-    """Yield the lines of a plan. Raise ConfigError for an unknown card."""
+def report(arguments: Sequence[str], num_gpus: int, size: str, stage: Objective | None = None) -> Iterator[str]:
+    """Yield the lines of a plan, of `train` or a stage. Raise ConfigError for an unknown card."""
     size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
     if size not in GPUS:
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
@@ -223,7 +222,6 @@ def report(arguments: Sequence[str], num_gpus: int, size: str, staged: Staged) -
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
-    stage = staged(config)
     needs = Needs(config, num_gpus, gpu, stage)
     where = needs.where
     context = tokenizers.context_length(config.model)

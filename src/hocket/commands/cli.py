@@ -20,7 +20,6 @@ import hocket
 from hocket import config as config_module
 from hocket.cluster import launch
 from hocket.commands import doctor
-from hocket.common import machine
 from hocket.common.files import unused
 from hocket.common.processes import nobody_reads
 from hocket.common.redaction import redacted
@@ -199,8 +198,6 @@ def _rollout(args: argparse.Namespace) -> None:
 
 
 def _stage(args: argparse.Namespace) -> None:
-    if not launch.visible_gpus():
-        machine.keep_freed_memory()
     from hocket.stages import driver
 
     driver.run(args.config, args.command)
@@ -287,7 +284,7 @@ def _plan(args: argparse.Namespace) -> int:
     from hocket.cluster import plan
 
     status = 0
-    for line in plan.report(args.arguments, args.gpus, args.gpu, staged):
+    for line in plan.report(args.arguments, args.gpus, args.gpu, staged(args.config)):
         print(line, flush=True)
         status |= line.startswith("does not fit")
     return status

@@ -26,13 +26,21 @@ class Preference:
     margin: float | None = None  # by which the chosen one is better
 
 
-def load_preferences(data: DataConfig, tokenizer: Any, max_length: int) -> list[Preference]:
+def load_preferences(data: DataConfig, tokenizer: Any, max_length: int, *, whole: bool = False) -> list[Preference]:
+    """Return the pairs that are short enough.
+
+    `whole`: behind the last token is all that a chat template writes there, without a template not even EOS.
+    """
     renderer = renderer_of(data, tokenizer)
     end = renderer.end_of_turn()
+    (behind,) = renderer.encode([renderer.after_turn]) if whole else ([end],)
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[Preference]:
         columns, pictures = renderer.seen(columns)
         samples = _samples(renderer, data, columns, end)
+        for sample in samples:
+            read, said, ends = sample[-1]
+            sample[-1] = (read, said, behind if ends else ends)
         margin = columns.get("margin")
         if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
             raise ValueError(f"column 'margin' must be a finite number, got {margin!r:.80}")
@@ -63,19 +71,19 @@ def _samples(
     chosen, rejected = sides
     if isinstance(columns.get(data.prompt_column), list) or chosen[0]["role"] == "assistant":
         prompt = renderer.prompt(columns)[1] or ()
+        sides = [[*prompt, *side] for side in sides]
+        first = len(prompt)
     else:
         alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
         first = [*alike[:-1], False].index(False)  # the last turn is no prompt
-        prompt = tuple(chosen[:first])
-        sides = [chosen[first:], rejected[first:]]
     tools = demonstrations.tools_of(columns)
     samples = []
     for name, side in zip(SIDES, sides, strict=True):
-        role = side[0]["role"]
+        role = side[first]["role"]
         if role != "assistant":
             advice = "chosen and rejected must be alike up to an answer of the assistant"
             raise ValueError(f"column {name!r} has a message of {role!r} behind the prompt: {advice}")
-        samples += demonstrations.conversation(renderer, [*prompt, *side], tools, end, first=len(prompt))
+        samples += demonstrations.conversation(renderer, side, tools, end, first=first)
     if len(samples) > len(sides):
         raise ValueError("the chat template rewrites earlier turns: leave the last ones alone behind the prompt")
     return samples

@@ -153,35 +153,30 @@ def _kind(value: Any) -> str:
 
 
 def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:
-    """Say how alike two rewards rank rollouts: Spearman's correlations, and the share of pairs in the same order.
+    """Say how alike two rewards rank rollouts: Spearman's correlation, and the share of pairs in the same order.
 
     Pairs are those of a group that the second reward orders; one that is equal by the first counts half.
     """
     known = [[(a.total, b.total) for a, b in group if math.isfinite(a.total + b.total)] for group in groups]
-    within = [one for one in map(rank_correlation, known) if not math.isnan(one)]
     alike = [
         ((a - c) * (b - d) > 0) + (a == c) / 2
         for group in known
         for (a, b), (c, d) in itertools.combinations(group, 2)
         if b != d
     ]
-    overall = rank_correlation([*itertools.chain(*known)])
-    of_groups = f"within groups {_mean(within):.3f}, the mean of {len(within)} in which both differ"
-    return f"rank correlation {overall:.3f}; {of_groups}; {_mean(alike):.1%} of {len(alike)} pairs in the same order"
+    if not alike:
+        return "no two rollouts of a group differ"
+    overall = rank_correlation(list(itertools.chain(*known)))
+    return f"rank correlation {overall:.3f}; {statistics.fmean(alike):.1%} of {len(alike)} pairs in the same order"
 
 
 def rank_correlation(values: Sequence[tuple[float, float]]) -> float:
-    """Return Spearman's, equal values by their mean rank; NaN where either has no two values."""
+    """Return Spearman's, equal values by their mean rank; NaN where all are equal."""
+    ranks = []
+    for one in zip(*values, strict=True):
+        ordered = sorted(one)
+        ranks.append([bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value) for value in one])
     try:
-        return statistics.correlation(*map(_ranks, zip(*values, strict=True)))
-    except (statistics.StatisticsError, TypeError):  # constant, fewer than two, none
+        return statistics.correlation(*ranks)
+    except statistics.StatisticsError:
         return math.nan
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [(bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value)) / 2 for value in values]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan

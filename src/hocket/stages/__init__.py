@@ -3,11 +3,16 @@
 from typing import Any
 
 from hocket.common.registry import Registry
-from hocket.config import Config
+from hocket.config import Config, StageConfig
 from hocket.errors import ConfigError
 
 STAGES: Registry[Any] = Registry("stage", sft="hocket.stages.sft", rm="hocket.stages.rm", dpo="hocket.stages.dpo")
-"""Makers: a config → its `driver.Stage`."""
+"""Classes of `driver.Stage`, whose arguments are the keys that a section has beside those of StageConfig."""
+
+
+def stage_of(config: Config, command: str) -> Any:
+    options = getattr(config, command).model_extra or {}
+    return STAGES.bind(command, options, section=command, keys=StageConfig.model_fields)()
 
 
 def staged(config: Config) -> Any:
@@ -15,4 +20,4 @@ def staged(config: Config) -> Any:
     named = sorted(STAGES.names & config.model_fields_set)
     if len(named) > 1:
         raise ConfigError(f"a plan is of one command: leave all but one of the sections {', '.join(named)} out")
-    return STAGES.get(named[0])(config).objective if named else None
+    return stage_of(config, named[0]).objective(config.model) if named else None

@@ -2,10 +2,6 @@
 
 import dataclasses
 import functools
-import json
-import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,27 +9,25 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hocket.algorithm.losses import LossOutput
-from hocket.common.files import write_atomically
-from hocket.common.tasks import seed_of
-from hocket.config import Config
+from hocket.config import DataConfig, ModelConfig
 from hocket.config.sections import UserPath
-from hocket.data.preferences import Preference
-from hocket.observe.rows import reading
+from hocket.data.preferences import load_preferences
 from hocket.stages import STAGES, pairs
-from hocket.stages.driver import Row, Stage, flat, options_of_stage
+from hocket.stages.driver import Row, Stage
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Extra, Objective
 from hocket.trainer.reference import frozen
-from hocket.trainer.trainer import Trainer
 
 REFERENCE = "ref_logprobs"  # column: at a sequence's end its log-prob by the reference
-FILE = "reference.json"
-CHUNK = 256  # sequences whose log-probs are measured at a time
 
 
+@STAGES.register("dpo")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DpoOptions:
-    """Keys of the section dpo (docs/stages.md)."""
+class DpoOptions(Stage):
+    """The stage, made of the keys of the section dpo (docs/stages.md)."""
+
+    rows = "preferences"
+    rate = "preferences mostly take 5e-7 to 5e-6, 10x as much with model.lora"
 
     loss: Literal["dpo", "ipo", "cdpo", "robust", "simpo"] = "dpo"
     beta: Annotated[float, Field(gt=0)] = 0.1
@@ -51,56 +45,17 @@ class DpoOptions:
             if given and self.loss not in losses:
                 raise ValueError(f"{option} has no effect with loss={self.loss}, only with {' or '.join(losses)}")
 
+    def objective(self, model: ModelConfig) -> Objective:
+        extras = [Extra(column=REFERENCE, load=lambda models: models.columns["logprobs"])]
+        if self.reference is not None:
+            extras = [frozen(self.reference, "dpo.reference", model)]
+        if self.loss == "simpo":
+            extras = []
+        return Objective(loss=functools.partial(pair_loss, options=self), extras=extras, unit=2)
 
-@STAGES.register("dpo")
-def dpo(config: Config) -> Stage:
-    options = options_of_stage(DpoOptions, config.dpo, "dpo")
-    extras = [Extra(column=REFERENCE, load=lambda models: models.columns["logprobs"])]
-    if options.reference is not None:
-        extras = [frozen(options.reference, "dpo.reference", config.model)]
-    if options.loss == "simpo":
-        extras = []
-    return Stage(
-        settings=config.dpo,
-        rows="preferences",
-        first="the first one, with what is compared in [[ ]]",
-        rate="preferences mostly take 5e-7 to 5e-6, 10x as much with model.lora",
-        objective=Objective(loss=functools.partial(pair_loss, options=options), extras=extras, unit=2),
-        load=functools.partial(pairs.load, config.model, _row),
-        prepare=functools.partial(_referenced, config.run_dir / FILE, options.reference) if extras else None,
-        held_out=pairs.held_out,
-    )
-
-
-def _row(pair: Preference) -> Row:
-    return pairs.sample(pair.chosen), pairs.sample(pair.rejected)
-
-
-def _referenced(
-    path: Path, reference: str | None, trainer: Trainer, rows: Sequence[Row], resumes: bool, say: Callable[[str], None]
-) -> list[Row]:
-    """Return the rows with the reference's log-probs, measured at the start of a run and kept at `path`.
-
-    Those of an earlier run do not count: the model's files may have changed since.
-    """
-    samples = flat(rows)
-    sequences = [sample.sequence for sample in samples]
-    origin = seed_of(reference, *((one.token_ids, one.mask) for one in sequences))
-    kept: dict[str, Any] = {}
-    if resumes and path.exists():
-        with reading(path):
-            kept = json.loads(path.read_text(encoding="utf-8"))
-    if kept.get("hash") != origin:
-        say(f"the reference's log-probs of {len(rows)} preferences are measured once, and kept in {path}")
-        measured: list[float] = []
-        for first in range(0, len(samples), CHUNK):
-            found = trainer.numbers(samples[first : first + CHUNK], (REFERENCE,))
-            measured += [math.fsum(columns[REFERENCE]) for columns in found]
-        kept = {"hash": origin, "logps": measured}
-        write_atomically(path, json.dumps(kept))
-    by_sequence = zip(sequences, kept["logps"], strict=True)
-    with_column = [pairs.sample(one, ref_logprobs=logp) for one, logp in by_sequence]
-    return list(zip(with_column[::2], with_column[1::2], strict=True))
+    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
+        found = load_preferences(data, tokenizer, longest)
+        return [(pairs.sample(pair.chosen), pairs.sample(pair.rejected)) for pair in found]
 
 
 def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, options: DpoOptions) -> LossOutput:

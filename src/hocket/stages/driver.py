@@ -1,27 +1,28 @@
 """Run a stage: epochs over its rows, held-out numbers, checkpoints, and a model at the end."""
 
-import dataclasses
-import functools
 import itertools
 import math
 import operator
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
+
+from hocket.common import machine
 from hocket.common.files import atomic_folder, kind_of
-from hocket.common.registry import load_plugins, options_of, try_out
+from hocket.common.registry import load_plugins
 from hocket.common.tasks import seed_of
-from hocket.config import Config, DataConfig, StageConfig
+from hocket.config import Config, DataConfig, ModelConfig
+from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
-from hocket.stages import STAGES
+from hocket.stages import pairs, stage_of
 from hocket.trainer import checkpoints
-from hocket.trainer.batching import check_fits
 from hocket.trainer.checkpoints import Checkpoints, Part
 from hocket.trainer.models import Objective
 from hocket.trainer.state import SavedTensors
@@ -29,83 +30,97 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import Metrics, TrainSample
 
 NUM_LINES = 20  # of progress in a whole run
+CHUNK = 256  # sequences that are measured at a time
 SAID = {  # metrics in these lines
     "train/loss": "loss",
     "rewards/accuracies": "accuracy",
     "eval/loss": "held-out loss",
     "eval/rewards/accuracies": "held-out accuracy",
 }
-T = TypeVar("T")
+HELD_OUT = ("loss", "rewards/accuracies", "rewards/margins")
 
 Row = tuple[TrainSample, ...]
 """Samples that are trained together: `Objective.unit` of them."""
-Prepare = Callable[[Trainer, Sequence[Row], bool, Callable[[str], None]], list[Row]]
-"""(trainer, rows, whether the run goes on from a checkpoint, what tells people) → rows."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """What a stage has of its own."""
 
-    settings: StageConfig
     rows: str  # its word for them
-    first: str  # what is said of the first one, before its text
     rate: str  # advice beside the learning rate of GRPO, the default
-    objective: Objective
-    load: Callable[[DataConfig], list[Row]]
-    prepare: Prepare | None = None  # what rows need of the model that training begins with
-    held_out: Callable[[Trainer, Sequence[TrainSample]], Metrics]
+
+    def objective(self, model: ModelConfig) -> Objective:
+        raise NotImplementedError
+
+    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
+        """Return rows whose sequences have `longest` tokens at most."""
+        raise NotImplementedError
+
+    def held_out(self, trainer: Trainer, samples: Sequence[TrainSample]) -> Metrics:
+        found = trainer.evaluate(samples)
+        return {f"eval/{name}": found[name] for name in HELD_OUT}
 
 
 def run(config: Config, command: str) -> None:
     """Train a stage on the rows of data.source and write RUN/model; every rank calls it."""
-    stage: Stage = STAGES.get(command)(config)
+    if not torch.cuda.is_available():
+        machine.keep_freed_memory()
+    stage: Stage = stage_of(config, command)
+    objective = stage.objective(config.model)
     if int(os.environ.get("RANK", "0")) > 0:
-        Trainer(config, objective=stage.objective).follow()
+        Trainer(config, objective=objective).follow()
         return
     if config.data.sources:
         raise ConfigError(f"data.sources is for train: {command} has one data.source; join the rows to one file")
     load_plugins(config.plugins)  # data.source may be a task of one
     with owning(config.run_dir, print, wait=config.checkpoint.resume):
-        _train(config, command, stage)
+        _train(config, command, stage, objective)
 
 
-def _train(config: Config, command: str, stage: Stage) -> None:
+def _train(config: Config, command: str, stage: Stage, objective: Objective) -> None:
     saved = checkpoints.find(config, print, command=command)
     output = config.run_dir / "model"
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
-    rows = stage.load(config.data)
+    of_model = (tokenizers.load(config.model.path), tokenizers.context_length(config.model))
+    rows = stage.load(config.data, *of_model)
     held_out: list[Row] = []
     if (data := config.held_out_data) is not None:
         limit = min(config.eval.num_prompts, data.limit or config.eval.num_prompts)
-        held_out = stage.load(data.model_copy(update={"limit": limit}))
+        held_out = stage.load(data.model_copy(update={"limit": limit}), *of_model)
     last = saved.step if saved else 0
-    size = stage.settings.batch_size
+    settings = getattr(config, command)
+    size = settings.batch_size
     setting = "trainer.steps"
     most = config.trainer.steps * size
-    if stage.settings.epochs is not None:
+    if settings.epochs is not None:
         setting = f"{command}.epochs"
-        most = stage.settings.epochs * len(rows)
+        most = settings.epochs * len(rows)
     steps = math.ceil(most / size)
     with (
         Console(steps) as console,
         RunFolder(config, console.say) as folder,
-        Trainer(config, objective=stage.objective) as trainer,
+        Trainer(config, objective=objective) as trainer,
     ):
-        parts: dict[str, Part] = {"recorder": folder, stage.rows: Rows(stage.rows, flat(rows))}
-        if stage.prepare is not None:
-            prepared = stage.prepare(trainer, [*rows, *held_out], saved is not None, console.say)
-            rows, held_out = prepared[: len(rows)], prepared[len(rows) :]
-        samples = flat(rows)
+        kept = Rows(stage.rows, flat(rows))
+        parts: dict[str, Part] = {"recorder": folder, command: kept}
+        if objective.extras:
+            if saved is None:
+                console.say(f"the reference's log-probs of {len(rows)} {stage.rows} are measured once")
+                kept.measured = _measured(trainer, rows)
+            else:
+                kept.restore(saved.parts[command])
+            rows = _with(kept.measured, rows)
+            held_out = _with(_measured(trainer, held_out), held_out)
+            trainer.forget()
         measured = flat(held_out)
         trainer.plan(steps)
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
-        check_fits([*samples, *measured], trainer.micro_batch_tokens, stage.objective.unit)
+        trainer.check_fits([*flat(rows), *measured])
         console.say(f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}")
-        console.say(f"{stage.first}: {_shown(rows[0], trainer.tokenizer)}")
+        console.say(f"the first one, with what is taught in [[ ]]: {_shown(rows[0], trainer.tokenizer)}")
         console.say(f"{setting} decides: {steps} steps of {size} {stage.rows}")
         if size >= len(rows):
             console.say(f"an update takes them all: lower {command}.batch_size for more")
@@ -119,16 +134,16 @@ def _train(config: Config, command: str, stage: Stage) -> None:
         order = itertools.islice(in_epochs(rows, config.trainer.seed), last * size, most)
         start = time.perf_counter()
         every = config.eval.every_steps
-        with Checkpoints(config, trainer.state, parts, last=last) as kept:
+        with Checkpoints(config, trainer.state, parts, last=last) as written:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
                 batch = flat(itertools.islice(order, size))
                 metrics = trainer.step(batch, keep=folder.skipped(step))
                 if held_out and (step == steps or (every > 0 and step % every == 0)):
                     metrics |= stage.held_out(trainer, measured)
-                metrics |= kept.copy(step, last=step == steps)
+                metrics |= written.copy(step, last=step == steps)
                 folder.finish(step, metrics)
-                kept.complete(step, metrics)
+                written.complete(step, metrics)
                 if "eval/loss" in metrics or step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
                     left_s = (time.perf_counter() - start) / (step - last) * (steps - step)
                     speed = f"{metrics['train/tokens_per_s']:,.0f} tokens/s  {left_s:.0f} s left"
@@ -139,12 +154,16 @@ def _train(config: Config, command: str, stage: Stage) -> None:
             console.say(f"{done}wrote {output}")
 
 
-def options_of_stage(kind: type[T], section: StageConfig, name: str) -> T:
-    """Return the options of a stage, a dataclass, from its section. Raise ConfigError where they are wrong."""
-    options = options_of(name, kind, section.model_extra or {}, section=name)
-    make = functools.partial(kind, **options)
-    try_out(make, name, name)
-    return make()
+def _measured(trainer: Trainer, rows: Sequence[Row]) -> list[dict[str, float]]:
+    """Return the sums over each sequence of what the objective needs beside the policy."""
+    sequences = [sample.sequence for sample in flat(rows)]
+    parts = (trainer.measure(sequences[first : first + CHUNK]) for first in range(0, len(sequences), CHUNK))
+    return [{name: math.fsum(columns[name]) for name in columns} for columns in itertools.chain(*parts)]
+
+
+def _with(measured: Iterable[Mapping[str, float]], rows: Iterable[Row]) -> list[Row]:
+    numbers = iter(measured)
+    return [tuple(pairs.sample(sample.sequence, **next(numbers)) for sample in row) for row in rows]
 
 
 def flat(rows: Iterable[Row]) -> list[TrainSample]:
@@ -174,7 +193,7 @@ def _shown(row: Row, tokenizer: Any) -> str:
 
 
 class Rows:
-    """Refuse to resume a checkpoint on other rows."""
+    """Refuse to resume a checkpoint on other rows; it has what was measured of them before the first step, too."""
 
     def __init__(self, name: str, samples: Sequence[TrainSample]) -> None:
         self._name = name
@@ -183,11 +202,14 @@ class Rows:
             for sample in samples
         )
         self._state = {"num_samples": len(samples), "hash": seed_of(*rows)}
+        self.measured: list[dict[str, float]] = []
 
-    def state(self) -> dict[str, int]:
-        return self._state
+    def state(self) -> dict[str, Any]:
+        return {**self._state, "measured": self.measured}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if state != self._state:
+        known = {**state}
+        self.measured = known.pop("measured")
+        if known != self._state:
             advice = "use the same data section, files and tokenizer, or start a new run"
-            raise DataError(f"can't resume: the {self._name} were {state} and are {self._state} now; {advice}")
+            raise DataError(f"can't resume: the {self._name} were {known} and are {self._state} now; {advice}")

@@ -1,24 +1,10 @@
 """Pairs of completions behind one prompt, a chosen and a rejected one: their samples, sums and metrics."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
-from hocket.config import DataConfig, ModelConfig
-from hocket.data import tokenizer as tokenizers
-from hocket.data.preferences import Preference, load_preferences
-from hocket.stages.driver import Row
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.trainer import Trainer
-from hocket.types import Metrics, TokenSequence, TrainSample
-
-HELD_OUT = ("loss", "rewards/accuracies", "rewards/margins")
-
-
-def load(model: ModelConfig, made: Callable[[Preference], Row], data: DataConfig) -> list[Row]:
-    pairs = load_preferences(data, tokenizers.load(model.path), tokenizers.context_length(model))
-    return list(map(made, pairs))
+from hocket.types import TokenSequence, TrainSample
 
 
 def sample(sequence: TokenSequence, **numbers: float) -> TrainSample:
@@ -51,8 +37,3 @@ def metrics(rewards_p2: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
         "accuracies": (chosen_p > rejected_p).double(),
     }
     return {f"rewards/{name}": mean(values_p, batch) for name, values_p in means.items()}
-
-
-def held_out(trainer: Trainer, samples: Sequence[TrainSample]) -> Metrics:
-    found = trainer.evaluate(samples)
-    return {f"eval/{name}": found[name] for name in HELD_OUT}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,27 +12,18 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hocket.algorithm.losses import LossOutput
-from hocket.config import Config, DataConfig
-from hocket.data import tokenizer as tokenizers
-from hocket.data.preferences import Preference
-from hocket.data.prompts import renderer_of
+from hocket.config import DataConfig, ModelConfig
+from hocket.data.preferences import load_preferences
 from hocket.errors import ConfigError
 from hocket.protocol import TensorSpec
 from hocket.stages import STAGES, pairs
-from hocket.stages.driver import Row, Stage, options_of_stage
+from hocket.stages.driver import Row, Stage
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Objective
 from hocket.trainer.policy import PREFIX, compute_in_float32
 from hocket.trainer.scalar import ScalarModel
 from hocket.trainer.weights import head_of
 from hocket.types import TokenSequence, TrainSample
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RmOptions:
-    """Keys of the section rm (docs/stages.md)."""
-
-    center_coef: Annotated[float, Field(ge=0)] = 0.0  # weight of the term that keeps scores around 0
 
 
 class RewardModel(ScalarModel):
@@ -58,47 +49,37 @@ class RewardModel(ScalarModel):
 
 
 @STAGES.register("rm")
-def rm(config: Config) -> Stage:
-    options = options_of_stage(RmOptions, config.rm, "rm")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RmOptions(Stage):
+    """The stage, made of the keys of the section rm (docs/stages.md)."""
 
-    def load(data: DataConfig) -> list[Row]:
-        return pairs.load(config.model, _as_read(config.model.path, data), data)
+    rows = "comparisons"
+    rate = "reward models mostly take 1e-5, 10x as much with model.lora"
 
-    return Stage(
-        settings=config.rm,
-        rows="comparisons",
-        first="the first one, whose scores are read before [[ ]]",
-        rate="reward models mostly take 1e-5, 10x as much with model.lora",
-        objective=Objective(loss=functools.partial(comparison_loss, options=options), kind=RewardModel, unit=2),
-        load=load,
-        held_out=pairs.held_out,
-    )
+    center_coef: Annotated[float, Field(ge=0)] = 0.0  # weight of the term that keeps scores around 0
+
+    def objective(self, model: ModelConfig) -> Objective:
+        return Objective(loss=functools.partial(comparison_loss, options=self), kind=RewardModel, unit=2)
+
+    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
+        if tokenizer.chat_template and not data.chat_template:
+            what = f"the reward reward_model would read text in {tokenizer.name_or_path}'s chat template"
+            raise ConfigError(f"{what}: set data.chat_template=true, or take the template out of the model's folder")
+        pad = tokenizer.pad_token_id
+        return [
+            (_read(pair.chosen, pad, pair.margin or 0.0), _read(pair.rejected, pad, 0.0))
+            for pair in load_preferences(data, tokenizer, longest, whole=True)
+        ]
 
 
-def _as_read(path: str, data: DataConfig) -> Callable[[Preference], Row]:
-    """Return what makes the sequences of a pair those that the reward `reward_model` reads, up to their last token.
-
-    Behind a completion it has what the chat template writes there, in plain text nothing; padding is not read.
-    """
-    tokenizer = tokenizers.load(path)
-    if tokenizer.chat_template and not data.chat_template:
-        advice = "set data.chat_template=true, or take the template out of the model's folder"
-        raise ConfigError(f"the reward reward_model would read text in {path}'s chat template: {advice}")
-    renderer = renderer_of(data, tokenizer)
-    end = renderer.end_of_turn()
-    (behind,) = renderer.encode([renderer.after_turn])
-
-    def read(sequence: TokenSequence, **numbers: float) -> TrainSample:
-        ids = list(sequence.token_ids)
-        if ids[-1] == end:
-            ids[-1:] = behind
-        while ids[-1] == tokenizer.pad_token_id:
-            ids.pop()
-        mask = (False,) * len(ids) + (True,)  # where the token that follows would be predicted
-        read = TokenSequence(token_ids=(*ids, ids[-1]), mask=mask, logprobs=(0.0,) * len(mask))
-        return pairs.sample(read, **numbers)
-
-    return lambda pair: (read(pair.chosen, margins=pair.margin or 0.0), read(pair.rejected, margins=0.0))
+def _read(sequence: TokenSequence, pad: int | None, margin: float) -> TrainSample:
+    """Return what the reward `reward_model` reads, without padding, and train on what it says at the last token."""
+    ids = list(sequence.token_ids)
+    while ids[-1] == pad:
+        ids.pop()
+    mask = (False,) * len(ids) + (True,)  # where the token that follows would be predicted
+    read = TokenSequence(token_ids=(*ids, ids[-1]), mask=mask, logprobs=(0.0,) * len(mask))
+    return pairs.sample(read, margins=margin)
 
 
 def comparison_loss(scores_bt: Tensor, batch: TrainBatch, options: RmOptions) -> LossOutput:

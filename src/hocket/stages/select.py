@@ -52,21 +52,26 @@ def select_pairs(run: Path, output: Path) -> str:
     groups = defaultdict[str, list[Row]](list)
     for row in told:
         groups[row["group_id"]].append(row)
-    ends = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
-    differ = [(one, other) for one, other in ends if _reward(one) > _reward(other) and _said(one) != _said(other)]
-    pairs = [_preference(*both, tools) for both in differ]
+    pairs = []
+    for group in groups.values():
+        best = max(group, key=_reward)
+        worst = min(group, key=_reward)
+        margin = _reward(best) - _reward(worst)
+        if margin > 0 and _said(best) != _said(worst):
+            sides = {"chosen": _said(best), "rejected": _said(worst), "margin": margin}
+            asked = {"prompt": best["messages"] or best["prompt"], "prompt_id": best["prompt_id"]}
+            pairs.append({**asked, **sides, **tools})
     if not pairs:
-        what = "all rewards are equal, or the answers of best and worst"
-        raise ConfigError(f"in each of the {len(groups)} groups of {run} {what}: none is preferred")
-    equal = f"{len(groups) - len(pairs)} groups have equal rewards or answers"
-    what = f"{len(pairs)} pairs; {equal}, {num - len(told)} of {num} rollouts no score, no end or no text"
+        raise ConfigError(f"no group of {run} has different answers with different rewards: none is preferred")
+    what = f"{len(pairs)} pairs of {len(groups)} groups, whose answers and rewards differ; "
+    what += f"{num - len(told)} of {num} rollouts have no score, no end or no text"
     return _write(output, pairs, what, config, "dpo")
 
 
 def _read(run: Path) -> tuple[Config, Row, list[Row], int]:
     """Return a run's config, the column "tools", the rollouts with a score and an end, newest first, and their number.
 
-    Those that say nothing, and whose turns have no message between them, are left out, too: no stage takes them.
+    Those that say nothing, end in a thought, or have turns without a message between them are left out, too.
     """
     config = load(run / "config.yaml", [])
     load_plugins(config.plugins)
@@ -86,8 +91,9 @@ def _read(run: Path) -> tuple[Config, Row, list[Row], int]:
 
 
 def _is_whole(row: Row) -> bool:
-    turns = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
-    if {"role": "assistant", "content": ""} in turns:
+    turns = _turns(row)
+    in_thought = environments.left_open(row.get("opening", "") + row["completion"])
+    if in_thought or {"role": "assistant", "content": ""} in turns:
         return False
     roles = [message["role"] for message in turns]
     is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
@@ -98,10 +104,13 @@ def _reward(row: Row) -> float:
     return float(row["reward"])
 
 
+def _turns(row: Row) -> list[Row]:
+    turns: list[Row] = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+    return turns
+
+
 def _said(row: Row) -> Any:
-    if row["messages"] is None:
-        return row["completion"]
-    return row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+    return row["completion"] if row["messages"] is None else _turns(row)
 
 
 def _demonstration(row: Row, tools: Row) -> Row:
@@ -109,11 +118,6 @@ def _demonstration(row: Row, tools: Row) -> Row:
     if row["messages"] is None:
         return {"prompt": row["prompt"], "response": _said(row), **known}
     return {"messages": [*row["messages"], *_said(row)], **tools, **known}
-
-
-def _preference(best: Row, worst: Row, tools: Row) -> Row:
-    sides = {"chosen": _said(best), "rejected": _said(worst), "margin": best["reward"] - worst["reward"]}
-    return {"prompt": best["messages"] or best["prompt"], **sides, **tools, "prompt_id": best["prompt_id"]}
 
 
 def _write(output: Path, rows: Sequence[Row], what: str, config: Config, command: str, options: str = "") -> str:

@@ -80,11 +80,19 @@ def num_positions(sample: TrainSample) -> int:
     return len(sample.sequence.token_ids) - 1
 
 
-def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int, unit: int = 1) -> None:
+def check_fits(
+    samples: Sequence[TrainSample],
+    micro_batch_tokens: int,
+    unit: int = 1,
+    *,
+    share: float = 0.0,
+    key_share: float = 0.0,
+) -> None:
     if not any(any(sample.sequence.mask[1:]) for sample in samples):
         raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
     lengths = list(map(num_positions, samples))
-    longest = max(sum(lengths[first : first + unit]) for first in range(0, len(lengths), unit))
+    starts = _starts(list(map(_read, samples)), share) if unit > 1 else [0] * len(lengths)
+    longest = math.ceil(max(_sizes(lengths, starts, key_share, unit).first))
     if longest > micro_batch_tokens:
         what = f"a sequence of {longest + 1} tokens doesn't" if unit == 1 else f"{longest} tokens of one row don't"
         raise TrainerError(
@@ -144,8 +152,7 @@ def divide(
     blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(samples[0].columns, nothing))
     spans = list(zip(lengths, starts, strict=True))
     costs = _of_units(list(map(cost, lengths)), [cost(length) - cost(start) for length, start in spans], unit)
-    added = [length - start + key_share * length if start else length for length, start in spans]
-    sizes = _of_units(lengths, added, unit)
+    sizes = _sizes(lengths, starts, key_share, unit)
     plans = []
     for runs in _deal(costs, num_ranks):
         rows = _fill(sizes, runs, micro_batch_tokens, min(row_tokens, micro_batch_tokens))
@@ -164,6 +171,12 @@ def divide(
 
 def _members(units: Sequence[int], size: int) -> list[int]:
     return [first * size + number for first in units for number in range(size)]
+
+
+def _sizes(lengths: Sequence[int], starts: Sequence[int], key_share: float, unit: int) -> Sizes:
+    spans = zip(lengths, starts, strict=True)
+    added = [length - start + key_share * length if start else length for length, start in spans]
+    return _of_units(lengths, added, unit)
 
 
 def _of_units(first: Sequence[float], added: Sequence[float], size: int) -> Sizes:

@@ -26,10 +26,10 @@ from hocket.protocol.manifest import COMPLETE_FILE
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 CTRL_C = signal.SIGUSR1 if "WORLD_SIZE" in os.environ else signal.SIGINT  # as launchers pass it on to rank 0
-# By a part of its checkpoints, the command of a stage.
-_STAGES = {"demonstrations": "sft", "comparisons": "rm", "preferences": "dpo"}
-_SIZES = (f"{command}.batch_size." for command in _STAGES.values())
-_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", *_SIZES)  # settings that a resumed run keeps
+_STAGES = ("sft", "rm", "dpo")  # parts of their checkpoints, too
+_SIZES = (f"{command}.batch_size." for command in _STAGES)
+# Settings that a resumed run keeps.
+_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "dpo.reference.", *_SIZES)
 _LOGS = ("trace.json", "tensorboard", "wandb", "skipped", "trained")
 _FILES = (*GROWING, *_LOGS, "summary.json", "report.html", "plugins", "plugins.json")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
@@ -105,7 +105,7 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, c
             if not folders:
                 raise
             say(f"WARNING: {error}; the one before is taken")
-    of = next((name for part, name in _STAGES.items() if part in saved.parts), "train")
+    of = next((name for name in _STAGES if name in saved.parts), "train")
     if of != command:
         advice = f"choose another run.dir; model.path={config.run_dir} names its model"
         raise ConfigError(f"can't go on from {saved.folder}: it is of {of}; {advice}")

@@ -34,4 +34,4 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     tensors = {
         name.removeprefix(prefix): saved.read(name).to(dtype) for name in saved.shapes() if name.startswith(prefix)
     }
-    WEIGHTS[config.weights](config, scores="comparisons" in run.parts).make_model(tensors, dtype, output)
+    WEIGHTS[config.weights](config).make_model(tensors, dtype, output)

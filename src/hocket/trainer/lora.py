@@ -20,7 +20,7 @@ from hocket.config import ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig, manifest
-from hocket.trainer.weights import Weights, copy_processor, head_of, load_model, part_of, sees
+from hocket.trainer.weights import SCORE, Weights, copy_processor, head_of, load_model, part_of, sees
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
@@ -30,8 +30,8 @@ _NAME = "default"  # PEFT's name of the adapter, part of the parameters' names i
 class Adapter(Weights):
     """The adapter alone is trained, in the precision of the frozen model."""
 
-    def __init__(self, config: ModelConfig, *, scores: bool = False) -> None:
-        super().__init__(config, scores=scores)
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
         assert config.lora is not None
         self._lora = config.lora
 
@@ -90,8 +90,7 @@ class Adapter(Weights):
         save(folder, self.adapter, published)
 
     def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
-        scale = self._lora.alpha / self._lora.rank
-        _merge(self.published(None, tensors), scale, self.config.path, output, scores=self.scores)
+        _merge(self.published(None, tensors), self._lora.alpha / self._lora.rank, self.config.path, output)
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
@@ -123,10 +122,10 @@ def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> 
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
 
 
-def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path, *, scores: bool = False) -> None:
+def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) -> None:
     """Write the model at `path` with W + scale · B A in place of W, and whole tensors as they are."""
     tokenizer = tokenizers.load(path)
-    model = load_model(path, scores=scores, dtype="auto")
+    model = load_model(path, scores=f"{_FILE_PREFIX}{SCORE}" in tensors, dtype="auto")
     left = dict(tensors)
     for name, parameter in model.named_parameters():
         layer = f"{_FILE_PREFIX}{name.removesuffix('.weight')}"

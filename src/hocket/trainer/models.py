@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 import time
@@ -159,7 +160,11 @@ class Models:
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         columns = self.engine.forward(batch)
         output = self._objective.loss(*columns[:2], batch)
-        return LossOutput(loss=output.loss, metrics={**self.policy.metrics(batch, *columns), **output.metrics})
+        if len(columns) == 1:  # of a scalar model
+            return output
+        entropy = columns[1].detach().sum() / batch.num_tokens_global
+        drawn = draw_sums(batch, *columns)
+        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **drawn, **output.metrics})
 
     def _fitted(self) -> int:
         config = self._config
@@ -247,6 +252,12 @@ class Models:
         positions = sum(sum(batch.lengths) for batch in batches if batch.places)
         operations = flops.step_flops(self.flops, ends, 0) - flops.step_flops(self.flops, starts, 0)
         return [positions, sum(ends) - sum(starts), operations]
+
+    def forget(self) -> None:
+        for extra in self._objective.extras:
+            self.columns.pop(extra.column)
+        del self.tensors[len(self.learners) :]
+        gc.collect()  # hooks of ZeRO-3 hold a model in a cycle
 
     def end_step(self) -> None:
         for learner in self.learners:

@@ -16,7 +16,6 @@ from hocket.protocol import TensorSpec, manifest
 from hocket.trainer import attention
 from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.draws import draw_sums
 from hocket.trainer.kernels import compile_layers, use_liger
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, token_logprobs
 from hocket.trainer.long_rows import kept_on_cpu, use_tiles
@@ -60,7 +59,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         transformers.utils.logging.disable_progress_bar()
-        self.weights = WEIGHTS[config.weights](config, scores=self.scores)
+        self.weights = WEIGHTS[config.weights](config)
         options = {
             "dtype": dtype,
             "attn_implementation": attention.NAME,
@@ -132,11 +131,6 @@ class Policy(nn.Module):
             recomputes=4 * batch.max_tokens * self.vocab_size > KEPT_BYTES,
         )
         return tuple(map(batch.segments.part.whole, columns))
-
-    def metrics(self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *others: Tensor) -> dict[str, Tensor]:
-        """Return the batch's share of what is measured for any loss, from what `forward` returns."""
-        entropy = entropy_bt.detach().sum() / batch.num_tokens_global
-        return {"entropy": entropy, **draw_sums(batch, logprobs_bt, entropy_bt, *others)}
 
     def _hidden(self, input_ids_br: Tensor, segments: Segments, images: Sequence[Image] = ()) -> Tensor:
         inputs = {"input_ids": input_ids_br, "position_ids": segments.positions_br, "segments": segments}

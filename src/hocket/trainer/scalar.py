@@ -20,6 +20,3 @@ class ScalarModel(Policy):
         zeros_t = torch.zeros(batch.mask_bt.numel(), device=values_n1.device)
         values_bt = zeros_t.index_copy(0, batch.trained_n, values_n1.squeeze(-1).float())[None]
         return batch.segments.part.whole(values_bt)
-
-    def metrics(self, batch: TrainBatch, *columns: Tensor) -> dict[str, Tensor]:
-        return {}

@@ -129,6 +129,15 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """Whether the next step may change the policy: not during critic.warmup_steps."""
         return self.models.learners[0].learns()
 
+    @property
+    def _sharing(self) -> dict[str, float]:
+        share = self.models.pairs if self._config.trainer.share_prefixes else 0.0
+        return {"share": share, "key_share": self.models.key_share}
+
+    def check_fits(self, samples: Sequence[TrainSample]) -> None:
+        """Raise TrainerError for one that no micro-batch has room for, or if none has a trained token."""
+        batching.check_fits(samples, self.micro_batch_tokens, self._objective.unit, **self._sharing)
+
     def plan(self, steps: int) -> None:
         """Have the learning rate's schedule end after `steps`, not trainer.steps."""
         self._together(Models.plan, steps)
@@ -146,7 +155,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         One that is not finite is skipped, its samples written to `keep`; too many steps of these raise TrainerError.
         `max_gap`: of the servers' log-probs, above which sync.on_mismatch=stop raises SyncError before any update.
         """
-        batching.check_fits(samples, self.micro_batch_tokens, self._objective.unit)
+        self.check_fits(samples)
         start = time.perf_counter()
         learning_rate = self.engine.learning_rate if self.policy_learns else 0.0
         groups = [sample.group for sample in samples]
@@ -232,7 +241,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def _shares(self, samples: Sequence[TrainSample], *more: Any) -> list[tuple[Any, ...]]:
         """Return each rank's share of the samples, and what all get."""
-        batching.check_fits(samples, self.micro_batch_tokens, self._objective.unit)
+        self.check_fits(samples)
         copies = self._config.trainer.sequence_parallel
         shares = batching.divide(
             samples,
@@ -240,11 +249,14 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             num_ranks=self.ranks.size // copies,
             row_tokens=self.models.row_tokens,
             cost=functools.cache(lambda length: flops.step_flops(self.models.flops, [length], length)),
-            share=self.models.pairs if self._config.trainer.share_prefixes else 0.0,
-            key_share=self.models.key_share,
             unit=self._objective.unit,
+            **self._sharing,
         )
         return [(share, *more) for share in shares for _ in range(copies)]
+
+    def forget(self) -> None:
+        """Let go of what has been measured for the last time: models beside the policy that don't learn."""
+        self._together(Models.forget)
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
         """Write the weights as published; return the specs of the tensors in memory."""

@@ -28,6 +28,7 @@ PARTS = {
 }
 
 PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
+SCORE = "score.weight"  # of a sequence classifier
 
 
 class Weights:
@@ -35,9 +36,8 @@ class Weights:
 
     adapter: AdapterConfig | None = None  # what servers must know of weights that are no whole model
 
-    def __init__(self, config: ModelConfig, *, scores: bool = False) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self.scores = scores  # of a sequence classifier with one output
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return options of `from_pretrained`."""
@@ -75,7 +75,8 @@ class Weights:
         """Write a whole model from a checkpoint's parameters."""
         path = self.config.path
         tokenizer = tokenizers.load(path)
-        model = load_model(path, dtype=dtype) if self.config.freeze else empty_model(path, scores=self.scores)
+        scores = SCORE in tensors
+        model = load_model(path, dtype=dtype, scores=scores) if self.config.freeze else empty_model(path, scores=scores)
         tensors = {name: tensor.data for name, tensor in model.named_parameters() if not tensor.is_meta} | tensors
         with contextlib.suppress(OSError):  # it has none
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)
@@ -137,6 +138,7 @@ def load_model(path: str, *, random_init: bool = False, scores: bool = False, **
     tokenizers.check_is_model(path, "model.path")
     auto: Any = transformers.AutoModelForCausalLM
     changes: dict[str, Any] = {}  # of its config
+    verbosity = transformers.utils.logging.get_verbosity()
     if scores:
         auto = transformers.AutoModelForSequenceClassification
         transformers.utils.logging.set_verbosity_error()  # it would warn that the head is new
@@ -152,3 +154,5 @@ def load_model(path: str, *, random_init: bool = False, scores: bool = False, **
     except (OSError, ValueError, SafetensorError) as error:
         advice = "copy or download it again, if files lack or are cut off"
         raise ConfigError(f"can't load the model at model.path={path}: {error}; {advice}") from error
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
