@@ -149,3 +149,17 @@ def test_a_step_can_be_rehearsed_on_any_number_of_sequences(model: str, tmp_path
     config = make_config(command, model, tmp_path, "trainer.zero_stage=2")
     with Trainer(config, objective=stage_of(config, command).objective(config.model)) as trainer:
         memory.rehearse(trainer.models.learners[0], 9, trainer.ranks, longest=4)  # raises where a weight moves
+
+
+@pytest.mark.parametrize("settings", [["model.dtype=bfloat16"], ["trainer.gradient_checkpointing=true"], []])
+def test_what_is_not_read_is_not_computed_behind_the_last_attention_and_changes_nothing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    patch_rows(monkeypatch, make_pairs(12))
+    found = []
+    for name in ("read", "all"):
+        config = make_config("rm", model, tmp_path, "trainer.steps=3", f"run.dir={tmp_path}/{name}", *settings)
+        driver.run(config, "rm")
+        found.append([record["train/loss"] for record in records_of(tmp_path / name)])
+        monkeypatch.setattr(rm.RewardModel, "_where_read", lambda _, forward, hidden_brh: forward(hidden_brh))
+    assert found[0] == pytest.approx(found[1], rel=1e-6 if settings != ["model.dtype=bfloat16"] else 1e-2)

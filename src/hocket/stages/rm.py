@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hocket.algorithm.losses import LossOutput
 from hocket.config import DataConfig, ModelConfig
@@ -22,12 +23,13 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Objective
 from hocket.trainer.policy import PREFIX, compute_in_float32
 from hocket.trainer.scalar import ScalarModel
+from hocket.trainer.shape import Shape
 from hocket.trainer.weights import head_of
 from hocket.types import TokenSequence, TrainSample
 
 
 class RewardModel(ScalarModel):
-    """A sequence classifier with one output."""
+    """A sequence classifier with one output; behind its last attention it computes only the positions that are read."""
 
     scores = True
 
@@ -36,8 +38,20 @@ class RewardModel(ScalarModel):
         head = head_of(self.model)
         head.requires_grad_(True)  # beside an adapter, too
         compute_in_float32(head)
+        self._row_n: Tensor | None = None  # places that are read; None: all
+        *_, last = (layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer))
+        if hasattr(last, "mlp") and not Shape.of(self.model).experts:
+            last.mlp.forward = functools.partial(self._where_read, last.mlp.forward)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # rows differ in what is read
+    def _where_read(self, forward: Callable[[Tensor], Tensor], hidden_brh: Tensor) -> Tensor:
+        if self._row_n is None:
+            return forward(hidden_brh)
+        read_bnh = forward(hidden_brh.index_select(1, self._row_n))
+        return read_bnh.new_zeros(hidden_brh.shape).index_copy(1, self._row_n, read_bnh)
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        self._row_n = batch.row_n  # for the backward pass, too, which may compute again
         return (super().forward(batch),)
 
     def write(
