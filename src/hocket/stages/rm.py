@@ -92,7 +92,7 @@ def _read(sequence: TokenSequence, pad: int | None, margin: float) -> TrainSampl
     while ids[-1] == pad:
         ids.pop()
     mask = (False,) * len(ids) + (True,)  # where the token that follows would be predicted
-    read = TokenSequence(token_ids=(*ids, ids[-1]), mask=mask, logprobs=(0.0,) * len(mask))
+    read = dataclasses.replace(sequence, token_ids=(*ids, ids[-1]), mask=mask, logprobs=(0.0,) * len(mask))
     return pairs.sample(read, margins=margin)
 
 

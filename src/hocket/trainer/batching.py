@@ -91,7 +91,7 @@ def check_fits(
     if not any(any(sample.sequence.mask[1:]) for sample in samples):
         raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
     lengths = list(map(num_positions, samples))
-    starts = _starts(list(map(_read, samples)), share) if unit > 1 else [0] * len(lengths)
+    starts = _starts(samples, share if unit > 1 else 0.0)
     longest = math.ceil(max(_sizes(lengths, starts, key_share, unit).first))
     if longest > micro_batch_tokens:
         what = f"a sequence of {longest + 1} tokens doesn't" if unit == 1 else f"{longest} tokens of one row don't"
