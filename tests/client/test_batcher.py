@@ -39,6 +39,9 @@ async def turn(seed: int, *files: bytes) -> Turn:
 def test_images_travel_beside_one_placeholder_each() -> None:
     assert prompt_input(TOKENS, images(b"one", b"two")) == {"token_ids": [5, 9, 6, 9], "images": ["b25l", "dHdv"]}
     assert prompt_input(TOKENS, ()) == list(TOKENS)
+    # The policy may sample the placeholder.
+    prompt = prompt_input((5, 9, 7, 9, 9, 8, 8, 9, 9, 8, 9), [images(b"one", b"two")[1]])
+    assert prompt == {"token_ids": [5, 9, 7, 9, 9, 8, 9, 9], "images": [None, None, None, "dHdv", None]}
 
 
 class Seeing(FakeServer):

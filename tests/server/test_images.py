@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import dataclasses
 import io
 import random
 import threading
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image as Pictures
 from tests.server.test_compare import Altering
@@ -50,23 +52,30 @@ class Seeing(Altering):
             start += 7
         return whole, tuple(images)
 
-    def gap(self, prompt: Sequence[int], files: Sequence[bytes], done: Any, model: Any) -> float:
-        """The largest |Δ log-prob| of the engine's tokens and transformers'."""
+    def deltas(self, prompt: Sequence[int], images: Sequence[Image], done: Any, model: Any) -> list[float]:
+        """|Δ log-prob| of the engine's tokens and transformers', to which a sampled placeholder is an image."""
         import torch
 
-        ids = torch.tensor([[*prompt, *done["token_ids"]]])
-        pixels = self.processor.image_processor([list(map(decoded, files))], return_tensors="pt")
+        ids_t = torch.tensor([*prompt, *done["token_ids"]])
+        is_image_t = torch.zeros(len(ids_t), dtype=torch.bool)
+        for image in images:
+            is_image_t[image.start : image.start + image.length] = True
+        is_image_t &= ids_t == self.processor.image_token_id
+        pixels = self.processor.image_processor([[decoded(image.data) for image in images]], return_tensors="pt")
         with torch.no_grad():
-            logits = model(input_ids=ids, **pixels).logits[0, len(prompt) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
-        return max(abs(a - b) for a, b in zip(done["logprobs"], expected, strict=True))
+            embedded_th = model.get_input_embeddings()(ids_t)
+            embedded_th[is_image_t] = torch.cat(list(model.base_model.get_image_features(**pixels).pooler_output))
+            hidden_bth = model.base_model.text_model(inputs_embeds=embedded_th[None])[0]
+            logits = model.lm_head(hidden_bth)[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(1, ids_t[len(prompt) :, None])[:, 0].tolist()
+        return [abs(a - b) for a, b in zip(done["logprobs"], expected, strict=True)]
 
     def worst(self, model: Any) -> float:
         files = [eyes.picture(1), eyes.picture(2)]
         token_ids, images = self.expanded(LOOK, files)
         prompt = prompt_input(token_ids, images)
         answer = self.server.generate(prompts=[prompt], n=4, sampling={"max_tokens": 12, "seed": 5})
-        return max(self.gap(token_ids, files, done, model) for done in answer["completions"][0])
+        return max(max(self.deltas(token_ids, images, done, model)) for done in answer["completions"][0])
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +131,48 @@ def test_ids_that_are_expanded_already_are_refused_with_the_fix(seeing: Seeing) 
     assert (answer.status_code, error["code"]) == (422, "wrong_placeholders")
     assert "8 placeholders (token 262) for 2 images" in error["message"].replace(f"{images[0].placeholder}", "262")
     assert "one placeholder for each image" in error["hint"]
+
+
+@pytest.mark.engine
+def test_a_placeholder_that_the_policy_sampled_is_a_token_like_any_other(seeing: Seeing) -> None:
+    files = [GOOD, eyes.picture(1)]
+    whole, images = seeing.expanded(LOOK, files)
+    sampled = images[0].placeholder
+    cut = images[1].start
+    token_ids = [sampled, *whole[:cut], sampled, sampled, *whole[cut:], sampled]
+    moved = (
+        dataclasses.replace(images[0], start=images[0].start + 1),
+        dataclasses.replace(images[1], start=images[1].start + 3),
+    )
+    answer = seeing.server.generate(prompts=[prompt_input(token_ids, moved)], sampling={"max_tokens": 6, "seed": 2})
+    ((done,),) = answer["completions"]
+    assert done["prompt_token_ids"] == token_ids
+
+    assert max(seeing.deltas(token_ids, moved, done, seeing.server.model)) < 1e-5
+
+
+@pytest.mark.engine
+def test_new_weights_amid_a_request_see_its_images_anew(seeing: Seeing) -> None:
+    server = seeing.server
+    files = [eyes.picture(1), eyes.picture(2)]
+    token_ids, images = seeing.expanded(LOOK, files)
+    body = {"prompts": [prompt_input(token_ids, images)], "n": 64, "sampling": {"max_tokens": 300}}
+    for scale in (1.3, 0.8, 1.2, 0.7):
+        old = server.model
+        new = copy.deepcopy(old)
+        new.base_model.vision_model.post_layernorm.weight.data.mul_(scale)
+        answer = server.in_flight(**body)
+        server.publish_and_load(new)
+        server.model = new
+        models = {server.health()["version"]: new, server.health()["version"] - 1: old}
+        both = [done for done in answer.result().json()["completions"][0] if len(done["versions"]) == 2]
+        for done in both[:3]:
+            for version, start, end in done["versions"]:
+                part = {"token_ids": done["token_ids"], "logprobs": done["logprobs"]}
+                assert max(seeing.deltas(token_ids, images, part, models[version])[start:end]) < 1e-4
+        if both:
+            return
+    pytest.fail("no request was ever in flight when new weights came")
 
 
 @pytest.mark.engine
@@ -189,23 +240,21 @@ def test_an_agent_s_images_are_recorded_with_the_tokens_that_they_were(seeing: S
     for call in calls[:2]:
         text = "<|user|>7 3<image><image><|end|><|assistant|>"
         assert (list(call.prompt_token_ids), call.images) == seeing.expanded(text, [one.data for one in call.images])
-        gap = seeing.gap(
-            call.prompt_token_ids, [one.data for one in call.images], call.completion.model_dump(), server.model
-        )
-        assert gap < 1e-5
+        done = call.completion.model_dump()
+        assert max(seeing.deltas(call.prompt_token_ids, call.images, done, server.model)) < 1e-5
     (same,) = server.generate(prompts=chats[:1], sampling={"max_tokens": 6, "seed": calls[0].seed})["completions"][0]
     assert same["prompt_token_ids"] == list(calls[0].prompt_token_ids)
     assert tuple(same["token_ids"]) == calls[0].completion.token_ids
 
 
-def saved(kind: str, size: tuple[int, int] = (8, 8), **how: Any) -> bytes:
+def saved(kind: str, image: Any = None, **how: Any) -> bytes:
     file = io.BytesIO()
-    Pictures.new("RGB", size).save(file, kind, **how)
+    (image or Pictures.effect_noise((64, 64), 90)).save(file, kind, **how)
     return file.getvalue()
 
 
 def animated(kind: str) -> bytes:
-    return saved(kind, save_all=True, append_images=[Pictures.new("RGB", (8, 8), "red")])
+    return saved(kind, save_all=True, append_images=[Pictures.new("L", (64, 64), "white")])
 
 
 def sized(width: int, height: int) -> bytes:
@@ -232,8 +281,8 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "a drawing": (coded(saved("BMP")), 400, "no PNG, JPEG or WebP"),
     "a false mark": (coded(GOOD[:8] + b"rubbish" * 9), 400, "is damaged"),
     "a PNG that is cut off": (coded(GOOD[: len(GOOD) // 2]), 400, "is damaged"),
-    "a JPEG that is cut off": (coded(saved("JPEG", (64, 64))[:-60]), 400, "is damaged"),
-    "a WebP that is cut off": (coded(saved("WEBP", (64, 64))[:-20]), 400, "is damaged"),
+    "a JPEG that is cut off": (coded(saved("JPEG")[:-60]), 400, "is damaged"),
+    "a WebP that is cut off": (coded(saved("WEBP")[:-20]), 400, "is damaged"),
     "a PNG that moves": (coded(animated("PNG")), 400, "is animated"),
     "a WebP that moves": (coded(animated("WEBP")), 400, "is animated"),
     "no pixels": (coded(sized(0, 8)), 400, "is damaged"),
@@ -270,3 +319,27 @@ def test_an_image_that_can_not_be_taken_is_refused_by_its_number_with_the_fix(
         assert "number 1 of its images" in error["message"]
         assert said in error["message"]
         assert len(answer.content) < 1000
+
+
+def looks() -> dict[str, bytes]:
+    """Files of every kind that vLLM decodes in a way of its own."""
+    image = Pictures.effect_noise((20, 12), 90)
+    colours = Pictures.merge(
+        "RGBA", (image, image.rotate(180), image.transpose(Pictures.Transpose.FLIP_LEFT_RIGHT), image)
+    )
+    made = {mode: saved("PNG", colours.convert(mode)) for mode in ("L", "LA", "P", "RGB", "RGBA", "1")}
+    made["transparent palette"] = saved("PNG", colours.convert("P"), transparency=3)
+    made["16 bits"] = saved("PNG", Pictures.fromarray(np.arange(240, dtype=np.uint16).reshape(12, 20) * 273))
+    made["CMYK"] = saved("JPEG", colours.convert("CMYK"))
+    exif = Pictures.Exif()
+    exif[0x0112] = 6  # it lies on its side
+    made["turned"] = saved("JPEG", colours.convert("RGB"), exif=exif)
+    return made | {"WebP": saved("WEBP", colours)}
+
+
+@pytest.mark.parametrize("look", looks())
+def test_an_image_looks_as_vllm_s_own_routes_decode_it(look: str) -> None:
+    from vllm.multimodal.media import ImageMediaIO
+
+    data = looks()[look]
+    assert np.array_equal(np.asarray(decoded(data)), np.asarray(ImageMediaIO().load_bytes(data).media))

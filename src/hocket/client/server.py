@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -152,14 +152,22 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             raise ServerError(f"can't reach {self.url}{route}: the server has left", code="unreachable") from error
 
 
-def prompt_input(token_ids: Iterable[int], images: Sequence[Image]) -> protocol.PromptInput:
+def prompt_input(token_ids: Sequence[int], images: Sequence[Image]) -> protocol.PromptInput:
     """Return a prompt as servers take it: each image's placeholder for its tokens, and the images beside."""
-    short = list(token_ids)
     if not images:
-        return short
-    for image in reversed(images):
-        short[image.start : image.start + image.length] = [image.placeholder]
-    return protocol.ImagePrompt(token_ids=short, images=[base64.b64encode(image.data).decode() for image in images])
+        return list(token_ids)
+    short = list[int]()
+    files = list[str | None]()
+    end = 0
+    for image in images:
+        between = token_ids[end : image.start]
+        short += [*between, image.placeholder]
+        files += [None] * between.count(image.placeholder)  # sampled, which makes no image
+        files.append(base64.b64encode(image.data).decode())
+        end = image.start + image.length
+    rest = token_ids[end:]
+    files += [None] * rest.count(images[-1].placeholder)
+    return protocol.ImagePrompt(token_ids=[*short, *rest], images=files)
 
 
 def _parse(model: type[A], response: httpx.Response) -> A:

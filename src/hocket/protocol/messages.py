@@ -87,7 +87,8 @@ class ImagePrompt(TypedDict):
     """Token ids with images, of each of which they have but its placeholder: the engine puts in the rest."""
 
     token_ids: Annotated[list[TokenId], FAIL_FAST]
-    images: Annotated[list[str], FAIL_FAST]  # in order; base64, or data URLs, of files
+    # Of each placeholder: a file in base64, or as a data URL; None where the policy sampled that token.
+    images: Annotated[list[str | None], FAIL_FAST]
 
 
 PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[ChatMessage], FAIL_FAST] | ImagePrompt

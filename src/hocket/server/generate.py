@@ -42,8 +42,8 @@ class Job:
 class Blind:
     """A model without eyes."""
 
-    def expand(self, token_ids: list[int], images: Sequence[str], where: str) -> Any:
-        """Return vLLM's prompt of token ids with images, None without any. Raises ApiError."""
+    def expand(self, token_ids: list[int], images: Sequence[str | None], where: str) -> Any:
+        """Return vLLM's prompt of token ids and what each placeholder is; None without any. Raises ApiError."""
         if images:
             message = f"{where}: this model takes no images"
             raise invalid(message, "leave them out, or serve a vision-language model", code="no_images")
@@ -176,7 +176,7 @@ class Sampler:
                 code="token_out_of_vocabulary",
             )
 
-    def _token_ids(self, prompt: PromptInput, where: str) -> tuple[list[int], Sequence[str]]:
+    def _token_ids(self, prompt: PromptInput, where: str) -> tuple[list[int], Sequence[str | None]]:
         """Return a prompt's token ids, with one for each of its images, and these."""
         if isinstance(prompt, str):
             self._check_characters(len(prompt), where)

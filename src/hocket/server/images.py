@@ -21,6 +21,7 @@ from hocket.types import Image
 
 CARRIED: ContextVar[Sequence[bytes]] = ContextVar("images", default=())  # by the request being served
 TEXTS = ["text", "input_text", "output_text", "refusal", "thinking", "tool_reference"]  # vLLM's types of parts
+OTHER = 0  # any token but a placeholder
 OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")  # of vLLM: other pixels than a trainer makes
 _PART = pydantic.TypeAdapter(ImagePart)
 
@@ -33,19 +34,28 @@ class Sight(Blind):
         self._placeholder = placeholder
         self._hosts = hosts
 
-    def expand(self, token_ids: list[int], images: Sequence[str], where: str) -> Any:
+    def expand(self, token_ids: list[int], images: Sequence[str | None], where: str) -> Any:
         if not images:
             return None
-        found = token_ids.count(self._placeholder)
-        if found != len(images):
-            message = f"{where}: {found} placeholders (token {self._placeholder}) for {len(images)} images"
+        places = [place for place, token in enumerate(token_ids) if token == self._placeholder]
+        if len(places) != len(images):
+            message = f"{where}: {len(places)} placeholders (token {self._placeholder}) for {len(images)} images"
             hint = "send one placeholder for each image: the engine puts in the other tokens, also where they are there"
             raise invalid(message, hint, code="wrong_placeholders")
-        opened = [image for _, image in self.opened(images, where)]
+        opened = [image for _, image in self.opened([text for text in images if text is not None], where)]
+        sampled = [place for place, text in zip(places, images, strict=True) if text is None]
+        hidden = token_ids.copy()
+        for place in sampled:
+            hidden[place] = OTHER
         try:
-            return vllm_api.image_prompt(self._llm, token_ids, opened)
+            prompt = vllm_api.image_prompt(self._llm, hidden, opened)
         except ValueError as error:
             raise invalid(f"{where}: {error}", "send other images", code="refused_by_engine") from error
+        for place in sampled:
+            before = sum(place > other for other in set(places).difference(sampled))
+            more = sum(span.length - 1 for span in prompt["mm_placeholders"]["image"][:before])
+            prompt["prompt_token_ids"][place + more] = self._placeholder
+        return prompt
 
     def places(self, prompt: Any) -> tuple[Image, ...]:
         spans = prompt.get("mm_placeholders", {}).get("image", ())
