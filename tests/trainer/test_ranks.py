@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.trainer import worker
-from tests.trainer.builders import logprobs_of, make_groups, read_batch, untimed
+from tests.trainer.builders import logprobs_of, make_groups, pack, read_batch, untimed
 from tests.trainer.test_updates import assert_about_equal, assert_same_states, by_hand
+from tests.trainer.test_vision import make_seeing
 from transformers import AutoModelForCausalLM
 
 from processes import Process, free_port
@@ -78,6 +79,7 @@ def runs(
     tied_model: str,
     untied_model: str,
     experts_model: str,
+    tiny_vlm: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[int, Path]:
     """By number of ranks, the folder with one for each SCENARIO-MODEL of worker.py.
@@ -88,6 +90,7 @@ def runs(
     root = tmp_path_factory.mktemp("ranks")
     folders = {size: root / str(size) for size in (1, 2)}
     both = [(scenario, tied_model) for scenario in ("stages", "matrix", "adapter", "updates", "splits")]
+    both.append(("sees", tiny_vlm))
     models = (tied_model, untied_model, experts_model)
     streams = [(scenario, model) for model in models for scenario in ("streams", "starts")]
     run_together(1, folders[1], both)
@@ -362,3 +365,18 @@ def test_steps_are_the_same_whatever_the_micro_batches_their_order_the_ranks_and
     first = json.loads((runs[1] / "matrix-tied" / "ZeRO-0" / "stats.json").read_text())
     for step, other in zip(steps, first, strict=True):
         assert untimed(step) == pytest.approx(untimed(other), rel=1e-5, abs=1e-5)
+
+
+def test_two_ranks_train_a_model_that_sees_like_one_also_where_one_has_no_picture(
+    runs: dict[int, Path], tiny_vlm: str
+) -> None:
+    ranks = pack(make_seeing(tiny_vlm), num_ranks=2, micro_batch_tokens=64)
+    assert any(bool(one.images) != bool(other.images) for one, other in zip(*ranks, strict=True))
+    for frozen, (size, name) in itertools.product(("", ", frozen"), itertools.product((1, 2), worker.SEEING)):
+        folders = [runs[1] / "sees-idefics" / f"ZeRO-0{frozen}", runs[size] / "sees-idefics" / f"{name}{frozen}"]
+        expected, stats = (json.loads((folder / "stats.json").read_text()) for folder in folders)
+        for one, other in zip(stats, expected, strict=True):
+            assert one["train/loss"] == pytest.approx(other["train/loss"], abs=1e-6)
+            assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-5)
+        reference, weights = (load_file(folder / "model.safetensors") for folder in folders)
+        assert_same_weights(weights, reference, 1e-5)

@@ -34,6 +34,7 @@ from tests.trainer.builders import (
     storages,
     weights_of,
 )
+from tests.trainer.test_vision import make_seeing
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
@@ -321,6 +322,28 @@ def splits(model: str, output: Path, ranks: Ranks) -> None:
         (output / name / "found.json").write_text(json.dumps(found))
 
 
+SEEING = {
+    "ZeRO-0": "zero_stage=0",
+    "ZeRO-1": "zero_stage=1",
+    "ZeRO-2, not shared": "zero_stage=2 share_prefixes=false",
+    "ZeRO-3": "zero_stage=3 gradient_checkpointing=true",
+}
+
+
+def sees(model: str, output: Path, ranks: Ranks) -> None:
+    """Two steps of a model that sees, whole and with a frozen part; of some rows one rank alone has pictures."""
+    cells = {
+        name: [f"trainer.{one}" for one in (*cell.split(), "micro_batch_tokens=64")] for name, cell in SEEING.items()
+    }
+    frozen = {f"{name}, frozen": [*cell, "model.freeze=[vision]"] for name, cell in cells.items()}
+    for name, trainer in led(model, ranks, {**cells, **frozen}):
+        samples = make_seeing(model)
+        folder = output / name
+        stats = [trainer.step(samples) for _ in range(2)]
+        trainer.export(folder)
+        (folder / "stats.json").write_text(json.dumps(stats))
+
+
 def complain() -> None:
     raise ValueError("rank 0 has a problem of its own")
 
@@ -393,7 +416,7 @@ def fail(scenario: str, model: str) -> None:
                 happen()
 
 
-SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates, splits, pairs)
+SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates, splits, pairs, sees)
 COMMON = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 
