@@ -33,7 +33,7 @@ from hocket import config as config_module
 from hocket.common.images import decoded
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer import prefixes
+from hocket.trainer import flops, memory, prefixes
 from hocket.trainer.critic import ValueModel
 from hocket.trainer.export import export
 from hocket.trainer.policy import Policy, skeleton
@@ -307,8 +307,6 @@ def test_reference_and_critic_see_the_pictures(ranks: Ranks, tiny_vlm: str) -> N
 
 
 def test_pictures_are_refused_where_rows_are_divided(ranks: Ranks, tiny_vlm: str) -> None:
-    from hocket.trainer import memory
-
     config = config_module.load(None, [f"model.path={tiny_vlm}", "trainer.sequence_parallel=2"])
     with pytest.raises(ConfigError, match=r"images of .* can't be divided; set 1"):
         memory.needed([(config.model, Policy, True)], config.trainer, torch.float32, num_ranks=2, on_gpu=False)
@@ -347,3 +345,21 @@ def test_a_lie_about_one_vision_matrix_shows_in_the_gap(ranks: Ranks, tiny_vlm: 
         with make_trainer(ranks, tiny_vlm, "trainer.micro_batch_tokens=200") as trainer:
             gaps[served] = gap_of(trainer, scored)
     assert gaps[tiny_vlm] < 1e-6 < 1e-4 < gaps[str(folder)]
+
+
+def test_a_step_is_rehearsed_with_sequences_full_of_pictures(ranks: Ranks, model: str) -> None:
+    with make_trainer(ranks, model, "trainer.gradient_checkpointing=long") as trainer:
+        before = weights_of(trainer)
+        image = trainer.policy.vision.blank
+        ids, images = memory._full_of(image, 3 * (image.length + 1) + 1)  # the last one is not read
+        assert [ids[image.start - 1] for image in images] == [0] * 3
+        assert ids.count(image.placeholder) == 3 * image.length
+        memory.rehearse(trainer.models.learners[0], 60, ranks, 30, image=image)
+        assert same(weights_of(trainer), before)
+
+
+def test_operations_are_counted_of_the_language_model(tiny_vlm: str) -> None:
+    counted = flops.model_flops(skeleton(ModelConfig(path=tiny_vlm)))
+    attention = 128 * (4 + 2 + 2) * 32 + 128 * 128
+    assert counted.per_position == 2 * 6 * (attention + 3 * 128 * 256)
+    assert counted.windows == (1 << 40,) * 2

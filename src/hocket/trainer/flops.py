@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hocket.trainer.shape import Shape
-from hocket.trainer.weights import head_of
+from hocket.trainer.weights import head_of, part_of
 
 MEASURED_S = 2e-3  # least, of a product: starting threads takes some of a shorter one
 PEAKS = {  # device → dense 16-bit operations per second with float32 sums, from the data sheets
@@ -46,10 +46,14 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Count them of a model with whole weights, as on the meta device."""
+    """Count them of a language model with whole weights, as on the meta device; not of what sees."""
     shape = Shape.of(model)
     head = head_of(model)
-    layers = [module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding)]
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if module is not head and not isinstance(module, nn.Embedding) and part_of(name) == "language"
+    ]
     return ModelFlops(
         per_position=sum(_products(layer, shape.experts) for layer in layers),
         per_trained_token=_products(head, shape.experts),

@@ -30,16 +30,16 @@ class Vision:
         self.token: int = model.config.image_token_id
         self._processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         blank = png(new("RGB", (BLANK_PIXELS, BLANK_PIXELS), "white"))
-        self._blank = Image(data=blank, start=2, length=0, placeholder=self.token)
+        self.blank = Image(data=blank, start=2, length=0, placeholder=self.token)
         self._shown: Tensor | None = None  # [row] for each position, one whose token's embedding it gets
         model.get_input_embeddings().register_forward_hook(self._embedded)
 
     def look(self, model: Any) -> Image:
         """Return the blank, behind two tokens, once it is known how many it has: before any other forward pass."""
         device = model.get_input_embeddings().weight.device
-        features = model.base_model.get_image_features(**self._pixels([self._blank], device)).pooler_output
-        self._blank = dataclasses.replace(self._blank, length=len(torch.cat(list(features))))
-        return self._blank
+        features = model.base_model.get_image_features(**self._pixels([self.blank], device)).pooler_output
+        self.blank = dataclasses.replace(self.blank, length=len(torch.cat(list(features))))
+        return self.blank
 
     def alone(self, model: Any, ids_bt: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
         """Return the arguments for a sequence with nothing beside it, as transformers takes them."""
@@ -53,9 +53,9 @@ class Vision:
         device = ids_br.device
         size = ids_br.shape[1]
         if not images:
-            images = [dataclasses.replace(self._blank, start=size)]
-            ids_br = torch.cat([ids_br, ids_br.new_full((1, self._blank.length), self.token)], dim=1)
-            segments = _with_one_more(segments, self._blank.length)
+            images = [dataclasses.replace(self.blank, start=size)]
+            ids_br = torch.cat([ids_br, ids_br.new_full((1, self.blank.length), self.token)], dim=1)
+            segments = _with_one_more(segments, self.blank.length)
         pixels = self._pixels(images, device)
         ids_r = ids_br[0].cpu()
         places_r = torch.arange(len(ids_r))
