@@ -1,6 +1,7 @@
 """The weights that a run trains, their published names, and their folders."""
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,11 +111,14 @@ def attending(config: Any, how: str) -> str | dict[str, str]:
 
 def copy_processor(model: Any, path: str, folder: Path) -> None:
     """Copy to a folder what a model that sees has beside its tokenizer."""
-    if sees(model.config):
-        for name in PROCESSOR_FILES:
-            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-            if file is not None:
-                shutil.copy(file, folder)
+    for file in _processor_files(path) if sees(model.config) else ():
+        shutil.copy(file, folder)
+
+
+@functools.cache  # a hub is asked once
+def _processor_files(path: str) -> list[str]:
+    found = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in PROCESSOR_FILES)
+    return [file for file in found if file is not None]
 
 
 def part_of(name: str) -> str:
