@@ -94,7 +94,10 @@ class Environment:
         """Release what the episode holds; called once, however it ended."""
 
 
-ENVIRONMENTS: Registry[type[Environment]] = Registry("environment")
+ENVIRONMENTS: Registry[type[Environment]] = Registry(
+    "environment",
+    openenv="hocket.envs.openenv",
+)
 
 
 def environment(name: str) -> Callable[[type[E]], type[E]]:

@@ -105,6 +105,7 @@ class Reward:
 REWARDS: Registry[Reward] = Registry(
     "reward",
     code="hocket.rewards.code",
+    gym="hocket.rewards.gym",
     http="hocket.rewards.http",
     judge="hocket.rewards.judge",
     judge_ranking="hocket.rewards.judge",

@@ -1,0 +1,108 @@
+"""With a server of the package's own, where that is installed."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hocket.config import load
+from hocket.envs import Action
+from hocket.envs.base import ENVIRONMENTS, bind
+from hocket.errors import ConfigError
+from hocket.types import Prompt
+
+PROMPT = Prompt(id="p", token_ids=(1,), text="Guess.", meta={"reset": {"highest": 5}})
+
+
+def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ENVIRONMENTS.get("openenv")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"env openenv needs the package openenv: \.venv/bin/pip install openenv"):
+        bind("openenv", {"url": "http://localhost:1"})
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """Gives the URL of a server whose sessions have a number to be guessed: the highest one."""
+    import uvicorn
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action as ServerAction
+    from openenv.core.env_server.types import Observation, State
+
+    class Guess(ServerAction):
+        guess: str
+
+    class Told(Observation):
+        hint: str = ""
+
+    class Numbers(Environment[Guess, Told, State]):  # type: ignore[misc]  # the package may be missing
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed: int | None = None, episode_id: str | None = None, highest: int = 9, **_: Any) -> Told:
+            self.highest = highest
+            return Told(hint=f"1 to {highest}, seed {seed}", done=False, reward=0.0)
+
+        def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Told:
+            right = action.guess.strip() == str(self.highest)
+            return Told(hint="higher", done=right, reward=1.0 if right else -0.25)
+
+        @property
+        def state(self) -> State:
+            return State()
+
+    app = create_fastapi_app(lambda: Numbers(), Guess, Told, max_concurrent_envs=4)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    ends = time.monotonic() + 30
+    while not server.started and time.monotonic() < ends:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def action(text: str) -> Action:
+    return Action(text=text, token_ids=(5,), finish_reason="stop")
+
+
+async def test_an_episode_is_a_session_of_the_server() -> None:
+    pytest.importorskip("openenv.core", reason="openenv is not installed")
+    with served() as url:
+        make = bind("openenv", {"url": url, "action": "guess", "observation": "hint"})
+        one, other = make(), make()
+        start = await one.reset(PROMPT, 2**40 + 7)
+        await other.reset(Prompt(id="q", token_ids=(1,)), 1)
+        assert start is not None
+        assert start.messages == [{"role": "user", "content": "1 to 5, seed 7"}]
+        first, last = await one.step(action("4")), await one.step(action(" 5"))
+        assert (first.reward, first.done, first.messages[0]["content"]) == (-0.25, False, "higher")
+        assert (last.reward, last.done, last.messages) == (1.0, True, ())
+        assert (await other.step(action("5"))).done is False  # a session of its own, up to 9
+        for environment in (one, other):
+            await environment.close()
+        whole = bind("openenv", {"url": url, "action": None})()
+        seen = await whole.reset(PROMPT, 3)
+        assert seen is not None
+        assert '"hint": "1 to 5, seed 3"' in seen.messages[0]["content"]
+        assert "no JSON" in (await whole.step(action("4"))).messages[0]["content"]
+        assert (await whole.step(action('{"guess": "5"}'))).reward == 1.0
+        await whole.close()
+        blind = bind("openenv", {"url": url, "observation": "text"})()
+        with pytest.raises(ValueError, match=r"no field 'text', only metadata, hint: set env\.observation"):
+            await blind.reset(PROMPT, 3)
+        await blind.close()
+
+
+def test_the_environment_is_found_by_its_name_in_a_config() -> None:
+    assert load(None, ["env={name: openenv, url: 'http://localhost:8000'}"]).env.name == "openenv"
