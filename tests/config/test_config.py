@@ -51,7 +51,7 @@ def test_a_presets_kl_can_be_switched_off_and_without_a_group_one_rollout_is_eno
 
 def test_every_shipped_config_loads_and_names_what_exists() -> None:
     files = [*ROOT.glob("config/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")]
-    assert {"quickstart.yaml", "gsm8k_1gpu.yaml"} <= {path.name for path in files}
+    assert {"quickstart.yaml", "gsm8k_1gpu.yaml", "vlm_qwen2_5_3b_1gpu.yaml"} <= {path.name for path in files}
     for file in files:
         loaded = config.load(file)
         held_out = loaded.held_out_data or loaded.data

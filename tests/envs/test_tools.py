@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from hocket.envs import Action, tool
 from hocket.envs.base import bind
@@ -90,6 +91,23 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
     assert [answer["tool_call_id"] for answer in answers] == ["call00001", "functions.meet:1", "call00003", "call00004"]
     assert {answer["role"] for answer in answers} == {"tool"}
     assert await results() == []  # an answer without a call ends the episode
+
+
+async def test_the_model_sees_what_a_tool_draws() -> None:
+    @tool
+    def draw_of_tests(colour: str) -> Any:
+        """Draws.
+
+        Args:
+            colour: Of the picture.
+        """
+        return Image.new("RGB", (4, 4), colour)
+
+    made = bind("tools", {"tools": ["draw_of_tests"], "parser": "hermes"})()
+    calls = (call("draw_of_tests", '{"colour": "red"}'),)
+    step = await made.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
+    (part,) = step.messages[0]["content"]
+    assert (part["type"], part["image"].getpixel((0, 0))) == ("image", (255, 0, 0))
 
 
 @pytest.mark.parametrize(

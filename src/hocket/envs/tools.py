@@ -59,7 +59,7 @@ class Tools(Environment):
         name = call.id or f"call{self._num_calls:05}"  # nine characters: some templates insist
         return {"role": "tool", "tool_call_id": name, "name": call.name, "content": await self._call(call)}
 
-    async def _call(self, call: ToolCall) -> str:
+    async def _call(self, call: ToolCall) -> str | list[dict[str, Any]]:
         try:
             function = self._functions.get(call.name)
             if function is None:
@@ -70,6 +70,8 @@ class Tools(Environment):
             inspect.signature(function).bind(**arguments)
             async with asyncio.timeout(self.step_timeout_s):
                 result = await invoke(function, arguments)
+            if type(result).__module__.startswith("PIL."):  # the model sees what a tool draws
+                return [{"type": "image", "image": result}]
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError:
             return f"error: no result within {self.step_timeout_s:g} s"
