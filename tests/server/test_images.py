@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image as Pictures
+from tests.server.test_adapters import ALL, load_by_disk, make_adapter
 from tests.server.test_compare import Altering
 from tests.server.test_deltas import FakeTrainer, client
 
@@ -39,7 +40,7 @@ class Seeing(Altering):
 
         self.processor = AutoProcessor.from_pretrained(path)
         base = AutoModelForImageTextToText.from_pretrained(path).eval()
-        settings = ["data.image_hosts=[localhost]", "model.dtype=float32"]
+        settings = ["data.image_hosts=[localhost]", "model.dtype=float32", "model.lora.rank=8"]
         super().__init__(kit, folder, monkeypatch, *settings, base=base, tokenizer=self.processor)
 
     def expanded(self, text: str, files: Sequence[bytes]) -> tuple[list[int], tuple[Image, ...]]:
@@ -120,6 +121,19 @@ def test_the_engine_reads_what_the_processor_makes_of_200_prompts_with_none_to_f
     answer = seeing.server.generate(prompts=prompts, sampling={"max_tokens": 1})
     for (token_ids, images), (done,) in zip(made, answer["completions"], strict=True):
         assert done.get("prompt_token_ids") == (token_ids if images else None)
+
+
+@pytest.mark.engine
+def test_an_adapter_of_the_language_model_is_used_with_images(seeing: Seeing, kit: Any) -> None:
+    server = seeing.server
+    ends = tuple(f".{name}" for name in ALL)
+    targets = [name for name, _ in server.model.named_modules() if "text_model" in name and name.endswith(ends)]
+    assert seeing.worst(server.model) < 1e-5
+    adapter = make_adapter(server.model, seed=1, targets=targets)
+    load_by_disk(server, kit, adapter)
+    assert seeing.worst(adapter.model.base_model.model) < 1e-4
+    assert seeing.worst(server.model) > 1e-3
+    server.publish_and_load(server.model)
 
 
 @pytest.mark.engine
