@@ -81,6 +81,7 @@ class Rollout:
     sequences: tuple[TokenSequence, ...]  # the one of the last turn comes last
     reward: float | None = None  # of the environment; None where it gives none
     error: str | None = None  # why it failed; then it is not trained
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the environment
 
     @property
     def text(self) -> str:

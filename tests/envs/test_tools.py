@@ -49,6 +49,7 @@ def call(name: str, arguments: str, id: str = "") -> ToolCall:
     return ToolCall(name=name, arguments=arguments, id=id)
 
 
+CUT = "\n[cut after 9 of 10 characters]"
 NAMES = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests"]
 
 
@@ -147,3 +148,39 @@ def test_the_calculator_computes(expression: str, value: str) -> None:
 def test_the_calculator_runs_no_code(expression: str) -> None:
     with pytest.raises((ValueError, SyntaxError, MemoryError)):
         calculate(expression)
+
+
+@pytest.mark.parametrize(("result", "most", "said"), [("x" * 9, 9, "x" * 9), ("x" * 10, 9, "x" * 9 + CUT)])
+async def test_a_result_of_megabytes_is_cut_with_a_note(result: str, most: int, said: str) -> None:
+    @tool
+    def long_of_tests() -> str:
+        """Says much."""
+        return result
+
+    try:
+        make = bind("tools", {"tools": ["long_of_tests"], "parser": "hermes", "max_result": most})
+        calls = (call("long_of_tests", "{}"),)
+        step = await make().step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
+        assert step.messages[0]["content"] == said
+    finally:
+        TOOLS.forget("long_of_tests")
+
+
+async def test_an_episode_has_so_many_seconds_for_tools_and_counts_each_tool() -> None:
+    options = {"tools": ["calculate", "slow_of_tests"], "parser": "hermes", "tool_seconds": 0.3}
+    episode = bind("tools", options)()
+    calls = (call("calculate", '{"expression": "1/0"}'), call("slow_of_tests", "{}"), call("nothing", "{}"))
+    answers = []
+    try:
+        for _ in range(2):
+            step = await episode.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
+            answers.append([str(message["content"]) for message in step.messages])
+    finally:
+        release.set()
+    release.clear()
+    assert answers[0][1] == "error: no result within 0.3 s"
+    assert answers[1][:2] == ["error: the 0.3 s for tools are used up"] * 2
+    counted = {name: value for name, value in episode.metrics.items() if not name.endswith("seconds")}
+    slow = {"tool/slow_of_tests/calls": 2, "tool/slow_of_tests/errors": 2}
+    assert counted == {"tool/calculate/calls": 2, "tool/calculate/errors": 2, **slow}
+    assert 0.3 <= episode.metrics["tool/slow_of_tests/seconds"] < 20

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from hocket.errors import ConfigError, HocketError
@@ -204,16 +205,17 @@ _PLUGINS: dict[str, Plugin] = {}  # by module
 
 def load_plugins(paths: Iterable[str]) -> list[Plugin]:
     """Import Python files, whose decorators register; each once per process."""
-    return [_load_plugin(path) for path in paths]
+    return [_PLUGINS[load_plugin(path).__name__] for path in paths]
 
 
-def _load_plugin(path: str) -> Plugin:
+def load_plugin(path: str) -> ModuleType:
+    """Import one as `load_plugins`, and return its module."""
     file = Path(path).expanduser().resolve()
     if not file.is_file() or file.suffix != ".py":
         raise ConfigError(f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}")
     name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in _PLUGINS:
-        return _PLUGINS[name]
+        return sys.modules[name]
     content = file.read_bytes()
     before = {registry: registry.names - registry.unfinished for registry in Registry.every}
     spec: Any = importlib.util.spec_from_file_location(name, file)
@@ -235,7 +237,7 @@ def _load_plugin(path: str) -> Plugin:
     registers = [f"{registry.kind} {one}" for registry in Registry.every for one in sorted(_added(registry, before))]
     digest = hashlib.sha256(content).hexdigest()
     _PLUGINS[name] = Plugin(path, digest, content.decode(errors="replace"), tuple(registers))
-    return _PLUGINS[name]
+    return module
 
 
 def _added(registry: Registry[Any], before: Mapping[Registry[Any], Collection[str]]) -> set[str]:

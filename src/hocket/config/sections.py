@@ -217,7 +217,7 @@ class RolloutConfig(Section):
 
 class EnvConfig(Section, extra="allow"):
     name: str = "single_turn"
-    """`single_turn`, `tools`, `agent` or a plugin's; its options."""
+    """`single_turn`, `tools`, `agent`, `step` or a plugin's; its options."""
     max_turns: int = Field(16, ge=1)  # or model calls of an agent: an option of each (environments.md)
     timeout_s: float = Field(60.0, gt=0, le=86_400)  # of the environment or agent in an episode: likewise
 

@@ -62,6 +62,10 @@ class Step(Observation):
     done: bool = False
 
 
+class LostError(Exception):
+    """What an episode needs is gone, with what it held."""
+
+
 E = TypeVar("E", bound="Environment")
 
 
@@ -73,6 +77,7 @@ class Environment:
     thinking_tokens = 0  # before an answer of rollout.max_tokens
     gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
     step_timeout_s: float = 0.0  # of each step, which env.timeout_s does not count
+    metrics: Mapping[str, float] = {}  # of the episode, by name, `env/NAME`: a step has their means
 
     def player(self, players: Any) -> Any:
         """Return how its episodes are played: one of the ways of rollout/players.py."""
@@ -97,6 +102,7 @@ class Environment:
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
     openenv="hocket.envs.openenv",
+    step="hocket.envs.step",
 )
 
 

@@ -52,6 +52,10 @@ METRICS = (
     Metric("rollout/turns_mean", "mean number of model turns per episode, if any has several"),
     Metric("rollout/tool_errors", "share of tools' results that begin with `error: `",
            high=0.25, advice="read samples.jsonl: unknown tools, wrong arguments, tools that fail"),
+    Metric("tool/NAME/calls", "calls of a tool per episode"),
+    Metric("tool/NAME/errors", "those of them whose result begins with `error: `, per episode"),
+    Metric("tool/NAME/seconds", "seconds in a tool per episode"),
+    Metric("env/NAME", "mean over episodes of a number that the environment gives"),
     Metric("rollout/sequences_mean", "mean number of sequences per episode; each rewritten history adds one"),
     Metric("staleness/mean", "mean of newest published version − oldest that sampled a token of the rollout"),
     Metric("staleness/max", "the largest such difference (staleness)"),
@@ -198,6 +202,7 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     values = defaultdict[str, list[float]](list)  # of which the metrics are means
     lengths = list[float]()  # of the scored rollouts, less their group's mean, as their rewards are
     rewards = list[float]()
+    told = defaultdict[str, list[float]](list)  # by environments
     for group in groups:
         texts = Counter(rollout.text for rollout in group.rollouts)
         for rollout in group.rollouts:
@@ -208,6 +213,8 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             values["rollout/duplicates"].append(texts[rollout.text] > 1)
             values["rollout/turns_mean"].append(sum(sequence.turns for sequence in rollout.sequences))
             values["rollout/sequences_mean"].append(len(rollout.sequences))
+            for name, value in rollout.metrics.items():
+                told[name].append(value)
             for message in rollout.sequences[-1].dialogue:
                 if message.get("role") == "tool":
                     values["rollout/tool_errors"].append(str(message.get("content")).startswith("error: "))
@@ -220,7 +227,7 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         rewards += _centred([score.total for _, score in scored])
     if not values:
         return {}
-    metrics = {name: statistics.fmean(of) for name, of in values.items()}
+    metrics = {name: statistics.fmean(of) for name, of in {**told, **values}.items()}
     for name in ("rollout/turns_mean", "rollout/sequences_mean"):
         if max(values[name]) <= 1:
             del metrics[name]

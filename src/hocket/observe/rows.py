@@ -89,6 +89,8 @@ def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
         row["others"] = others
     if rollout.prompt.source:
         row["source"] = rollout.prompt.source
+    if rollout.metrics:
+        row["metrics"] = dict(rollout.metrics)
     if rollout.error is not None:
         row["failed"] = redacted(rollout.error)  # the episode; "error" may be a reward's
     return row
@@ -203,7 +205,12 @@ def rollout_of(row: Mapping[str, Any], id: str = "", folder: Path | None = None)
     )
     reward = row.get("parts", {}).get("env")  # of the environment alone
     return Rollout(
-        id=str(row.get("id", id)), prompt=prompt, sequences=sequences, reward=reward, error=row.get("failed")
+        id=str(row.get("id", id)),
+        prompt=prompt,
+        sequences=sequences,
+        reward=reward,
+        error=row.get("failed"),
+        metrics=row.get("metrics", {}),
     )
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -198,6 +198,7 @@ class Episode:
         self._images: Images = ()  # made of them
         self.reward = 0.0
         self._gives_reward = False
+        self._metrics: Mapping[str, float] = {}
         self._left_s = self.limits.timeout_s
         self._num_asked = 0
         self._held = most_tokens(self.prompt, self.seat.sampling)
@@ -214,9 +215,14 @@ class Episode:
             error = late(failed, self.seat)
         finally:
             self._hold(0)
-        sequences = (self.transcript.sequence(),)
-        reward = self.reward if self._gives_reward else None
-        return Rollout(id=self.seat.id, prompt=self.prompt, sequences=sequences, reward=reward, error=error)
+        return Rollout(
+            id=self.seat.id,
+            prompt=self.prompt,
+            sequences=(self.transcript.sequence(),),
+            reward=self.reward if self._gives_reward else None,
+            error=error,
+            metrics=self._metrics,
+        )
 
     def _hold(self, tokens: int) -> None:
         self.budget.change(tokens - self._held)
@@ -276,6 +282,7 @@ class Episode:
 
     async def _close(self, environment: Environment) -> None:
         self._left_s = self.limits.timeout_s
+        self._metrics = environment.metrics
         await self._call(environment.close, returns=(object,))
 
     def _room(self, token_ids: Sequence[int], observation: Observation) -> int:

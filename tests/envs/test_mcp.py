@@ -1,0 +1,176 @@
+"""Tools of MCP servers: real servers of the package's own classes, over stdio and HTTP, that are killed meanwhile."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.common.redaction import redacted
+from hocket.envs import Action
+from hocket.envs.base import LostError, bind
+from hocket.envs.tools import Tools
+from hocket.errors import ConfigError
+from hocket.protocol import ToolCall
+from processes import ROOT, START_S, free_port, wait_for
+
+PROGRAM = Path(__file__).with_name("mcp_server.py")
+COMMAND = f"{sys.executable} {PROGRAM}"
+needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the package mcp is not installed")
+
+
+def call(tool: str, **arguments: Any) -> ToolCall:
+    return ToolCall(name=tool, arguments=json.dumps(arguments))
+
+
+def tools(*servers: dict[str, Any], **options: Any) -> Tools:
+    made = bind("tools", {"mcp": servers, "parser": "hermes", **options})()
+    assert isinstance(made, Tools)
+    return made
+
+
+async def said(episode: Tools, *calls: ToolCall) -> Sequence[str]:
+    action = Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls)
+    return [message["content"] for message in (await episode.step(action)).messages]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), *sys.path]))
+    monkeypatch.setenv("A_KEY", "abcdefgh-1234")
+
+
+@contextlib.contextmanager
+def kept_up(port: int) -> Iterator[None]:
+    """Serves over HTTP, again whenever the server was killed."""
+    running: list[subprocess.Popen[bytes]] = []
+    ends = threading.Event()
+
+    def serve() -> None:
+        while not ends.is_set():
+            command = [sys.executable, str(PROGRAM), str(port)]
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            running[-1].wait()
+
+    def answers() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        wait_for(answers, "the server answers")
+        yield
+    finally:
+        ends.set()
+        running[-1].kill()
+        thread.join()
+
+
+@needs_mcp
+async def test_tools_of_a_server_stand_beside_functions_and_answer_with_their_text(environment: None) -> None:
+    stdio = {"command": COMMAND, "env": ["PYTHONPATH", "A_KEY"], "tools": ["counted", "variable", "sleep", "pid"]}
+    first = tools(stdio, tools=["calculate"], call_timeout_s=5)
+    second = tools(stdio, tools=["calculate"])
+    assert first.toolbox is not None
+    names = [tool["function"]["name"] for tool in first.toolbox.tools]
+    assert names == ["calculate", "counted", "variable", "sleep", "pid"]
+    assert first.toolbox.tools[2]["function"]["parameters"]["required"] == ["name"]
+    calls = (call("calculate", expression="2*3"), call("counted"), call("variable", name="A_KEY"))
+    assert await said(first, *calls) == ["6", "1", "abcdefgh-1234"]
+    assert redacted("abcdefgh-1234") == "[secret]"
+    assert await said(first, call("counted"), call("variable", name="HOCKET")) == ["2", "none"]
+    assert await said(second, call("counted")) == ["1"]  # a session of its own, so a process
+    (late, wrong) = await said(first, call("sleep", seconds=20), call("variable", nome="x"))
+    assert late == "error: no result within 5 s"
+    assert wrong.startswith("error: ")
+    assert (first.metrics["tool/variable/calls"], first.metrics["tool/variable/errors"]) == (3, 1)
+    (pid,) = await said(first, call("pid"))
+    await asyncio.gather(first.close(), second.close())
+    for _ in range(400):  # the process ends with its session
+        if not Path(f"/proc/{pid}").exists():
+            break
+        await asyncio.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@needs_mcp
+@pytest.mark.parametrize("way", ["stdio", "http"])
+async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have_a_new_session(
+    way: str, environment: None
+) -> None:
+    port = free_port()
+    server = {"url": f"http://127.0.0.1:{port}/mcp"} if way == "http" else {"command": COMMAND, "env": ["PYTHONPATH"]}
+    ends: Counter[str] = Counter()
+    pids: list[int] = []
+    at_once = asyncio.Semaphore(8)
+
+    async def episode() -> None:
+        async with at_once:
+            playing = tools({**server, "session": "shared"}, call_timeout_s=60)
+            try:
+                for _ in range(3):
+                    (pid,) = await said(playing, call("pid"))
+                    pids.append(int(pid))
+                    await said(playing, call("sleep", seconds=0.05))
+                ends["whole"] += 1
+            except LostError:
+                ends["lost"] += 1
+            finally:
+                await playing.close()
+
+    async def kill_twice() -> None:
+        killed = list[int]()
+        while len(killed) < 2:
+            for pid in {*pids} - {*killed}:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+            await asyncio.sleep(0.02)
+
+    with kept_up(port) if way == "http" else contextlib.nullcontext():
+        async with asyncio.timeout(START_S):
+            await asyncio.gather(kill_twice(), *(episode() for _ in range(40)))
+    assert sum(ends.values()) == 40
+    assert min(ends["lost"], ends["whole"]) >= 2
+    assert len({*pids}) == 3
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        ({}, "set either command or url"),
+        ({"command": "a", "url": "b"}, "set either command or url"),
+        ({"comand": "a"}, "no option 'comand' .did you mean 'command'"),
+        ({"command": "a", "session": "each"}, "session"),
+        ({"command": "a", "env": "NOT_SET"}, "the environment variable NOT_SET, which is not set: export it"),
+        ({"url": "http://[", "headers": {"Authorization": "NOT_SET"}}, "NOT_SET, which is not set"),
+        (
+            {"command": "no-such-program"},
+            "server no-such-program is lost: .*; try by hand whether it starts",
+        ),
+        ({"url": "http://127.0.0.1:9/mcp"}, "is lost: ConnectError: .*, or answers at that URL"),
+    ],
+)
+@needs_mcp
+def test_wrong_settings_are_refused_at_the_start(server: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tools(server)
+
+
+def test_without_the_package_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"env\.mcp needs the package mcp: \.venv/bin/pip install mcp"):
+        tools({"command": "a"})
+    with pytest.raises(ConfigError, match="it has no tools: name some under tools, or servers under mcp"):
+        tools()
