@@ -21,7 +21,7 @@ from hocket.config import DataConfig
 from hocket.config.sections import RewardSpec
 from hocket.data.prompts import Renderer, renderer_of
 from hocket.envs import Action, Environment, Observation, Step, tool
-from hocket.envs.base import SingleTurn
+from hocket.envs.base import SingleTurn, drop_oldest
 from hocket.envs.tools import Tools
 from hocket.errors import ServerError
 from hocket.protocol import Completion, ToolCall
@@ -566,3 +566,82 @@ async def test_an_environment_may_begin_the_models_first_turn(renderer: Renderer
 
     rollout = await one_episode(Begins, FakeEngine().ask, renderer)
     assert rollout.text.startswith("<think>text of ")
+
+
+class Chatty(Environment):
+    """Answers at length, six times."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def step(self, action: Action) -> Step:
+        self.turns += 1
+        told = {"role": "user", "content": str(self.turns) * 20}
+        return Step(messages=[told], reward=float(self.turns), done=self.turns == 6)
+
+
+async def summary(prompt: Sequence[Message], dialogue: Sequence[Message]) -> list[Message]:
+    return [{"role": "assistant", "content": f"{len(dialogue)} messages"}, dialogue[-1]]
+
+
+@pytest.mark.parametrize("shorten", [drop_oldest, summary])
+async def test_history_that_outgrows_the_context_goes_on_shortened_in_a_new_sequence(
+    renderer: Renderer, shorten: Any
+) -> None:
+    """Prompt and opening have 6 tokens, a turn at most 8, an answer of the environment 23."""
+    engine = FakeEngine()
+    limits = Limits(max_turns=9, max_length=100, timeout_s=5.0, history=shorten)
+    (group,) = await played(Chatty, renderer, engine, num_prompts=1, limits=limits)
+    rollout = group.rollouts[0]
+    assert (rollout.error, rollout.reward, rollout.finish_reason) == (None, 1 + 2 + 3 + 4 + 5 + 6, "stop")
+    assert len(rollout.sequences) >= 2
+    assert [turn.number for one in rollout.sequences for turn in one.turn_rewards] == list(range(6))
+    assert [turn.reward for one in rollout.sequences for turn in one.turn_rewards] == [1, 2, 3, 4, 5, 6]
+    contexts = iter(engine.turns)
+    begin = renderer.encode([renderer.render(({"role": "user", "content": "000"},))])[0]
+    for sequence in rollout.sequences:
+        assert list(sequence.token_ids[: len(begin)]) == begin
+        for _ in range(sequence.turns):
+            turn, completion = next(contexts)
+            assert turn.sampling.max_tokens == 8  # never cut short by the context
+            assert turn.token_ids == tuple(sequence.token_ids[: len(turn.token_ids)])
+            end = len(turn.token_ids) + len(completion.token_ids)
+            assert tuple(sequence.token_ids[len(turn.token_ids) : end]) == completion.token_ids
+    assert next(contexts, None) is None
+    second = rollout.sequences[1]
+    shown = renderer._tokenizer.decode(second.token_ids[: second.mask.index(True)])
+    num_before = rollout.sequences[0].turns
+    assert shown.startswith("<|user|>000<|end|><|assistant|>")
+    assert str(num_before) * 20 in shown
+    assert "1" * 20 not in shown
+    assert (f"{2 * num_before} messages" in shown) == (shorten is summary)
+
+
+async def unchanged(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Sequence[Message]:
+    return dialogue
+
+
+async def failing(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Any:
+    raise KeyError("a bug")
+
+
+async def nothing(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Any:
+    return "x"
+
+
+@pytest.mark.parametrize(
+    ("shorten", "said"),
+    [
+        (unchanged, None),  # it ends as with keep
+        (failing, "environment: failing raised KeyError: 'a bug'"),
+        (nothing, "environment: nothing returned str, which it may not"),
+    ],
+)
+async def test_a_history_that_does_not_help_ends_its_episode(
+    renderer: Renderer, shorten: Any, said: str | None
+) -> None:
+    limits = Limits(max_turns=9, max_length=100, timeout_s=5.0, history=shorten)
+    (group,) = await played(Chatty, renderer, FakeEngine(), num_prompts=1, limits=limits)
+    rollout = group.rollouts[0]
+    assert (len(rollout.sequences), rollout.sequences[0].turns >= 3) == (1, True)
+    assert str(rollout.error).startswith(said) if said else (rollout.error, rollout.finish_reason) == (None, "length")

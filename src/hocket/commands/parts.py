@@ -252,7 +252,12 @@ class Parts:
             make=self.environment,
             renderer=renderer_of(self.config.data, self.tokenizer, self._tools),
             decode=self.tokenizer.decode,
-            limits=Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s),
+            limits=Limits(
+                max_turns=env.max_turns,
+                max_length=self.longest,
+                timeout_s=env.timeout_s,
+                history=None if env.history == "keep" else environments.HISTORIES.get(env.history, "env.history: "),
+            ),
         )
         play: Play = self.example.player(players)
         return play

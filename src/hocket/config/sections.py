@@ -220,6 +220,8 @@ class EnvConfig(Section, extra="allow"):
     """`single_turn`, `tools`, `agent`, `step` or a plugin's; its options."""
     max_turns: int = Field(16, ge=1)  # or model calls of an agent: an option of each (environments.md)
     timeout_s: float = Field(60.0, gt=0, le=86_400)  # of the environment or agent in an episode: likewise
+    history: str = "keep"
+    """Way with history that outgrows model.max_length: `keep` ends the episode, `drop_oldest`, or a plugin's."""
 
 
 class RewardSpec(Section, extra="allow"):

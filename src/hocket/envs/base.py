@@ -152,6 +152,19 @@ class SingleTurn(Environment):
         return Step(text=CLOSING if left_open(self._opening + action.text) else "", goes_on=True)
 
 
+History = Callable[[Sequence[Message], Sequence[Message]], Awaitable[Any]]
+"""(what an episode began with, messages since) → fewer or shorter ones in place of these."""
+HISTORIES: Registry[History] = Registry("history")
+history = HISTORIES.register  # decorator: @history("name")
+
+
+@history("drop_oldest")
+async def drop_oldest(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Sequence[Message]:
+    """Keep the newer half of the model's turns, with what was answered to them."""
+    turns = [place for place, message in enumerate(dialogue) if message["role"] == "assistant"]
+    return dialogue[turns[len(turns) // 2] :]
+
+
 bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_fields)
 
 

@@ -18,7 +18,7 @@ from hocket.client.batcher import Turn
 from hocket.common.tasks import seed_of
 from hocket.data.prompts import Images, Renderer, TooLongError
 from hocket.envs import Action, Environment, Observation, Step
-from hocket.envs.base import left_open
+from hocket.envs.base import History, left_open
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
@@ -26,6 +26,7 @@ from hocket.types import FinishReason, Image, Message, Prompt, Rollout, TokenSeq
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
+MAX_SHORTENED = 16  # times that history is shortened until it fits
 _RENDERING = ThreadPoolExecutor(1, "render")  # two threads must not use a tokenizer at once
 
 
@@ -40,6 +41,7 @@ class Limits:
     max_turns: int
     max_length: int  # tokens of the whole sequence
     timeout_s: float  # in the environment, or of an agent
+    history: History | None = None  # shortens what outgrows max_length; None: the episode ends there
 
 
 class TokenBudget:
@@ -100,7 +102,8 @@ def state_of(token_ids: Sequence[int], images: Iterable[Image] = ()) -> str:
 class Transcript:
     """The sequence so far, prompt first; tokens are only ever appended."""
 
-    def __init__(self, token_ids: Sequence[int], opening: str = "", images: Images = ()) -> None:
+    def __init__(self, token_ids: Sequence[int], opening: str = "", images: Images = (), number: int = 0) -> None:
+        self.number = number  # of the next turn in the episode
         self.opening = self._template_opening = opening
         self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("d")
         self.images: list[Image] = []
@@ -143,8 +146,9 @@ class Transcript:
             self.dialogue.pop()
             self.add_reward(0.0, tokens=len(completion.token_ids))
         else:
-            self.turn_rewards.append(TurnReward(self.turns, len(completion.token_ids), state=self._state))
+            self.turn_rewards.append(TurnReward(self.number, len(completion.token_ids), state=self._state))
             self.turns += 1
+            self.number += 1
         self.dialogue.append({"role": "assistant", "content": self.text})
 
     def add_reward(self, reward: float, *, tokens: int = 0) -> None:
@@ -196,6 +200,9 @@ class Episode:
         self.transcript = Transcript(self.prompt.token_ids, self.prompt.opening, self.prompt.images)
         self._pictures: Sequence[Any] = ()  # of an observation, as the environment gives them
         self._images: Images = ()  # made of them
+        self._ended: list[TokenSequence] = []  # whose history was shortened
+        self._began = [*(self.prompt.messages or ())]
+        self._since: Sequence[Message] = ()  # messages after these, in the prompt of the transcript
         self.reward = 0.0
         self._gives_reward = False
         self._metrics: Mapping[str, float] = {}
@@ -215,13 +222,10 @@ class Episode:
             error = late(failed, self.seat)
         finally:
             self._hold(0)
+        sequences = (*self._ended, self.transcript.sequence())
+        reward = self.reward if self._gives_reward else None
         return Rollout(
-            id=self.seat.id,
-            prompt=self.prompt,
-            sequences=(self.transcript.sequence(),),
-            reward=self.reward if self._gives_reward else None,
-            error=error,
-            metrics=self._metrics,
+            id=self.seat.id, prompt=self.prompt, sequences=sequences, reward=reward, error=error, metrics=self._metrics
         )
 
     def _hold(self, tokens: int) -> None:
@@ -262,7 +266,7 @@ class Episode:
             if step.done:
                 return
             observation = self._seen(step)
-            token_ids = await self._between(observation, completion)
+            token_ids = await self._within(await self._between(observation, completion), observation)
         self.transcript.finish_reason = "length"
         self._reward(await self._call(environment.truncated, returns=(float, int)))
 
@@ -287,7 +291,7 @@ class Episode:
 
     def _room(self, token_ids: Sequence[int], observation: Observation) -> int:
         """Return how many tokens the next turn may have after these; below 1: there is none."""
-        if self.transcript.turns == self.limits.max_turns and not observation.goes_on:
+        if self.transcript.number == self.limits.max_turns and not observation.goes_on:
             return 0
         return self.limits.max_length - len(self.transcript.token_ids) - len(token_ids)
 
@@ -304,9 +308,9 @@ class Episode:
         """Return the tokens that reset adds to the prompt; with messages, that is rendered anew."""
         if not observation.messages:
             return await self._text(observation)
-        messages = [*(self.prompt.messages or ()), *observation.messages]
+        self._began += observation.messages
         self._pictures = [*(image.data for image in self.prompt.images), *self._pictures]
-        token_ids = await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)))
+        token_ids = await self._chat(self._began)
         if token_ids is None or len(token_ids) >= self.limits.max_length:
             raise EpisodeError("reset: the prompt with its messages leaves no room for a turn in model.max_length")
         self.transcript = Transcript(token_ids, self.prompt.opening, self._images)
@@ -320,6 +324,29 @@ class Episode:
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
         following = partial(self.renderer.following, step.messages, self.prompt.options, ended=ended)
         return await self._rendered(partial(following, at_most=self.limits.max_length))
+
+    async def _within(self, token_ids: list[int] | None, step: Observation) -> list[int] | None:
+        """Return a step's tokens; none, where history outgrows the context: a new sequence has a shorter one."""
+        wanted = step.max_tokens or self.seat.sampling.max_tokens
+        is_over = token_ids is None or self._room(token_ids, step) < wanted
+        has_turn = self.transcript.number < self.limits.max_turns and not step.goes_on
+        if self.limits.history is None or not (is_over and has_turn):
+            return token_ids
+        dialogue: Sequence[Message] = [*self._since, *self.transcript.dialogue, *step.messages]
+        if step.text or self._pictures or self.transcript.images or any(m["role"] == "environment" for m in dialogue):
+            raise EpisodeError("env.history can shorten messages alone, no texts or images: set env.history=keep")
+        for _ in range(MAX_SHORTENED):
+            dialogue = await self._call(self.limits.history, self._began, dialogue, returns=(list, tuple))
+            asked = await self._chat([*self._began, *dialogue])
+            if asked is not None and len(asked) + wanted <= self.limits.max_length:
+                self._ended.append(self.transcript.sequence())
+                self._since = dialogue
+                self.transcript = Transcript(asked, self.prompt.opening, number=self.transcript.number)
+                return []
+        return token_ids
+
+    async def _chat(self, messages: Sequence[Message]) -> list[int] | None:
+        return await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)))
 
     async def _text(self, observation: Observation) -> list[int] | None:
         return await self._rendered(lambda: self._encode(observation.text)) if observation.text else []

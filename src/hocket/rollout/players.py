@@ -8,6 +8,7 @@ from hocket.client.pool import ServerPool
 from hocket.data.prompts import Renderer
 from hocket.envs.agents import Agent
 from hocket.envs.base import Environment
+from hocket.errors import ConfigError
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget, single_turn
@@ -35,6 +36,8 @@ class Players:
         ).play()
 
     def agents(self, agent: Agent) -> Play:
+        if self.limits.history is not None:
+            raise ConfigError("env.history: an agent shortens its chat itself; leave it out")
         budget = self._budget()
         return Agents(agent=agent, pool=self.pool, limits=self.limits, decode=self.decode, budget=budget).play
 

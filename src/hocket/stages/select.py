@@ -97,7 +97,8 @@ def _is_whole(row: Row) -> bool:
         return False
     roles = [message["role"] for message in turns]
     is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
-    return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat
+    has_all = "others" not in row  # of an episode, not of its last sequence alone
+    return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat and has_all
 
 
 def _reward(row: Row) -> float:
