@@ -237,7 +237,7 @@ def _sequence(row: Mapping[str, Any], folder: Path | None) -> TokenSequence:
     if row.get("images"):
         from hocket.observe.images import image_of
 
-        images = tuple(image_of(one, folder) for one in row["images"])
+        images = tuple(image_of(image, folder) for image in row["images"])
     return TokenSequence(
         token_ids=token_ids,
         mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
