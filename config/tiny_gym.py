@@ -16,6 +16,14 @@ OPTIONS: dict[str, dict[str, int]] = {
 }
 
 
+def swapped(word: str, rng: random.Random) -> str:
+    """Return a word with two letters swapped."""
+    letters = [*word]
+    i, j = rng.sample(range(len(word)), 2)
+    letters[i], letters[j] = letters[j], letters[i]
+    return "".join(letters)
+
+
 @TASKS.register("gym_demos")
 def gym_demos(split: str, seed: int) -> Iterator[dict[str, Any]]:
     """Yield rows of both tasks in turn, from other seeds than those of config/gym.yaml."""
@@ -26,6 +34,5 @@ def gym_demos(split: str, seed: int) -> Iterator[dict[str, Any]]:
         answer = entry["answer"]
         response = answer
         if rng.random() < 0.5:
-            digits = str(int(answer) + rng.choice((1, 2))) if answer.isdigit() else ""
-            response = digits or "".join(rng.sample(answer, len(answer)))
+            response = str(int(answer) + rng.choice((1, 2))) if answer.isdigit() else swapped(answer, rng)
         yield {"prompt": entry["question"], "answer": answer, "response": response}
