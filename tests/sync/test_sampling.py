@@ -153,7 +153,9 @@ def test_witnesses_are_a_fair_draw_where_answers_have_no_say_in_who_is_one(
 ) -> None:
     monkeypatch.setattr(parts.tokenizers, "end_ids", lambda path, tokenizer: ())
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", setting])
-    own: Any = SimpleNamespace(config=config, console=SimpleNamespace(say=print, alarmed=()), check_server=None)
+    own: Any = SimpleNamespace(
+        config=config, single_turns=True, console=SimpleNamespace(say=print, alarmed=()), check_server=None
+    )
     own.tokenizer = SimpleNamespace(decode=decode)
     calls: Any = SimpleNamespace(rewards={"one": SimpleNamespace(of_group=of_group)})
     found = parts.Parts.publisher(own, ExitStack(), own, ServerPool(()), [PROMPT], calls, [])
