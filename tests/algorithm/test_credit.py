@@ -9,6 +9,7 @@ from hocket.algorithm.choices import check, credit
 from hocket.algorithm.samples import shape, train_samples
 from hocket.config import AlgorithmConfig
 from hocket.errors import ConfigError
+from hocket.observe.rows import groups_of, lines_of
 from hocket.types import Columns, Group, Prompt, Rollout, Score, TokenSequence, TurnReward
 
 Turn = tuple[float, str]  # its reward, and the state before it
@@ -119,18 +120,32 @@ def test_turns_of_an_agents_sequences_are_in_the_order_of_its_calls() -> None:
 
 def test_advantages_over_turns_with_a_critic_by_hand() -> None:
     """One step is a turn: its value is that of its first token, its target the same for all its tokens."""
-    own = episode([(1.0, ""), (2.0, "")])
+    own = episode([(0.1, ""), (2.0, "")])
     values = [0.0, 0.5, 9.0, 0.0, 0.25, 9.0, 0.0]
     algorithm = settings(
         "baseline={name: critic, discount: 0.5, gae_lambda: 0.5}", "scale=none", "credit=turn", "correction=none"
     )
-    scores = (Score(total=3.0),)
+    scores = (Score(total=2.1),)
     shaped = shape(Group(id="g", rollouts=(own,), scores=scores), algorithm, 10)
     (sample,), _ = train_samples([shaped], [{"values": values}], algorithm, 0.0)
     last = 2.0 - 0.25
-    first = (1.0 + 0.5 * 0.25 - 0.5) + 0.25 * last
-    assert list(sample.advantages) == [0.0, first, first, 0.0, last, last, 0.0]
-    assert list(sample.columns["returns"]) == [0.0, first + 0.5, first + 0.5, 0.0, 2.0, 2.0, 0.0]
+    first = (0.1 + 0.5 * 0.25 - 0.5) + 0.25 * last
+    returns = [0.0, first + 0.5, first + 0.5, 0.0, 2.0, 2.0, 0.0]
+    assert sample.advantages == pytest.approx([0.0, first, first, 0.0, last, last, 0.0], abs=1e-14)
+    assert sample.columns["returns"] == pytest.approx(returns, abs=1e-14)
+
+
+def test_a_replay_gives_each_turn_the_advantage_of_the_run() -> None:
+    """An episode of one turn, too, is compared with the states of the others."""
+    episodes = (episode([(1.0, "a")]), episode([(0.0, "a"), (0.0, "b")]), episode([(0.0, "c")]))
+    group = Group(id="g", rollouts=episodes, scores=tuple(Score(total=total) for total in (1.0, 0.0, 0.0)))
+    algorithm = settings("credit=step_groups", "scale=none")
+    samples, again = (
+        train_samples([shape(one, algorithm, 10)], (), algorithm, 0.0)[0]
+        for one in (group, *groups_of(lines_of([group]).splitlines()))
+    )
+    assert samples[0].advantages[1] != samples[1].advantages[1]
+    assert [[*one.advantages] for one in again] == [[*one.advantages] for one in samples]
 
 
 def test_an_own_credit_is_a_function_and_baselines_that_compare_no_turns_are_refused() -> None:

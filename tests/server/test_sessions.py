@@ -180,6 +180,7 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
     calls = server.record_of(session_id).calls
     told = [whole.choices[0].message.content, streamed, plain.choices[0].text]
     assert [call.completion.text for call in calls] == told
+    assert (calls[0].id, calls[2].id) == (whole.id, plain.id)  # by which an agent names them
     rendered = kit.make_tokenizer()("user:hello;assistant:")["input_ids"]
     assert [list(call.prompt_token_ids) for call in calls] == [rendered, rendered, [5, 6, 7]]
     assert len({call.seed for call in calls}) == 3

@@ -246,7 +246,7 @@ def _by_turn(rows: Sequence[_Row], reward: float, algorithm: AlgorithmConfig, kl
     kl_n = torch.cat([row.kl_n for row in rows])
     of_turn = [part.sum() for part in torch.split(kl_n, sizes.tolist())]
     turns = in_order([row.turns for row in rows], reward)
-    rewards_k = torch.stack(of_turn)[order] * -kl_coef + torch.tensor([turn.reward for turn in turns])
+    rewards_k = torch.stack(of_turn)[order] * -kl_coef + kl_n.new_tensor([turn.reward for turn in turns])
     needed = {}
     for name in choice.needs:
         values_n = torch.cat([_sampled(row.columns[name], row.sequence) for row in rows])

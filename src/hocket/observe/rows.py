@@ -68,8 +68,6 @@ def _plain(value: Any) -> Any:
 
 def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
     *others, last = map(_sequence_row, rollout.sequence_ids, rollout.sequences)
-    if sum(sequence.turns for sequence in rollout.sequences) == 1:
-        last.pop("turn_rewards", None)
     row = {
         "id": rollout.id,
         "group_id": group.id,

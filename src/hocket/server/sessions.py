@@ -282,6 +282,8 @@ def recording(
         return ask(params, request_id)
     vllm_api.refuse_constraints(params)
     images = sampler.eyes.places(prompt)
+    if request_id.startswith("cmpl-"):
+        request_id = request_id.removesuffix("-0")  # the number of the prompt, which the answer's id lacks
     call = session.begin(list(prompt["prompt_token_ids"]), params.max_tokens, request_id, images)
 
     def sample() -> AsyncGenerator[Any, None]:
