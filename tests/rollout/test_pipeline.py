@@ -133,9 +133,15 @@ async def test_servers_without_work_between_two_steps_have_waited_for_the_policy
         first, second = await batches.batch(1), await batches.batch(2)
         clock.now += 4.0  # the trainer works
         third = await batches.batch(3)
+        clock.now += 4.0
+        batches.begin_early(4)
+        await settled()
+        clock.now += 2.0  # the last rewards of an evaluation
+        fourth = await batches.batch(4)
     assert "pipeline/wait_for_policy" not in first.metrics
     assert second.metrics["pipeline/wait_for_policy"] == 0.0
     assert third.metrics["pipeline/wait_for_policy"] == 4 / (6 + 4)
+    assert fourth.metrics["pipeline/wait_for_policy"] == (4 + 2) / (6 + 4 + 6 + 2)
 
 
 async def test_the_rollouts_of_a_step_depend_on_seed_and_step_alone_however_early_they_begin() -> None:

@@ -66,7 +66,7 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     def __post_init__(self) -> None:
         self._begun: dict[int, tuple[Plan, asyncio.Task[None]]] = {}
         self._asked: float | None = None
-        self._finished = 0.0
+        self._finished = self._looked = self._idle_s = 0.0
 
     async def __aexit__(self, *exc_info: object) -> None:
         await cancel([task for _, task in self._begun.values()])
@@ -75,12 +75,11 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         """Return a step's batch, empty at the stream's end, once `version` of the step before is published."""
         start = time.perf_counter()
         metrics = {"pipeline/queued_groups": float(sum(len(plan.batch.groups) for plan, _ in self._begun.values()))}
+        self._begin(step, start)
         if self._asked is not None:
-            busy = not all(task.done() for _, task in self._begun.values())
-            idle_s = 0.0 if busy else start - max(self._finished, self._asked)
-            metrics["pipeline/wait_for_policy"] = idle_s / (start - self._asked)
+            metrics["pipeline/wait_for_policy"] = self._idle_s / (start - self._asked)
         self._asked = start
-        self._begin(step)
+        self._idle_s = 0.0
         plan, task = self._begun[step]
         while not task.done():
             self.progress(step, f"generating, {len(plan.batch.groups)}/{plan.batch.num_drawn} groups scored")
@@ -103,9 +102,12 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     def begin_early(self, step: int) -> None:
         """Begin what `batch` would, as the weights for it are on the servers."""
         if self.early:
-            self._begin(step)
+            self._begin(step, time.perf_counter())
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, now: float) -> None:
+        if all(task.done() for _, task in self._begun.values()):
+            self._idle_s += now - max(self._finished, self._looked)
+        self._looked = now
         for due in range(step, min(step + self.max_staleness, self.steps) + 1):
             if due not in self._begun:
                 plan = self.plan(due)
