@@ -11,7 +11,7 @@ from hocket.client.pool import Deadline
 from hocket.commands import parts as parts_module
 from hocket.commands.mixture import MixedCalls, MixedParts, measured_each
 from hocket.commands.parts import Parts
-from hocket.commands.runs import _calls, _parts
+from hocket.commands.runs import _calls, _parts, score_samples
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load, to_yaml
 from hocket.errors import ConfigError
@@ -49,6 +49,41 @@ def test_a_source_has_what_it_does_not_say_from_the_sections_of_the_run() -> Non
 def test_a_mixture_reads_back_from_what_the_run_folder_keeps(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(config().as_dict()))
     assert load(tmp_path / "config.yaml") == config()
+
+
+def test_other_weights_are_another_run() -> None:
+    before = config().as_dict()  # whose keys of data may not change (trainer/checkpoints.py)
+    assert [*config("data.sources=[{source: task:sort, weight: 2}]").changes(before)] == ["data.sources"]
+
+
+def test_rewards_of_turns_are_asked_of_each_source_alone() -> None:
+    turns = "{source: a.jsonl, rewards: {env: 1}}"
+    load(None, [f"data.sources=[{turns}]", "algorithm.credit=turn"])
+    with pytest.raises(
+        ConfigError, match=r"data\.sources, sort: .*needs rewards of turns: add rewards\.functions\.env"
+    ):
+        load(None, [f"data.sources=[{turns}, task:sort]", "algorithm.credit=turn"])
+
+
+def test_it_is_said_that_nothing_is_evaluated_where_no_source_has_held_out_rows() -> None:
+    said: list[str] = []
+    model = f"model.path={ROOT}/checkpoints/tiny-sort"
+    for sources in ("[task:sort, a.jsonl]", "[a.jsonl, b.jsonl]"):
+        with Console(1) as console:
+            console.say = said.append  # type: ignore[method-assign]
+            mixed = _parts(load(None, [f"data.sources={sources}", model, "eval.num_prompts=2"]), console)
+            assert len(mixed.held_out()) == (2 if "task:" in sources else 0)
+    (once,) = [line for line in said if "nothing is evaluated" in line]
+    assert "held_out of data.sources" in once
+
+
+def test_rollouts_of_a_source_with_rewards_of_its_own_are_not_scored_by_those_of_the_run(tmp_path: Path) -> None:
+    prompt = Prompt(id="p", token_ids=(1,), source="sort")
+    (tmp_path / "rollouts").mkdir()
+    file = tmp_path / "rollouts" / "step_000001.jsonl"
+    file.write_text(lines_of([Group(id="g", rollouts=(played(prompt, "g/0"),), scores=(Score(total=1.0),))]))
+    with pytest.raises(ConfigError, match=r"is of the source sort, which has rewards of its own: add data\.sources"):
+        score_samples(config(), file, None)
 
 
 def test_a_set_of_weight_0_is_only_held_out(tmp_path: Path) -> None:

@@ -77,12 +77,6 @@ def test_a_killed_stream_draws_the_same_again(curriculum: type[Curriculum]) -> N
     assert saved(again) == saved(whole)
 
 
-def test_other_weights_than_those_of_the_checkpoint_are_refused() -> None:
-    state = saved(new_stream())
-    with pytest.raises(DataError, match=r"had the weights .*0\.6.* and has .*1\.0.* now; use the same, or start"):
-        new_stream({"a": 1.0, "b": 0.3, "c": 0.1}).restore(state)
-
-
 def test_draws_of_an_exhausted_source_go_to_the_others_and_all_other_draws_stay() -> None:
     def drawn(retired: str) -> list[str]:
         stream = new_stream(size=5, retire_after=1)
@@ -156,7 +150,7 @@ def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_
     chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "3?"}]
     of_chat = Prompts([Prompt(id="c", token_ids=(1,), text="3?", answer="x", messages=tuple(chat))])
     assert len(unlike(rows, of_chat, True, said.append)) == 3  # whatever the system says
-    with pytest.raises(DataError, match="leaves no prompt to train on"):
+    with pytest.raises(DataError, match=r"leaves no prompt of data\.source: other held-out rows"):
         unlike(asked("3?"), held_out, True, said.append)
 
 

@@ -90,6 +90,28 @@ def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can
         select(agent, output, min_reward=None, per_prompt=1)
 
 
+def test_rollouts_of_a_mixture_have_the_tools_of_their_source_and_an_agents_are_left_out(tmp_path: Path) -> None:
+    sources = "[{name: plain}, {name: calls, env: {name: tools, tools: [calculate], parser: hermes}}, "
+    sources += "{name: agent, env: {name: agent, function: guess}}]"
+    rows = [
+        recorded(1, f"{source}{number}", 1.0, f"{number}", source=source, group_id=source) | {"reward": 1.0 - number}
+        for source in ("plain", "calls", "agent")
+        for number in range(2)
+    ]
+    run = run_of(tmp_path / "run", rows, f"data.sources={sources}", f"plugins=[{ROOT}/config/guess_agent.py]")
+    output = tmp_path / "rows.jsonl"
+    for how in (lambda: select(run, output, min_reward=None, per_prompt=1), lambda: select_pairs(run, output)):
+        how()
+        found = [json.loads(line) for line in output.read_text().splitlines()]
+        tools = {
+            row["prompt_id"]: [tool["function"]["name"] for tool in row["tools"] or ()]
+            for row in found
+            if "tools" in row
+        }
+        assert [row["prompt_id"] for row in found] == ["plain0", "calls0"]
+        assert tools == {"calls0": ["calculate"]}
+
+
 def test_best_and_worst_of_a_group_become_a_preference_with_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     rows = [
         recorded(1, "ba", 0.5, "ba"), recorded(1, "ba", 1.0, "ab"), recorded(1, "ba", 1.0, "a b"),

@@ -88,7 +88,9 @@ class MixedParts(Parts):
         return all(part.single_turns for part in self.of.values())
 
     def held_out(self) -> Sequence[Prompt]:
-        return [of_source(prompt, name) for name, part in self.of.items() for prompt in part.held_out()]
+        of = {name: part.held_out() for name, part in self.of.items() if part.config.held_out_data is not None}
+        prompts = [of_source(prompt, name) for name, mine in of.items() for prompt in mine]
+        return prompts or super().held_out()
 
     def stream(self, prompts: Prompts) -> PromptStream:
         assert isinstance(prompts, Mixture)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
-NO_ROWS = "eval.data names no held-out rows: set its source or, of a hub dataset, its split"
+NO_ROWS = "eval.data, or held_out of data.sources, names no rows: set its source or, of a hub dataset, its split"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -364,6 +364,10 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
                 group = repr((prompt.text, prompt.messages, prompt.answer))
         except DAMAGED as error:
             raise DataError(f"{place} is no sample: {error}") from error
+        source = rollout.prompt.source
+        if config.of(source).rewards != config.rewards:
+            what = f"{place} is of the source {source}, which has rewards of its own"
+            raise ConfigError(f"{what}: add data.sources=[], and these as rewards.functions")
         groups.setdefault(group, []).append(rollout)
 
     async def score(scorer: RewardScorer) -> list[Score]:

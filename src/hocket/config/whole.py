@@ -55,7 +55,7 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
             )
-        if self.algorithm.by_turn and "env" not in self.rewards.functions:
+        if self.algorithm.by_turn and not self.data.sources and "env" not in self.rewards.functions:
             raise ValueError(
                 f"algorithm.credit={self.algorithm.credit} needs rewards of turns: add rewards.functions.env"
             )
@@ -65,7 +65,7 @@ class Config(Section):
             if self.rollout.temperature != 1:
                 raise ValueError(f"the server {reference} scores at temperature 1: set rollout.temperature=1")
         if self.checkpoint.best is not None and not any(one.held_out_data for one in self.views.values()):
-            raise ValueError("checkpoint.best needs held-out rows: set eval.data")
+            raise ValueError("checkpoint.best needs held-out rows: set eval.data, or held_out of data.sources")
         if self.data.sources:
             self._refuse_sources()
         run_dir = self.run_dir.resolve()

@@ -86,7 +86,9 @@ def unlike(prompts: Prompts, held_out: Sequence[Prompt], exclude: bool, say: Cal
     if not exclude:
         return prompts
     if empty := [name for name, mine in left.items() if not mine]:
-        raise DataError(f"data.exclude_overlap leaves no prompt to train on {empty[0]}: other held-out rows are needed")
+        raise DataError(
+            f"data.exclude_overlap leaves no prompt of {empty[0] or 'data.source'}: other held-out rows are needed"
+        )
     return Mixture(left) if isinstance(prompts, Mixture) else left[""]
 
 
@@ -140,12 +142,9 @@ class MixedStream(PromptStream):
 
     def state(self) -> dict[str, Any]:
         states = {name: stream.state() for name, stream in self._streams.items()}
-        return {"num_drawn": self._num_drawn, "weights": dict(self._weights), "sources": states}
+        return {"num_drawn": self._num_drawn, "sources": states}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if state.get("weights") != dict(self._weights):
-            what = f"data.sources had the weights {state.get('weights')} and has {dict(self._weights)} now"
-            raise DataError(f"can't resume: {what}; use the same, or start a new run from the newest weights")
         self._num_drawn = state["num_drawn"]
         for name, stream in self._streams.items():
             stream.restore(state["sources"][name])

@@ -43,7 +43,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     what = f"{len(chosen)} of {num} rollouts, of {len(best)} prompts; rewards from {min_reward:.3g}, mean {mean:.3g}"
     rate = max(config.trainer.learning_rate, SFT_RATE)
     options = f"sft.epochs=3 trainer.learning_rate={rate:g} "
-    return _write(output, [_demonstration(row, tools) for row in chosen], what, config, "sft", options)
+    return _write(output, [_demonstration(row, tools[_source(row)]) for row in chosen], what, config, "sft", options)
 
 
 def select_pairs(run: Path, output: Path) -> str:
@@ -60,7 +60,7 @@ def select_pairs(run: Path, output: Path) -> str:
         if margin > 0 and _said(best) != _said(worst):
             sides = {"chosen": _said(best), "rejected": _said(worst), "margin": margin}
             asked = {"prompt": best["messages"] or best["prompt"], "prompt_id": best["prompt_id"]}
-            pairs.append({**asked, **sides, **tools})
+            pairs.append({**asked, **sides, **tools[_source(best)]})
     if not pairs:
         raise ConfigError(f"no group of {run} has different answers with different rewards: none is preferred")
     what = f"{len(pairs)} pairs of {len(groups)} groups, whose answers and rewards differ; "
@@ -68,26 +68,34 @@ def select_pairs(run: Path, output: Path) -> str:
     return _write(output, pairs, what, config, "dpo")
 
 
-def _read(run: Path) -> tuple[Config, Row, list[Row], int]:
-    """Return a run's config, the column "tools", the rollouts with a score and an end, newest first, and their number.
+def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
+    """Return a run's config, the column "tools" by source, the rollouts with a score and an end, and the number of all.
 
-    Those that say nothing, end in a thought, or have turns without a message between them are left out, too.
+    The newest come first. Those of agents, and those that say nothing, end in a thought, or have turns without a
+    message between them are left out, too.
     """
     config = load(run / "config.yaml", [])
     load_plugins(config.plugins)
-    made = environments.bind(config.env.name, config.env.model_extra or {})()
-    if not made.keeps_messages:
+    envs = {name: one.env for name, one in config.views.items()}
+    made = {name: environments.bind(env.name, env.model_extra or {})() for name, env in envs.items()}
+    chats = {name: one for name, one in made.items() if one.keeps_messages}
+    if not chats:
         raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
     rows: list[Row] = []
     for path in reversed(numbered(run / "rollouts", "step_*.jsonl").values()):
         rows += read_lines(path)
     with reading(run / "rollouts"):
-        told = [row for row in rows if _is_whole(row)]
+        told = [row for row in rows if _source(row) in chats and _is_whole(row)]
     if not told:
         raise ConfigError(
             f"of {len(rows)} rollouts of {run}, none has a score and an end: name a run of train or rollout"
         )
-    return config, {"tools": made.toolbox.tools} if made.toolbox else {}, told, len(rows)
+    tools = {name: {"tools": one.toolbox.tools} if one.toolbox else {} for name, one in chats.items()}
+    return config, tools, told, len(rows)
+
+
+def _source(row: Row) -> str:
+    return str(row.get("source", ""))
 
 
 def _is_whole(row: Row) -> bool:
