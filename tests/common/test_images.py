@@ -40,6 +40,7 @@ def test_a_file_has_the_name_of_its_bytes_and_its_kind(kind: str) -> None:
     assert images.decoded(data).size == (4, 2)
 
 
+@pytest.mark.filterwarnings("ignore:Truncated File Read")
 def test_what_is_transparent_is_on_white_and_what_a_camera_turned_is_upright() -> None:
     assert images.decoded(file_of("RGBA", (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
     assert images.decoded(file_of("LA", (7, 255))).getpixel((0, 0)) == (7, 7, 7)
@@ -47,6 +48,14 @@ def test_what_is_transparent_is_on_white_and_what_a_camera_turned_is_upright() -
     turned = Image.Exif()
     turned[0x0112] = 6
     assert images.decoded(file_of(kind="JPEG", exif=turned)).size == (2, 4)
+    odd = struct.pack(">6sHHIHHHIII", b"Exif\0\0", 0x4D4D, 42, 8, 1, 0x0131, 5, 1, 26, 0)  # a rational for a text
+    assert images.decoded(file_of(exif=odd)).size == (4, 2)
+
+
+def test_a_phones_photo_is_its_first_picture_and_a_colour_left_out_of_rgb_is_shown() -> None:
+    photo = file_of(kind="MPO", save_all=True, append_images=[Image.new("RGB", (2, 2))])
+    assert images.decoded(photo).size == (4, 2)
+    assert images.decoded(file_of(transparency=(255, 0, 0))).getpixel((0, 0)) == (255, 0, 0)  # as vLLM's routes do
 
 
 BROKEN = {
@@ -71,6 +80,13 @@ def test_a_broken_or_huge_file_is_refused_by_name(name: str) -> None:
     data, message = BROKEN[name]
     with pytest.raises(ValueError, match=message):
         images.decoded(data)
+
+
+def test_a_prompt_has_so_many_images_of_so_many_bytes() -> None:
+    images.check_all([b"one"] * images.MAX_IMAGES)
+    for files in ([b"one"] * (images.MAX_IMAGES + 1), [bytes(images.MAX_TOTAL // 2 + 1)] * 2):
+        with pytest.raises(images.LargeImageError, match="leave some out"):
+            images.check_all(files)
 
 
 def test_what_is_no_base64_is_refused() -> None:

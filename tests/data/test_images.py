@@ -277,6 +277,16 @@ def test_both_sides_of_a_preference_have_the_prompts_pictures(sighted: Any, writ
         assert [image.data for image in (*pair.chosen.images, *pair.rejected.images)] == [RED, RED]
 
 
+def test_sides_of_a_preference_with_different_pictures_are_refused(sighted: Any, write_jsonl: Write) -> None:
+    sides = [
+        [user({"type": "image", "image": data_url(one)}, text("What?")), {"role": "assistant", "content": word}]
+        for one, word in ((RED, "red"), (BLUE, "blue"))
+    ]
+    source = write_jsonl({"chosen": sides[0], "rejected": sides[1]})
+    with pytest.raises(DataError, match="'rejected' has other pictures"):
+        load_preferences(DataConfig(source=source), sighted, 400)
+
+
 def test_what_an_environment_shows_is_read_in_each_form(sighted: Any, tmp_path: Path) -> None:
     renderer = renderer_of(DataConfig(source=str(folder(tmp_path) / "rows.jsonl")), sighted)
     parts = [{"type": "image", "image": decoded(RED)}, {"type": "image", "image": BLUE}, INLINE]

@@ -104,6 +104,16 @@ async def test_what_an_environment_draws_is_read_at_its_place_and_never_trained(
     assert said == [[PLACE], "E", [PLACE, {"type": "text", "text": "or"}, PLACE], "E"]  # no bytes
 
 
+async def test_an_episode_with_more_images_than_a_prompt_may_have_fails_alone(
+    prompt: Prompt, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.common.images.MAX_IMAGES", 3)
+    rollout = await play(Drawing, prompt, renderer, Recorder().ask)
+    assert rollout.error is not None
+    assert "4 images have" in rollout.error
+    assert rollout.sequences[0].turns == 1
+
+
 async def test_states_with_other_pictures_are_other_states(prompt: Prompt, renderer: Renderer) -> None:
     class Other(Drawing):
         says = (*reversed(Drawing.says),)

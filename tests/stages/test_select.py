@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from hocket.common.images import data_url, file_name
 from hocket.config import DataConfig, load, to_yaml
 from hocket.data.demonstrations import load_demonstrations
 from hocket.data.preferences import load_preferences
@@ -159,3 +160,23 @@ def test_pairs_of_turns_have_the_tools_and_those_of_plain_text_have_texts(tmp_pa
     assert " data.chat_template=false " in select_pairs(run_of(tmp_path / "plain", rows), output)
     row = json.loads(output.read_text())
     assert [row[key] for key in ("prompt", "chosen", "rejected")] == ["Sort: ba", "ab", "ba"]
+
+
+def test_select_writes_the_images_of_a_rollout_and_pairs_those_with_the_same(tmp_path: Path) -> None:
+    files = [b"\x89PNG\r\n" + bytes([number]) for number in range(2)]
+    seen = [[{"file": file_name(data), "start": 1, "length": 4, "placeholder": 7}] for data in files]
+    rows = [
+        recorded(1, "ba", 1.0, "ab", images=seen[0]), recorded(1, "ba", 0.0, "a", images=seen[0]),
+        recorded(1, "dc", 1.0, "cd", images=seen[0]), recorded(1, "dc", 0.0, "c", images=seen[1]),
+    ]  # fmt: skip
+    run, output = run_of(tmp_path / "run", rows), tmp_path / "rows.jsonl"
+    (run / "images").mkdir()
+    for data in files:
+        (run / "images" / file_name(data)).write_bytes(data)
+    for write, count in (
+        (lambda: select(run, output, min_reward=1.0, per_prompt=1), 2),
+        (lambda: select_pairs(run, output), 1),
+    ):
+        write()
+        found = [json.loads(line)["images"] for line in output.read_text().splitlines()]
+        assert found == [[data_url(files[0])]] * count

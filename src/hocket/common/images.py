@@ -5,6 +5,7 @@ import hashlib
 import http.client
 import urllib.request
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 20 << 20  # of a file
 MAX_PIXELS = 1 << 25
+MAX_IMAGES = 32  # of a prompt
+MAX_TOTAL = 40 << 20  # bytes of these: a request has 64 MiB, and base64 is a third longer
 MARKS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "webp": b"WEBP"}  # within the first twelve bytes
 FETCH_S = 30.0
 
@@ -44,18 +47,27 @@ def decoded(data: bytes) -> "Image":
         image: Image.Image = Image.open(BytesIO(data), formats=[kind_of(data).upper()])
         if image.width * image.height > MAX_PIXELS:
             raise LargeImageError(bomb)
-        if getattr(image, "n_frames", 1) > 1:
+        if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:  # a phone's JPEG may have more behind it
             raise ValueError("an image is animated: save one of its frames")
         image.load()
-        image = ImageOps.exif_transpose(image)
+        with suppress(Exception):  # of odd EXIF, as vLLM does
+            image = ImageOps.exif_transpose(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise LargeImageError(bomb) from error
     except (OSError, SyntaxError, EOFError, LookupError, TypeError, ArithmeticError) as error:  # as Pillow raises them
         raise ValueError(f"an image is damaged: {error}; save it again, or leave it out") from error
-    if image.has_transparency_data:
+    if image.mode != "RGB" and image.has_transparency_data:  # vLLM shows the colour that an RGB file leaves out
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def check_all(files: Collection[bytes]) -> None:
+    """Raise LargeImageError for images that are too much for a prompt."""
+    size = sum(map(len, files))
+    if len(files) > MAX_IMAGES or size > MAX_TOTAL:
+        most = f"a prompt takes {MAX_IMAGES} of {MAX_TOTAL:,} bytes"
+        raise LargeImageError(f"{len(files)} images have {size:,} bytes together, {most}: leave some out")
 
 
 def png(image: "Image") -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 import PIL.Image
 
-from hocket.common.images import MAX_BYTES, decoded, fetched, from_text, png
+from hocket.common.images import MAX_BYTES, check_all, decoded, fetched, from_text, png
 from hocket.config import DataConfig
 from hocket.types import Image, Message
 
@@ -58,7 +58,9 @@ class Eyes:
             inline = [one for one in found if one is not None]
             if inline and in_column:
                 raise ValueError(f"column {name!r} has pictures in its messages, and others are in a column: leave one")
-            pictures = pictures or inline  # both sides of a preference begin with the same
+            if name == "rejected" and inline and pictures not in ([], inline):
+                raise ValueError("column 'rejected' has other pictures than 'chosen': both sides must begin alike")
+            pictures = pictures or inline
         if in_column and not placed:
             for chat in [told[asked]] if isinstance(told.get(asked), list) else filter(_is_chat, told.values()):
                 first = next((one for one in chat if one["role"] == "user"), chat[0])
@@ -90,6 +92,7 @@ class Eyes:
             tokens = self._processor(text=[self._processor.image_token], images=[[decoded(data)]])["input_ids"][0]
             images.append(Image(data=data, start=len(ids), length=len(tokens), placeholder=placeholder))
             ids += tokens
+        check_all([image.data for image in images])
         return [*ids, *token_ids[end:]], tuple(images)
 
     def in_parts(self, messages: Sequence[Message]) -> list[Message]:

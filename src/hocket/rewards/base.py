@@ -21,12 +21,19 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
 
+
+def _pictures(rollout: Rollout) -> list[Any]:
+    from hocket.common.images import decoded
+
+    return [decoded(image.data) for image in rollout.prompt.images]
+
+
 _OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of a group
     "prompt": attrgetter("prompt.text"),  # of the last user message, or the plain prompt
     "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
     "answer": attrgetter("prompt.answer"),  # the reference, or None
     "meta": attrgetter("prompt.meta"),  # the row's other columns
-    "images": lambda rollout: _pictures(rollout),  # of the prompt, from Pillow
+    "images": _pictures,  # of the prompt, from Pillow
 }
 _OF_ONE: dict[str, Callable[[Any], Any]] = {
     "completion": attrgetter("text"),  # without the end-of-sequence token
@@ -59,12 +66,6 @@ def named(rollout: Rollout) -> dict[str, Any]:
 
         told["images"] = [data_url(image.data) for image in rollout.prompt.images]
     return told
-
-
-def _pictures(rollout: Rollout) -> list[Any]:
-    from hocket.common.images import decoded
-
-    return [decoded(image.data) for image in rollout.prompt.images]
 
 
 def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:

@@ -184,6 +184,15 @@ async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
     return Rollout(id=seat.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)
 
 
+def _check_images(images: Iterable[Image]) -> None:
+    from hocket.common.images import check_all
+
+    try:
+        check_all([image.data for image in images])
+    except ValueError as error:
+        raise EpisodeError(str(error)) from error
+
+
 @dataclasses.dataclass
 class Episode:
     """One episode; it is a whole sequence after every turn, also where the next one fails."""
@@ -276,6 +285,8 @@ class Episode:
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
         token_ids = self.transcript.token_ids
+        if self.transcript.images:
+            _check_images(self.transcript.images)
         changes: dict[str, Any] = {"max_tokens": min(observation.max_tokens or self.seat.sampling.max_tokens, room)}
         if observation.stop is not None:
             changes["stop"] = observation.stop

@@ -7,7 +7,7 @@ from typing import Any
 
 import pydantic
 
-from hocket.common.images import LargeImageError, data_url, decoded, fetched, from_text
+from hocket.common.images import MAX_IMAGES, LargeImageError, data_url, decoded, fetched, from_text
 from hocket.common.tasks import run_in_thread
 from hocket.protocol import ImagePart
 from hocket.server import vllm_api
@@ -16,7 +16,6 @@ from hocket.server.errors import ApiError, invalid
 from hocket.server.generate import Blind
 from hocket.server.middleware import Guard
 from hocket.server.openai import PATH
-from hocket.server.vllm_arguments import MAX_IMAGES
 from hocket.types import Image
 
 CARRIED: ContextVar[Sequence[bytes]] = ContextVar("images", default=())  # by the request being served

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from typing import Any, get_args
 
+from hocket.common.images import MAX_IMAGES
 from hocket.common.registry import refuse_owned
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
@@ -32,8 +33,6 @@ OWN_NAMES = {
 """vLLM's names of what has a setting of its own."""
 OWNED = {"mm_processor_cache_gb", "pipeline_parallel_size", "weight_transfer_config", "worker_cls"}
 """Further arguments that a hand-over counts on."""
-MAX_IMAGES = 32
-"""Images of one prompt."""
 EYES: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
     # What vLLM makes of images it keeps in two processes, alike only where requests reach the engine in the order in

@@ -25,6 +25,7 @@ from hocket.stages import pairs, stage_of
 from hocket.trainer import checkpoints
 from hocket.trainer.checkpoints import Checkpoints, Part
 from hocket.trainer.models import Objective
+from hocket.trainer.prefixes import keys
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import Metrics, TrainSample
@@ -198,7 +199,7 @@ class Rows:
     def __init__(self, name: str, samples: Sequence[TrainSample]) -> None:
         self._name = name
         rows = (
-            (sample.sequence.token_ids, sample.sequence.mask, *sample.sequence.images, *sample.columns.values())
+            (tuple(keys(sample.sequence).tolist()), sample.sequence.mask, *sample.columns.values())
             for sample in samples
         )
         self._state = {"num_samples": len(samples), "hash": seed_of(*rows)}

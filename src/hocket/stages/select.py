@@ -43,7 +43,8 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     what = f"{len(chosen)} of {num} rollouts, of {len(best)} prompts; rewards from {min_reward:.3g}, mean {mean:.3g}"
     rate = max(config.trainer.learning_rate, SFT_RATE)
     options = f"sft.epochs=3 trainer.learning_rate={rate:g} "
-    return _write(output, [_demonstration(row, tools[_source(row)]) for row in chosen], what, config, "sft", options)
+    rows = [_demonstration(row, {**tools[_source(row)], **_pictures(row, run)}) for row in chosen]
+    return _write(output, rows, what, config, "sft", options)
 
 
 def select_pairs(run: Path, output: Path) -> str:
@@ -57,10 +58,10 @@ def select_pairs(run: Path, output: Path) -> str:
         best = max(group, key=_reward)
         worst = min(group, key=_reward)
         margin = _reward(best) - _reward(worst)
-        if margin > 0 and _said(best) != _said(worst):
+        if margin > 0 and _said(best) != _said(worst) and best.get("images") == worst.get("images"):
             sides = {"chosen": _said(best), "rejected": _said(worst), "margin": margin}
             asked = {"prompt": best["messages"] or best["prompt"], "prompt_id": best["prompt_id"]}
-            pairs.append({**asked, **sides, **tools[_source(best)]})
+            pairs.append({**asked, **sides, **tools[_source(best)], **_pictures(best, run)})
     if not pairs:
         raise ConfigError(f"no group of {run} has different answers with different rewards: none is preferred")
     what = f"{len(pairs)} pairs of {len(groups)} groups, whose answers and rewards differ; "
@@ -127,6 +128,17 @@ def _demonstration(row: Row, tools: Row) -> Row:
     if row["messages"] is None:
         return {"prompt": row["prompt"], "response": _said(row), **known}
     return {"messages": [*row["messages"], *_said(row)], **tools, **known}
+
+
+def _pictures(row: Row, run: Path) -> Row:
+    """Return the column "images" of a row that has some."""
+    if not row.get("images"):
+        return {}
+    from hocket.common.images import data_url
+    from hocket.observe.images import image_of
+
+    with reading(run / "images"):
+        return {"images": [data_url(image_of(one, run).data) for one in row["images"]]}
 
 
 def _write(output: Path, rows: Sequence[Row], what: str, config: Config, command: str, options: str = "") -> str:

@@ -119,7 +119,9 @@ def equal_pairs(groups: Sequence[Sequence[Rollout]]) -> Metrics:
     """
     equal, expected = 0, 0.0
     for rollouts in groups:
-        tokens = Counter(tuple(bytes(array("I", one.token_ids)) for one in rollout.sequences) for rollout in rollouts)
+        tokens = Counter(
+            tuple((bytes(array("I", one.token_ids)), one.images) for one in rollout.sequences) for rollout in rollouts
+        )
         equal += sum(count * (count - 1) // 2 for count in tokens.values())
         sums = [math.fsum(value for one in rollout.sequences for value in one.logprobs) for rollout in rollouts]
         expected += (len(rollouts) - 1) / 2 * math.fsum(map(math.exp, sums))
