@@ -343,6 +343,8 @@ def looks() -> dict[str, bytes]:
     )
     made = {mode: saved("PNG", colours.convert(mode)) for mode in ("L", "LA", "P", "RGB", "RGBA", "1")}
     made["transparent palette"] = saved("PNG", colours.convert("P"), transparency=3)
+    made["a colour left out"] = saved("PNG", Pictures.new("RGB", (4, 4), "red"), transparency=(255, 0, 0))
+    made["a phone's"] = saved("MPO", colours.convert("RGB"), save_all=True, append_images=[image.convert("RGB")])
     made["16 bits"] = saved("PNG", Pictures.fromarray(np.arange(240, dtype=np.uint16).reshape(12, 20) * 273))
     made["CMYK"] = saved("JPEG", colours.convert("CMYK"))
     exif = Pictures.Exif()
