@@ -225,7 +225,7 @@ def test_what_can_t_be_contained_is_refused_at_start_unless_limits_are_enough(
     with pytest.raises(ConfigError, match=r"here: not today; FileNotFound.*; use Linux.*code\.sandbox=limits_only"):
         bind("code", RewardSpec.model_validate(spec))
     with pytest.raises(ConfigError, match="can't be contained"):
-        tools.Tools(["python"], "hermes")
+        tools.Tools("hermes", ["python"])
     assert bind("code", RewardSpec.model_validate({**spec, "sandbox": "limits_only"})).options["sandbox"]
     for code, status in (("import os; assert not set(os.environ) - {'LC_CTYPE'}", 0), ("bytearray(10 << 30)", 1)):
         assert sandbox.run(code, limits_only=True).status == status

@@ -249,7 +249,7 @@ def test_ctrl_c_ends_a_quickstart_with_a_checkpoint_and_everything_it_started(tm
         assert process.wait_end(60) == 130, log.read_text()
         process.assert_gone()
     assert "Traceback" not in log.read_text()
-    assert log.read_text().count("interrupted: this step ends with") == log.read_text().count("interrupted") == 1
+    assert log.read_text().count("interrupted: after this step") == log.read_text().count("interrupted") == 1
     steps = [*(run_dir / "checkpoints").iterdir()]
     assert f"\ncheckpointed; to go on from {steps[0]}: python3 " in log.read_text()
     assert len(steps) == 1

@@ -141,7 +141,7 @@ def divide(
     """
     units: Sequence[int] = range(len(samples) // unit)
     if share:
-        units = prefixes.order([prefixes.keys(sample.sequence) for sample in samples[::unit]])
+        units = prefixes.order([prefixes.keys(first.sequence) for first in samples[::unit]])
     order = _members(units, unit)
     samples = [samples[place] for place in order]
     lengths = list(map(num_positions, samples))

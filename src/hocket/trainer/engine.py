@@ -251,10 +251,18 @@ class DeepSpeedEngine:
         tensors = ((name, on_meta(whole_shape(parameter))) for name, parameter in named.items())
         return list(in_buckets(tensors, max_bytes))
 
-    def buckets(self, max_bytes: int, *, frozen: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield trained, or frozen, (name, whole tensor), tied ones once, on rank 0; all ranks must exhaust it."""
-        named = self._frozen if frozen else self._trained
-        for bucket in self.layout(max_bytes, frozen=frozen):
+    def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield trained (name, whole tensor), tied ones once, on rank 0; all ranks must exhaust it."""
+        return self._whole(self._trained, self.layout(max_bytes))
+
+    def frozen_buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield frozen ones in the same way."""
+        return self._whole(self._frozen, self.layout(max_bytes, frozen=True))
+
+    def _whole(
+        self, named: Mapping[str, nn.Parameter], layout: list[list[tuple[str, Tensor]]]
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        for bucket in layout:
             parameters = {name: named[name] for name, _ in bucket}
             # Whole, where ZeRO-3 spreads them; writes would be lost.
             with importlib.import_module("deepspeed").zero.GatheredParameters(list(parameters.values())):

@@ -308,7 +308,7 @@ class Models:
         """Yield on rank 0 the published weights: of an adapter, or if only these are wanted, the trained ones."""
         yield from self.engine.buckets(max_bytes)
         if not trained and self.policy.weights.adapter is None:
-            yield from self.engine.buckets(max_bytes, frozen=True)
+            yield from self.engine.frozen_buckets(max_bytes)
 
     def stream(self, max_bytes: int, trained: bool, sink: Any = None) -> None:
         for bucket in self._buckets(max_bytes, trained):
