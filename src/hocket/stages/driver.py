@@ -23,9 +23,9 @@ from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
 from hocket.stages import pairs, stage_of
 from hocket.trainer import checkpoints
+from hocket.trainer.batching import keys
 from hocket.trainer.checkpoints import Checkpoints, Part
 from hocket.trainer.models import Objective
-from hocket.trainer.prefixes import keys
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import Metrics, TrainSample

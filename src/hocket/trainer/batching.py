@@ -7,6 +7,7 @@ as text, each adds what it does not share with the one before. Both change resul
 
 import dataclasses
 import functools
+import hashlib
 import heapq
 import itertools
 import math
@@ -80,6 +81,15 @@ def num_positions(sample: TrainSample) -> int:
     return len(sample.sequence.token_ids) - 1
 
 
+def keys(sequence: TokenSequence) -> np.ndarray:
+    """Return what tells sequences apart: its ids and, as all images have the same, the hash of one in their place."""
+    ids = np.array(sequence.token_ids, np.int64)
+    for image in sequence.images:
+        digest = hashlib.sha256(image.data).digest()
+        ids[image.start : image.start + image.length] = int.from_bytes(digest[:8], "little", signed=True)
+    return ids
+
+
 def check_fits(
     samples: Sequence[TrainSample],
     micro_batch_tokens: int,
@@ -141,7 +151,7 @@ def divide(
     """
     units: Sequence[int] = range(len(samples) // unit)
     if share:
-        units = prefixes.order([prefixes.keys(first.sequence) for first in samples[::unit]])
+        units = prefixes.order([keys(first.sequence) for first in samples[::unit]])
     order = _members(units, unit)
     samples = [samples[place] for place in order]
     lengths = list(map(num_positions, samples))
@@ -256,7 +266,7 @@ def _build(
 def _starts(samples: Sequence[TrainSample], share: float) -> list[int]:
     """Return how many positions each sequence has in common with the one before."""
     if share:
-        return prefixes.starts([prefixes.keys(sample.sequence)[:-1] for sample in samples], share)
+        return prefixes.starts([keys(sample.sequence)[:-1] for sample in samples], share)
     return [0] * len(samples)
 
 

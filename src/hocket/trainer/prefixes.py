@@ -1,21 +1,9 @@
 """Find what sequences begin with alike, so that a row has it once."""
 
-import hashlib
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
-
-from hocket.types import TokenSequence
-
-
-def keys(sequence: TokenSequence) -> np.ndarray:
-    """Return what tells sequences apart: its ids and, as all images have the same, the hash of one in their place."""
-    ids = np.array(sequence.token_ids, np.int64)
-    for image in sequence.images:
-        digest = hashlib.sha256(image.data).digest()
-        ids[image.start : image.start + image.length] = int.from_bytes(digest[:8], "little", signed=True)
-    return ids
 
 
 def order(sequences: Sequence[np.ndarray]) -> list[int]:
