@@ -99,7 +99,7 @@ def test_a_set_of_weight_0_is_only_held_out(tmp_path: Path) -> None:
     [
         (["data.sources=[task:sort, task:sort]"], "two sources are called sort: give each a name"),
         (["data.sources=[task:sort]", "data.source=a.jsonl"], "source=a.jsonl beside sources: name it in that list"),
-        (["data.sources=[{source: task:sort, weight: 0}]"], "every source has weight 0: none is drawn"),
+        (["data.sources=[{source: task:sort, weight: 0}]"], "no source has a weight above 0: give one to train on"),
         (["data.sources=[task:sort]", "eval.data.source=a.jsonl"], "each of these has its own held_out"),
         (["data.sources=[a.jsonl]", "checkpoint.best=eval/greedy"], "checkpoint.best needs held-out rows"),
         (["data.sources=[{source: a.jsonl, split: test}]"], "leave it out of a file"),

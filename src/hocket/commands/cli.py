@@ -312,7 +312,7 @@ def _watch(args: argparse.Namespace) -> None:
     os.nice(10)  # a run comes first
     given = args.socket and socket.socket(fileno=args.socket)
     if given:
-        select.select([given], [], [])  # while nobody looks, a run has the second and the memory of the import
+        select.select([given], [], [])  # while no browser looks, a run has the second and the memory of the import
     from hocket.server.watch import watch
 
     runs = [run if (run / "logs").exists() else _run(run) for run in args.RUN]  # a launch's begins later

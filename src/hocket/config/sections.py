@@ -374,7 +374,7 @@ class TrainingDataConfig(DataConfig):
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two sources are called {min(twice)}: give each a name")
         if not any(one.weight for one in self.sources):
-            raise ValueError("every source has weight 0: none is drawn")
+            raise ValueError("no source has a weight above 0: give one to train on")
 
     def of(self, source: SourceConfig) -> "TrainingDataConfig":
         """Return the section as a source has it."""

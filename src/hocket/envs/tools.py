@@ -45,7 +45,7 @@ class Source(Protocol):
         """Prepare for a call; what it raises ends the episode with an error."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Return a tool's result. The model is told what it raises, but a LostError ends the episode."""
+        """Return a tool's result. The model reads what it raises, but a LostError ends the episode."""
 
     async def close(self) -> None: ...
 

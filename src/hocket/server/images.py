@@ -115,7 +115,7 @@ def _checked(eyes: Sight | None, content: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _images(body: Any) -> Iterator[dict[str, Any]]:
-    """Yield the image_url of each image in a chat. Raises ApiError for media that nobody has checked."""
+    """Yield the image_url of each image in a chat. Raises ApiError for media that are not checked."""
     for message in _items(body, "messages"):
         for part in _items(message, "content"):
             if not isinstance(part, dict) or (part.get("type") in TEXTS and "uuid" not in part):

@@ -247,7 +247,7 @@ def rehearse(
 
 
 def _full_of(image: Image | None, length: int) -> tuple[list[int], tuple[Image, ...]]:
-    """Return so many tokens, with an image behind each that is none of an image's."""
+    """Return this number of tokens, with an image behind each that is none of an image's."""
     ids = [0] * length
     if image is None:
         return ids, ()
