@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.trainer.builders import (
     gap_of,
@@ -273,19 +274,23 @@ def test_what_is_written_loads_with_its_processor_and_computes_the_same(
         assert own == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_adapter_is_of_the_language_model_alone(ranks: Ranks, tiny_vlm: str, tmp_path: Path) -> None:
-    samples = make_seeing(tiny_vlm)
-    with make_trainer(ranks, tiny_vlm, "model.lora.targets=[q_proj]", "trainer.micro_batch_tokens=200") as trainer:
+def test_an_adapter_is_of_the_language_model_alone(ranks: Ranks, model: str, tmp_path: Path) -> None:
+    samples = make_seeing(model)
+    with make_trainer(ranks, model, "model.lora.targets=[q_proj]", "trainer.micro_batch_tokens=200") as trainer:
         trainer.step(samples)
         trainer.export(tmp_path / "adapter")
         found = trainer.logprobs(samples)
         assert {part_of(name) for name in trainer.engine.shapes()} == {"language"}
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as adapter:
+        layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapter.keys()}  # noqa: SIM118
+    with safe_open(Path(model, "model.safetensors"), "pt") as file:
+        assert {f"{layer}.weight" for layer in layers} < set(file.keys())
     export(tmp_path / "adapter", tmp_path / "merged", base=None)
-    AutoProcessor.from_pretrained(tmp_path / "merged")
+    AutoImageProcessor.from_pretrained(tmp_path / "merged")
     for own, expected in zip(found, of_transformers(str(tmp_path / "merged"), samples), strict=True):
         assert own == pytest.approx(expected, abs=1e-5)
     with pytest.raises(ConfigError, match=r"no linear layer 'fc1' besides its output head, only .*q_proj"):
-        skeleton(config_module.load(None, [f"model.path={tiny_vlm}", "model.lora.targets=[fc1]"]).model)
+        skeleton(config_module.load(None, [f"model.path={model}", "model.lora.targets=[fc1]"]).model)
 
 
 def test_reference_and_critic_see_the_pictures(ranks: Ranks, tiny_vlm: str) -> None:

@@ -115,7 +115,7 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
     loaded_in_place = {
         f"{name}.{key}": tensor
         for layer, name in names.items()
-        for key, tensor in meta.get_layer_tensors(layer).items()
+        for key, tensor in layer.named_parameters(recurse=False)  # a buffer may come from no file
         if key in meta.SKIP_TENSORS and tensor.is_floating_point()
     }
     with contextlib.ExitStack() as restoring:

@@ -20,7 +20,17 @@ from hocket.config import ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig, manifest
-from hocket.trainer.weights import SCORE, Weights, copy_processor, head_of, load_model, part_of, sees
+from hocket.trainer.weights import (
+    SCORE,
+    Weights,
+    copy_processor,
+    empty_model,
+    head_of,
+    load_model,
+    part_of,
+    published_name,
+    sees,
+)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
@@ -71,7 +81,7 @@ class Adapter(Weights):
             base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
             r=settings.rank,
             lora_alpha=settings.alpha,
-            target_modules=targets,
+            target_modules=[published_name(model, target) for target in targets],
         )
 
     @contextmanager
@@ -83,14 +93,16 @@ class Adapter(Weights):
             model.enable_adapters()
 
     def published(self, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {f"{_FILE_PREFIX}{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in named.items()}
+        named = {name.replace(f".{_NAME}.", "."): tensor for name, tensor in named.items()}
+        return {f"{_FILE_PREFIX}{published_name(model, name)}": tensor for name, tensor in named.items()}
 
     def write(self, folder: Path, model: Any, tokenizer: Any, published: dict[str, Tensor], dtype: torch.dtype) -> None:
         assert self.adapter is not None
         save(folder, self.adapter, published)
 
     def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
-        _merge(self.published(None, tensors), self._lora.alpha / self._lora.rank, self.config.path, output)
+        tensors = self.published(empty_model(self.config.path), tensors)
+        _merge(tensors, self._lora.alpha / self._lora.rank, self.config.path, output)
 
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
@@ -128,7 +140,7 @@ def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) ->
     model = load_model(path, scores=f"{_FILE_PREFIX}{SCORE}" in tensors, dtype="auto")
     left = dict(tensors)
     for name, parameter in model.named_parameters():
-        layer = f"{_FILE_PREFIX}{name.removesuffix('.weight')}"
+        layer = f"{_FILE_PREFIX}{published_name(model, name.removesuffix('.weight'))}"
         if f"{layer}.weight" in left:
             parameter.data.copy_(left.pop(f"{layer}.weight"))
         pair = (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")

@@ -93,6 +93,12 @@ class Weights:
         raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers")
 
 
+def published_name(model: Any, name: str) -> str:
+    """Return what files call a layer, or what is beside it: of Qwen2.5-VL, not what transformers does in memory."""
+    (name,) = revert_weight_conversion(model, {name: torch.empty(0)})
+    return name
+
+
 def head_of(model: Any) -> Any:
     """Return the linear layer on top: to logits, or to a classifier's score."""
     head = model.get_output_embeddings()
