@@ -174,7 +174,7 @@ plan --gpus 0 | --gpus 0: a plan needs 1 or more
 plan sft.epochs=2 rm.epochs=2 | a plan is of one command: leave all but one of the sections rm, sft out
 plan launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0: take more, or
 config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
-config checkpoint.best=eval/reward | checkpoint.best.name: String should match pattern '^eval/(greedy
+config checkpoint.best=eval/reward | checkpoint.best=eval/reward is no metric of this evaluation, which has eval/greedy
 config 'rewards.functions={exact_match: {clip: [1, 1]}}' | must be [lowest, highest], the first below the second
 launch --submit | --output and --submit need an --engine
 launch --gpus-per-node 4 | --gpus-per-node, --output and --submit need an --engine

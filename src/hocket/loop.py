@@ -114,7 +114,7 @@ class Run:
     async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
         """Train on the groups with a signal and publish the new weights, if there are any; settle all prompts."""
         groups = [one for one in shaped if one.reason is None]
-        metrics = signal_metrics(shaped, self.config.pass_reward if self.stream.uses_pass_rates else "")
+        metrics = signal_metrics(shaped, self.stream.uses_pass_rates)
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
             metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], bool(groups))
@@ -129,8 +129,7 @@ class Run:
         for one in shaped:
             untrained = self.trainer.untrained.get(next(numbers)) if one.reason is None else None
             if one.group.draw >= 0:
-                reward = self.config.of(one.group.source).pass_reward
-                self.stream.settle(one.group.draw, fate(one, reward=reward, untrained=untrained))
+                self.stream.settle(one.group.draw, fate(one, untrained))
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
 

@@ -63,8 +63,8 @@ def group(name: str, rewards: list[float | None]) -> Group:
     return of_rollouts(*rollouts, rewards=rewards, name=name)
 
 
-def shaped(groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT) -> list[Shaped]:
-    return [shape(one, algorithm, MAX_TOKENS) for one in groups]
+def shaped(groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT, pass_reward: str = "right") -> list[Shaped]:
+    return [shape(one, algorithm, MAX_TOKENS, pass_reward=pass_reward) for one in groups]
 
 
 def sampled(
@@ -133,7 +133,7 @@ def scored(*parts: dict[str, float] | None) -> Group:
 
 
 def fate_of(group: Group, untrained: str | None = None) -> Outcome:
-    return fate(shaped([group])[0], reward="right", untrained=untrained)
+    return fate(shaped([group])[0], untrained)
 
 
 def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_trained() -> None:
@@ -150,8 +150,13 @@ def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_traine
 def test_rewards_that_are_no_pass_rates_are_counted() -> None:
     groups = [scored({"points": 10.0, "right": 1.0}, {"points": -2.0, "right": 0.0}), scored({"points": 1.0}, None)]
     for reward, share in (("points", 2 / 3), ("right", 0.0)):
-        assert signal_metrics(shaped(groups), reward)["rollout/no_pass_rate"] == pytest.approx(share)
-    assert signal_metrics([], "right") == {}
+        found = signal_metrics(shaped(groups, pass_reward=reward), uses_pass_rates=True)
+        assert found["rollout/no_pass_rate"] == pytest.approx(share)
+    two = [
+        shape(one, DEFAULT, MAX_TOKENS, pass_reward=name) for one, name in zip(groups, ("right", "points"), strict=True)
+    ]
+    assert signal_metrics(two, uses_pass_rates=True)["rollout/no_pass_rate"] == 0  # two sources, each with its own
+    assert signal_metrics([], uses_pass_rates=True) == {}
 
 
 def test_the_kl_of_all_tokens_is_taken_from_a_reward_and_tells_equal_scores_apart() -> None:

@@ -1,4 +1,5 @@
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +9,10 @@ import pytest
 from batches import SAMPLING, played
 from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
-from hocket.commands import parts as parts_module
-from hocket.commands.mixture import MixedCalls, MixedParts, measured_each
+from hocket.commands import sources as sources_module
 from hocket.commands.parts import Parts
-from hocket.commands.runs import _calls, _parts, score_samples
+from hocket.commands.runs import score_samples
+from hocket.commands.sources import reward_calls
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load, to_yaml
 from hocket.errors import ConfigError
@@ -20,6 +21,8 @@ from hocket.observe.metrics import rollout_metrics
 from hocket.observe.rows import groups_of, lines_of
 from hocket.protocol import Completion
 from hocket.rollout.collect import Plan, collect
+from hocket.rollout.evaluate import measured
+from hocket.server.rewards import serve
 from hocket.types import Group, Prompt, Score
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +37,7 @@ def config(*settings: str) -> Config:
 
 def test_a_source_has_what_it_does_not_say_from_the_sections_of_the_run() -> None:
     found = config("rollout.max_tokens=70", "data.max_prompt_tokens=30")
-    guess, calculate, sort = (found.of(name) for name in ("guess", "calculate", "sort"))
+    guess, calculate, sort = (found.views[name] for name in ("guess", "calculate", "sort"))
     assert [*found.views] == ["guess", "calculate", "sort"]
     assert (guess.data.source, guess.data.limit, guess.data.max_prompt_tokens) == ("task:guess", 40, 30)
     assert [one.env.name for one in (guess, calculate, sort)] == ["guess", "tools", "single_turn"]
@@ -42,7 +45,7 @@ def test_a_source_has_what_it_does_not_say_from_the_sections_of_the_run() -> Non
     assert [one.eval_reward for one in (guess, calculate, sort)] == ["env", "exact_match", "position_match"]
     assert sort.held_out_data is not None
     assert (sort.held_out_data.source, sort.held_out_data.split) == ("task:sort", "test")
-    assert (found.of(""), load().views) == (found, {"": load()})
+    assert load().views == {"": load()}
     assert found.held_out_data is None
 
 
@@ -71,19 +74,18 @@ def test_it_is_said_that_nothing_is_evaluated_where_no_source_has_held_out_rows(
     for sources in ("[task:sort, a.jsonl]", "[a.jsonl, b.jsonl]"):
         with Console(1) as console:
             console.say = said.append  # type: ignore[method-assign]
-            mixed = _parts(load(None, [f"data.sources={sources}", model, "eval.num_prompts=2"]), console)
+            mixed = Parts(load(None, [f"data.sources={sources}", model, "eval.num_prompts=2"]), console)
             assert len(mixed.held_out()) == (2 if "task:" in sources else 0)
     (once,) = [line for line in said if "nothing is evaluated" in line]
     assert "held_out of data.sources" in once
 
 
-def test_rollouts_of_a_source_with_rewards_of_its_own_are_not_scored_by_those_of_the_run(tmp_path: Path) -> None:
-    prompt = Prompt(id="p", token_ids=(1,), source="sort")
-    (tmp_path / "rollouts").mkdir()
-    file = tmp_path / "rollouts" / "step_000001.jsonl"
-    file.write_text(lines_of([Group(id="g", rollouts=(played(prompt, "g/0"),), scores=(Score(total=1.0),))]))
-    with pytest.raises(ConfigError, match=r"is of the source sort, which has rewards of its own: add data\.sources"):
-        score_samples(config(), file, None)
+def test_rewards_that_differ_between_sources_are_no_answer_to_a_file_or_another_process(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "completion": "c", "answer": "a"}')
+    for use in (lambda: score_samples(config(), tmp_path / "rows.jsonl", None), lambda: serve(config())):
+        with pytest.raises(ConfigError, match=r"the source guess has rewards of its own: add data\.sources="):
+            use()
+    assert score_samples(load(None, ["data.sources=[task:sort, a.jsonl]"]), tmp_path / "rows.jsonl", None) == 0
 
 
 def test_a_set_of_weight_0_is_only_held_out(tmp_path: Path) -> None:
@@ -102,6 +104,17 @@ def test_a_set_of_weight_0_is_only_held_out(tmp_path: Path) -> None:
         (["data.sources=[{source: task:sort, weight: 0}]"], "no source has a weight above 0: give one to train on"),
         (["data.sources=[task:sort]", "eval.data.source=a.jsonl"], "each of these has its own held_out"),
         (["data.sources=[a.jsonl]", "checkpoint.best=eval/greedy"], "checkpoint.best needs held-out rows"),
+        (
+            ["data.sources=[task:sort]", "checkpoint.best=eval/NOSUCH/greedy"],
+            "which has .*eval/sort/greedy",
+        ),
+        (["data.sources=[a.jsonl, b/a.jsonl]"], "two sources are called a: give each a name"),
+        (
+            ["data.sources=[{name: a b, source: a.jsonl}]"],
+            "a source is called 'a b', as metrics are named",
+        ),
+        (["data.sources=[{name: a/b, source: a.jsonl}]"], "a source is called 'a/b'"),
+        (["data.sources=[.jsonl]"], "a source is called ''"),
         (["data.sources=[{source: a.jsonl, split: test}]"], "leave it out of a file"),
     ],
 )
@@ -110,10 +123,9 @@ def test_a_mixture_that_makes_no_sense_is_refused(settings: list[str], said: str
         load(None, settings)
 
 
-def test_a_run_with_one_source_has_the_parts_of_before() -> None:
-    with Console(1) as console, _calls(load(), lambda one: one.reward_names) as calls:
-        assert type(_parts(load(None, [f"model.path={ROOT}/checkpoints/tiny-sort"]), console)) is Parts
-        assert not isinstance(calls, MixedCalls)
+def test_the_name_of_a_source_can_stand_in_that_of_a_metric() -> None:
+    found = load(None, ['data.sources=["my rows/two words.jsonl", "hf:org/chat-1:part b", "task:sort"]'])
+    assert [*found.views] == ["two_words", "part_b", "sort"]
 
 
 class Engine:
@@ -137,18 +149,16 @@ async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = config("eval.num_prompts=2")
-    with Console(1) as console, _calls(settings, lambda one: one.reward_names) as calls:
-        mixed = _parts(settings, console)
-        assert isinstance(mixed, MixedParts)
+    with Console(1) as console, ExitStack() as stack:
+        mixed = Parts(settings, console, reward_calls(stack, settings, lambda view: view.reward_names))
         engine = Engine(mixed.tokenizer)
-        monkeypatch.setattr(parts_module, "Batcher", lambda servers, tools: engine)
-        stream = mixed.stream(mixed.prompts())
-        held_out = mixed.held_out()
+        monkeypatch.setattr(sources_module, "Batcher", lambda servers, tools: engine)
+        _, held_out, stream = mixed.load()
         servers: Any = SimpleNamespace(members=[])
         plan = Plan(label="s", sampling=SAMPLING, group_size=2, wanted=20, at_most=20, deadline=Deadline(60.0))
-        play = mixed.play(servers)
-        batch = await collect(plan, stream.take, play, mixed.scorer(calls))
-        evaluation = mixed.evaluation(held_out, play, calls)
+        plays = mixed.plays(servers)
+        batch = await collect(plan, stream.take, mixed.play(plays), mixed.scorer())
+        evaluation = mixed.evaluation(held_out, plays)
         metrics, groups = await evaluation.run("eval")
     of = {name: next(group for group in batch.groups if group.source == name) for name in settings.views}
     assert {name: [*group.scores[0].parts] for name, group in of.items()} == {
@@ -159,6 +169,7 @@ async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
     assert of["guess"].rollouts[0].sequences[0].turns > 1 or of["guess"].scores[0].total == 1
     assert {length for kind, length in engine.asked if kind == "Guess"} <= {1, 2, 3, 4}
     assert dict(engine.asked) | {"Guess": 4} == {"Guess": 4, "Sort": 16, "calculate": 80}
+    assert of["sort"].rollouts[0].prompt.id.startswith("sort/task:sort/train:")
     found = rollout_metrics(batch.groups)
     assert sum(found[f"source/{name}/share"] for name in settings.views) == pytest.approx(1)
     assert found["source/sort/reward/mean"] == found["reward/position_match"]
@@ -170,13 +181,22 @@ async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
 
 
 def test_sources_with_the_same_rewards_share_what_calls_them() -> None:
-    sources = "[{name: a}, {name: b}, {name: c, rewards: {exact_match: 0.5}}]"
-    found = load(None, [f"data.sources={sources}"])
-    with _calls(found, lambda one: one.reward_names) as calls:
-        assert isinstance(calls, MixedCalls)
-        assert calls.of["a"] is calls.of["b"] is not calls.of["c"]
-        assert {*calls.rewards} == {"a/exact_match", "b/exact_match", "c/exact_match"}
-        assert calls.of["c"].specs["exact_match"].weight == 0.5
+    found = load(None, ["data.sources=[{name: a}, {name: b}, {name: c, rewards: {exact_match: 0.5}}]"])
+    with ExitStack() as stack:
+        calls = reward_calls(stack, found, lambda view: view.reward_names)
+        assert calls["a"] is calls["b"] is not calls["c"]
+        assert calls["c"].specs["exact_match"].weight == 0.5
+
+
+def test_a_measured_reward_has_its_options_also_where_a_source_is_trained_by_others() -> None:
+    rewards = "rewards.functions={exact_match: 1, length: {weight: 0, target: 40}}"
+    sources = "data.sources=[{name: a}, {name: b, rewards: {exact_match: 1}}]"
+    found = load(None, [rewards, sources, "eval.reward=length"])
+    with ExitStack() as stack:
+        calls = reward_calls(stack, found, lambda view: view.reward_names)
+        assert [*calls["b"].specs] == ["exact_match", "length"]
+        assert calls["b"].rewards["length"].options == calls["a"].rewards["length"].options
+        assert calls["b"].specs["length"].model_extra == {"target": 40}
 
 
 def group(source: str, *marks: float) -> list[Group]:
@@ -190,7 +210,7 @@ def group(source: str, *marks: float) -> list[Group]:
 
 def test_the_mean_of_held_out_sets_counts_each_once_and_has_its_own_standard_error() -> None:
     groups = [*group("a", 1, 1, 0, 0), *group("b", 1, 0)]
-    found = measured_each(groups, {"a": "of_a", "b": "of_b"}, 1.0)
+    found = measured(groups, {"a": "of_a", "b": "of_b"}, 1.0)
     errors = math.sqrt((1 / 3) / 4), math.sqrt((1 / 2) / 2)  # variances 1/3 of four, 1/2 of two
     assert (found["eval/a/greedy"], found["eval/b/greedy"], found["eval/greedy"]) == (0.5, 0.5, 0.5)
     assert found["eval/a/greedy_stderr"] == pytest.approx(errors[0])

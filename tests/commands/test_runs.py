@@ -111,7 +111,8 @@ def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the
     config = load(None, [*settings, "data.limit=4"])
     with commands.Console(1) as console:
         parts = commands.Parts(config, console)
-        needed = 16 + max(len(prompt.token_ids) for prompt in parts.prompts())
+        prompts, _, _ = parts.load(compare=False)
+        needed = 16 + max(len(prompt.token_ids) for prompt in prompts[""])
         assert parts.longest > needed
         parts.limit(SimpleNamespace(micro_batch_tokens=needed - 1))  # as trainer.micro_batch_tokens=auto may find
         assert parts.longest == needed  # the last token is only predicted
@@ -130,7 +131,8 @@ def test_a_start_makes_no_prompt_of_the_cache_but_those_that_it_shows(
     settings = [f"data.source={rows}", "data.max_prompt_tokens=20", "rollout.max_tokens=16"]
     with commands.Console(1) as console:
         parts = commands.Parts(load(None, [*settings, f"model.path={ROOT}/checkpoints/tiny-sort"]), console)
-        assert len(parts.prompts()) == 3
+        prompts, _, _ = parts.load(compare=False)
+        assert len(prompts[""]) == 3
     assert made == [slice(None, 2), 0, 1]
     assert parts.needed == 9 + 3 + 16  # of those that are short enough; the template adds 3 tokens
 

@@ -10,8 +10,7 @@ from tests.data.test_thinking import OFF, TEMPLATES, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hocket.config import DataConfig
-from hocket.config.sections import HeldOutConfig
+from hocket.config import DataConfig, HeldOutConfig
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import DataError
 from hocket.types import TokenSequence

@@ -8,7 +8,7 @@ import pytest
 from hocket.data.cache import Prompts
 from hocket.data.curriculum import Curriculum, Shuffle, Sorted
 from hocket.data.ledger import accounts, by_source
-from hocket.data.mixture import MixedStream, Mixture, Selected, unlike
+from hocket.data.mixture import MixedStream, unlike
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
@@ -20,21 +20,14 @@ def prompts(num: int, **fields: Any) -> Prompts:
     return Prompts(Prompt(id=f"rows:{i}", token_ids=(i + 1,), text=f"{i}", **fields) for i in range(num))
 
 
-def mixture(**sizes: int) -> Mixture:
-    return Mixture({name: Selected(prompts(size), range(size), name) for name, size in sizes.items()})
-
-
 def new_stream(
     weights: dict[str, float] = WEIGHTS, size: int = 40, curriculum: type[Curriculum] = Shuffle, retire_after: int = 0
 ) -> MixedStream:
-    rows = mixture(**dict.fromkeys(weights, size))
-
-    def maker(name: str) -> Any:
-        return lambda number: PromptStream(
-            rows.of[name], curriculum(), seed=3, retire_after=retire_after, number=number
-        )
-
-    return MixedStream({name: maker(name) for name in weights}, weights, 3)
+    streams = {
+        name: PromptStream(prompts(size, source=name), curriculum(), seed=3, retire_after=retire_after)
+        for name in weights
+    }
+    return MixedStream(streams, weights, 3)
 
 
 def sources(taken: dict[int, Prompt]) -> list[str]:
@@ -120,27 +113,18 @@ def test_the_ledger_accounts_for_each_source() -> None:
     assert (alone[0], len(alone[1]), alone[2]) == ("", 2, None)
 
 
-def test_prompts_of_a_mixture_say_their_source_and_have_names_of_their_own() -> None:
-    rows = mixture(a=2, b=3)
-    assert len(rows) == 5
-    assert [prompt.id for prompt in rows[:3]] == ["a/rows:0", "a/rows:1", "b/rows:0"]
-    assert rows[4].source == "b"
-    with pytest.raises(IndexError):
-        rows[5]
-    assert len({rows.of["a"].fingerprint, Selected(prompts(2), [1], "a").fingerprint, prompts(2).fingerprint}) == 3
-
-
 def asked(*texts: str, answer: str | None = "x") -> Prompts:
     return Prompts(Prompt(id=text, token_ids=(1,), text=text, answer=answer) for text in texts)
 
 
 def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_out_if_wanted() -> None:
     said: list[str] = []
-    rows = asked("2 + 2?", "2 +  2?\n", "3?", "4?")
+    rows = {"": asked("2 + 2?", "2 +  2?\n", "3?", "4?")}
     held_out = [*asked(" 3? "), *asked("4?", answer="another")]
-    assert unlike(rows, held_out, False, said.append) is rows
-    left = unlike(rows, held_out, True, said.append)
-    assert [prompt.text for prompt in left] == ["2 + 2?", "2 +  2?\n", "4?"]
+    assert unlike(rows, held_out, False, said.append) == rows
+    left = unlike(rows, held_out, True, said.append)[""]
+    assert [prompt.text for prompt in left[:]] == ["2 + 2?", "2 +  2?\n", "4?"]
+    assert left.fingerprint != rows[""].fingerprint  # no run on the others goes on with it
     assert said == [
         "1 of 4 training prompts repeat another one",
         "1 of 4 training prompts are held-out ones, too: data.exclude_overlap=true leaves them out",
@@ -149,14 +133,13 @@ def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_
     ]
     chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "3?"}]
     of_chat = Prompts([Prompt(id="c", token_ids=(1,), text="3?", answer="x", messages=tuple(chat))])
-    assert len(unlike(rows, of_chat, True, said.append)) == 3  # whatever the system says
+    assert len(unlike(rows, of_chat, True, said.append)[""]) == 3  # whatever the system says
     with pytest.raises(DataError, match=r"leaves no prompt of data\.source: other held-out rows"):
-        unlike(asked("3?"), held_out, True, said.append)
+        unlike({"": asked("3?")}, held_out, True, said.append)
 
 
 def test_prompts_are_compared_over_all_sources() -> None:
     said: list[str] = []
-    rows = Mixture({"a": Selected(asked("1", "2"), range(2), "a"), "b": Selected(asked("2", "3"), range(2), "b")})
-    left = unlike(rows, asked("3"), True, said.append)
-    assert [prompt.id for prompt in left] == ["a/1", "a/2", "b/2"]
+    left = unlike({"a": asked("1", "2"), "b": asked("2", "3")}, asked("3"), True, said.append)
+    assert {name: [prompt.id for prompt in some] for name, some in left.items()} == {"a": ["1", "2"], "b": ["2"]}
     assert said[0] == "1 of 4 training prompts repeat another one"

@@ -15,8 +15,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from hocket.config import DataConfig
-from hocket.config.sections import HeldOutConfig
+from hocket.config import DataConfig, HeldOutConfig
 from hocket.data.prompts import Renderer, TooLongError, load_prompts, renderer_of
 from hocket.data.sources import TASKS
 from hocket.errors import DataError

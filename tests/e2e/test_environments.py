@@ -55,7 +55,7 @@ async def groups_of(
     settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
     load_plugins(settings.plugins)
     parts = Parts(settings, Console(steps=1))
-    prompts = parts.prompts()
+    prompts, _, _ = parts.load(compare=False)
     plan = Plan(
         label="s",
         sampling=sampling_params(settings.rollout, seed=0, step=1),
@@ -66,7 +66,9 @@ async def groups_of(
     )
     async with ServerPool(settings.server_urls) as servers:
         with scorer_of_all(settings.rewards) as scorer:
-            return (await collect(plan, drawing(prompts[:num_prompts]), parts.play(servers), scorer)).groups
+            return (
+                await collect(plan, drawing(prompts[""][:num_prompts]), parts.play(parts.plays(servers)), scorer)
+            ).groups
 
 
 def largest_gap(sequences: list[TokenSequence]) -> float:

@@ -142,17 +142,19 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         Checkpoints(config, trainer.state, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
-        parts, play = Parts(config, console), functools.partial(single_turn, ask=copy.ask)
+        parts = Parts(config, console, {"": calls})
+        play = functools.partial(single_turn, ask=copy.ask)
+        _, held_out, stream = parts.load()
         return await Run(
             config=config,
             trainer=trainer,
             servers=copy,
-            stream=parts.stream(parts.prompts()),
+            stream=stream,
             play=play,
             scorer=RewardScorer(calls, config.rewards.functions),
             shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
             batches=parts.pipeline,
-            evaluation=parts.evaluation(parts.held_out(), play, calls),
+            evaluation=parts.evaluation(held_out, {"": play}),
             publisher=copy,
             kl=KlController(config.algorithm),
             folder=folder,

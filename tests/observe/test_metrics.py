@@ -152,10 +152,10 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     known = {metric.name for metric in METRICS}
     group = group_of(rollout(2, "stop", 1))
     settings = load(None, ["algorithm.preset=reinforce_pp", "algorithm.overlong_share=0.5"])
-    after = shape(group, settings.algorithm, settings.rollout.max_tokens)
+    after = shape(group, settings.algorithm, settings.rollout.max_tokens, pass_reward="exact_match")
     shaping = train_samples([after], [{"ref_logprobs": (0.0, -1.0, -1.0)}], settings.algorithm, 0.01)[1]
     assert len(shaping) == 3
-    signal = signal_metrics([after], "exact_match")
+    signal = signal_metrics([after], uses_pass_rates=True)
     measured = rollout_metrics([group]) | loss_metrics() | staleness_metrics([group], version=1, bound=0)
     measured |= {"time/batch": 1.0, "time/generate": 1.0, "time/reward": 0.5, "time/step": 2.0}
     measured |= step_metrics(measured) | shaping | signal

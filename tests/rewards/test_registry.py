@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 import fakes
-from hocket.config import RewardsConfig
-from hocket.config.sections import RewardSpec
+from hocket.config import RewardsConfig, RewardSpec
 from hocket.errors import ConfigError
 from hocket.rewards import RetryError, RewardCalls, RewardScorer
 from hocket.rewards.base import bind

@@ -17,8 +17,7 @@ from batches import SAMPLING, gathered, own_reward
 from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.common.tasks import seed_of
-from hocket.config import DataConfig
-from hocket.config.sections import RewardSpec
+from hocket.config import DataConfig, RewardSpec
 from hocket.data.prompts import Renderer, renderer_of
 from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import SingleTurn, drop_oldest

@@ -34,7 +34,7 @@ def evaluation(
         mark = marks.get(rollout.text)
         return Score(total=0.0, error="broke") if mark is None else Score(total=10 * mark, parts={"exact_match": mark})
 
-    values: dict[str, Any] = {"reward": "exact_match", "samples": 1, "timeout_s": 9.0, "max_error_rate": 0.5}
+    values: dict[str, Any] = {"rewards": {"": "exact_match"}, "samples": 1, "timeout_s": 9.0, "max_error_rate": 0.5}
     values |= {"threshold": 1.0, "sampling": SamplingParams(temperature=0.0, seed=1)}
     return Evaluation(prompts=prompts, play=play, scorer=scoring(score), **(values | changes))
 

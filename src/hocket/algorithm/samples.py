@@ -44,13 +44,16 @@ class Shaped(NamedTuple):
     scored: tuple[Rewarded, ...]
     has_equal_rewards: bool  # or fewer than two
     reason: str | None  # why the group has no signal
+    passes: tuple[float, ...]  # of the reward whose mean is the prompt's pass rate
 
 
-def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int, env_weight: float = 1.0) -> Shaped:
+def shape(
+    group: Group, algorithm: AlgorithmConfig, max_tokens: int, env_weight: float = 1.0, pass_reward: str = ""
+) -> Shaped:
     """Subtract length penalties from a group's scores, and tell whether it has a signal.
 
-    `env_weight`: of the environment's rewards in a score. Equal rewards have none where advantages depend on them
-    alone; they would shrink the others' gradient.
+    `env_weight`: of the environment's rewards in a score; `pass_reward`: whose mean is the pass rate. Equal rewards
+    have no signal where advantages depend on them alone; they would shrink the others' gradient.
     """
     needs = _compares(algorithm) and algorithm.kl_in == "loss" and algorithm.scale != "tokens"
     scored = []
@@ -75,7 +78,8 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int, env_weight:
         mean = statistics.fmean(rewards)
         if not low < mean < high:
             reason = f"the mean reward, {mean:g}, is outside algorithm.reward_range"
-    return Shaped(group, tuple(scored), equal, reason)
+    passes = tuple(one.parts[pass_reward] for one in scored if pass_reward in one.parts)
+    return Shaped(group, tuple(scored), equal, reason, passes)
 
 
 def _turns_differ(scored: Sequence[Rewarded]) -> bool:
@@ -112,24 +116,19 @@ def _compares(algorithm: AlgorithmConfig) -> bool:
     return choose("baseline", algorithm.baseline).compares
 
 
-def signal_metrics(groups: Sequence[Shaped], pass_reward: str = "") -> dict[str, float]:
+def signal_metrics(groups: Sequence[Shaped], uses_pass_rates: bool = False) -> dict[str, float]:
     if not groups:
         return {}
     metrics = {"rollout/zero_variance": statistics.fmean(group.has_equal_rewards for group in groups)}
-    values = [value for group in groups for value in values_of(group.group, pass_reward)]
-    if values:
+    values = [value for group in groups for value in group.passes]
+    if values and uses_pass_rates:
         metrics["rollout/no_pass_rate"] = sum(not 0 <= value <= 1 for value in values) / len(values)
     return metrics
 
 
-def values_of(group: Group, reward: str) -> list[float]:
-    return [score.parts[reward] for score in group.scores if score.error is None and reward in score.parts]
-
-
-def fate(shaped: Shaped, *, reward: str, untrained: str | None) -> Outcome:
-    """Return a prompt's fate; `reward` has the pass rate, `untrained`: why no update trained the group."""
-    values = values_of(shaped.group, reward)
-    pass_rate = statistics.fmean(values) if values else None
+def fate(shaped: Shaped, untrained: str | None) -> Outcome:
+    """Return a prompt's fate; `untrained`: why no update trained the group."""
+    pass_rate = statistics.fmean(shaped.passes) if shaped.passes else None
     why = shaped.reason or untrained
     if why is None:
         return Outcome(state="trained", pass_rate=pass_rate)

@@ -1,38 +1,35 @@
 """The parts of a run, which runs.py brings together."""
 
 import dataclasses
+import itertools
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hocket.client.batcher import Batcher
 from hocket.client.discover import find_servers
 from hocket.client.pool import Member, ServerPool
 from hocket.client.server import ServerClient
 from hocket.cluster.launch import Child, stop, visible_gpus
-from hocket.config import Config, DataConfig
+from hocket.commands.sources import Calls, EachScorer, PromptSource, play_each
+from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.data.cache import Prompts
-from hocket.data.curriculum import bind
-from hocket.data.prompts import load_prompts, renderer_of
+from hocket.data.mixture import MixedStream, unlike
 from hocket.data.stream import PromptStream
-from hocket.envs import base as environments
 from hocket.errors import ConfigError, ServerError, door
 from hocket.observe.console import SHORT, Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
-from hocket.protocol import Health
+from hocket.protocol import Health, Toolbox
 from hocket.protocol.manifest import model_shapes
-from hocket.rewards.scorer import RewardCalls, RewardScorer
+from hocket.rewards.scorer import RewardScorer
 from hocket.rollout.collect import Play
-from hocket.rollout.episode import Limits
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
-from hocket.rollout.players import Players
 from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
@@ -110,15 +107,30 @@ class Servers:
 
 
 class Parts:
-    def __init__(self, config: Config, console: Console, tokenizer: Any = None) -> None:
+    def __init__(self, config: Config, console: Console, calls: Calls | None = None) -> None:
         self.config = config.chosen(on_gpu=bool(visible_gpus()))
         self.servers = Servers(self.config)
         self.console = console
-        self.tokenizer = tokenizer or tokenizers.load(config.model.path)
-        self.environment = environments.bind(config.env.name, config.env.model_extra or {})
-        self.example = self.environment()  # has what all of them have
+        self.calls = calls or {}
+        self.tokenizer = tokenizers.load(config.model.path)
+        self.sources = {
+            name: PromptSource(name, view, self.tokenizer, console) for name, view in self.config.views.items()
+        }
         self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
-        self.needed = 0  # tokens of the longest training prompt and a completion
+
+    async def set_up(self) -> None:
+        """Set the rewards up."""
+        for calls in self.calls.values():
+            await calls.set_up()
+
+    @property
+    def needed(self) -> int:
+        """Tokens of the longest training prompt and a completion."""
+        return max(source.needed for source in self.sources.values())
+
+    @property
+    def toolbox(self) -> Toolbox | None:
+        return next(filter(None, (source.example.toolbox for source in self.sources.values())), None)
 
     def trainer(self, stack: ExitStack, saved: Saved | None = None) -> "Trainer":
         from hocket.trainer.state import SavedTensors
@@ -140,56 +152,46 @@ class Parts:
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
             raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
 
-    def prompts(self) -> Prompts:
-        """Return the training prompts, and show the first."""
-        prompts = self.training()
+    def load(self, *, compare: bool = True) -> tuple[dict[str, Prompts], list[Prompt], PromptStream]:
+        """Return the training prompts of each source, the held-out ones, and the stream that draws the former.
+
+        Without `compare`, held-out ones are read only if they are to be left out of the former.
+        """
+        config = self.config
+        weights = {one.called: one.weight for one in config.data.sources if one.weight} or {"": 1.0}
+        shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        prompts = {name: self.sources[name].training(self.longest, self.longest_by) for name in weights}
+        if config.data.sources:
+            for name, mine in prompts.items():
+                self.console.say(f"source {name}: {len(mine):,} prompts, {shares[name]:.1%} of the draws")
+        self._show(prompts)
+        held_out = []
+        if compare or config.data.exclude_overlap:
+            held_out = self.held_out()
+            prompts = unlike(prompts, held_out, config.data.exclude_overlap, self.console.say)
+        streams = {name: self.sources[name].stream(mine, shares[name]) for name, mine in prompts.items()}
+        stream = next(iter(streams.values()))
+        if config.data.sources:
+            stream = MixedStream(streams, weights, config.trainer.seed)
+        return prompts, held_out, stream
+
+    def _show(self, prompts: Mapping[str, Prompts]) -> None:
+        """Show the first prompts, and say what is odd about their number."""
+        num = sum(map(len, prompts.values()))
         num_asked = self.config.rollout.prompts_per_step
         step = f"rollout.prompts_per_step={num_asked}"
-        if len(prompts) < num_asked:
-            self.console.say(f"{step} with {len(prompts)} prompts: each step repeats some; lower it")
+        if num < num_asked:
+            self.console.say(f"{step} with {num} prompts: each step repeats some; lower it")
         num_updates = self.config.algorithm.minibatches
         if num_asked % num_updates:
             self.console.say(f"{step} is no multiple of algorithm.minibatches={num_updates}: updates differ in size")
-        for prompt in prompts[:NUM_SHOWN]:
+        for prompt in next(iter(prompts.values()))[:NUM_SHOWN]:
             seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
-        return prompts
-
-    def training(self) -> Prompts:
-        """Return the training prompts."""
-        answer = self.config.rollout.max_tokens
-        prompts, longest = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
-        self.needed = longest + self.example.thinking_tokens + answer
-        return prompts
 
     @property
     def single_turns(self) -> bool:
-        return self.config.env.name == "single_turn"
-
-    def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts, int]:
-        """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
-        thought = self.example.thinking_tokens  # before an answer
-        room = self.longest - thought - answer
-        if room < 1:
-            before = f", behind env.thinking_tokens={thought}," if thought else ""
-            what = f"{setting}={answer}{before} leaves no prompt room in {self.longest_by}"
-            raise ConfigError(f"{what}: lower it, or raise that")
-        limit = min(room, data.max_prompt_tokens or room)
-        prompts, lengths = load_prompts(data, self.tokenizer, max_prompt_tokens=limit, tools=self._tools)
-        if len(prompts) < len(lengths):
-            longest = max(lengths)
-            fits = self.longest - thought - longest
-            if limit < room:
-                advice = f"{data.section}.max_prompt_tokens={limit} leaves them out"
-            elif fits > 0:
-                advice = f"{setting}={fits} has room for all in {self.longest_by}"
-            else:
-                advice = f"{self.longest_by} is too short for it"
-            too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
-            if not prompts:
-                raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
-            self.console.say(f"{what}: dropped {len(lengths) - len(prompts)} prompts of {data.source} {too_long}")
-        return prompts, max(length for length in lengths if length <= limit)
+        return all(source.config.env.name == "single_turn" for source in self.sources.values())
 
     def check_server(self, health: Health) -> None:
         """Raise ServerError for a server that can't take this run's weights or prompts."""
@@ -212,55 +214,27 @@ class Parts:
                 differ = f"the server, of {health.model}, has the {what} {theirs}, this run {ours}"
                 raise ServerError(f"{differ}: start both with the same {setting}", code="other_model")
 
-    @property
-    def _tools(self) -> Sequence[Mapping[str, Any]]:
-        return self.example.toolbox.tools if self.example.toolbox else ()
-
-    def held_out(self) -> Sequence[Prompt]:
+    def held_out(self) -> list[Prompt]:
         """Return the prompts of the evaluation; say so if there are none."""
-        data = self.config.held_out_data
-        settings = self.config.eval
-        if data is None:
-            if settings.num_prompts:
-                self.console.say(f"nothing is evaluated: {NO_ROWS}")
-            return ()
-        setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
-        answer = settings.max_tokens or self.config.rollout.max_tokens
-        if (data.source, data.split) == (self.config.data.source, self.config.data.split):
-            self.console.say("eval.data has the rows of section data: these are trained on, and not held out")
-        prompts, _ = self._fitting("eval", data, setting, answer)
-        return prompts[: settings.num_prompts]
+        found = [source.held_out(self.longest, self.longest_by) for source in self.sources.values()]
+        if not any(found) and self.config.eval.num_prompts:
+            self.console.say(f"nothing is evaluated: {NO_ROWS}")
+        return [*itertools.chain(*found)]
 
-    def stream(self, prompts: Prompts) -> PromptStream:
-        config = self.config
-        return PromptStream(
-            prompts,
-            bind(config.curriculum),
-            seed=config.trainer.seed,
-            retire_after=config.curriculum.retire_after,
-            prompts_per_step=config.rollout.prompts_per_step,
-        )
+    def scorer(self) -> RewardScorer:
+        return self._scorer(lambda view: view.rewards.functions)
 
-    def scorer(self, calls: RewardCalls) -> RewardScorer:
-        return RewardScorer(calls, self.config.rewards.functions)
+    def _scorer(self, names: Callable[[Config], Iterable[str]]) -> RewardScorer:
+        sources = self.sources.items()
+        return EachScorer({name: RewardScorer(self.calls[name], names(one.config)) for name, one in sources})
 
-    def play(self, servers: ServerPool) -> Play:
-        env = self.config.env
-        players = Players(
-            pool=servers,
-            ask=Batcher(servers, tools=self.example.toolbox).ask,
-            make=self.environment,
-            renderer=renderer_of(self.config.data, self.tokenizer, self._tools),
-            decode=self.tokenizer.decode,
-            limits=Limits(
-                max_turns=env.max_turns,
-                max_length=self.longest,
-                timeout_s=env.timeout_s,
-                history=None if env.history == "keep" else environments.HISTORIES.get(env.history, "env.history: "),
-            ),
-        )
-        play: Play = self.example.player(players)
-        return play
+    def plays(self, servers: ServerPool) -> dict[str, Play]:
+        """Return how each source plays an episode."""
+        return {name: source.play(servers, self.longest) for name, source in self.sources.items()}
+
+    def play(self, plays: Mapping[str, Play]) -> Play:
+        lengths = {name: source.config.rollout.max_tokens for name, source in self.sources.items()}
+        return play_each(plays, lengths)
 
     def replay(self) -> Replay | None:
         source = self.config.pipeline.replay
@@ -280,24 +254,18 @@ class Parts:
         progress = self.console.progress
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, early=early, progress=progress)
 
-    def eval_scorer(self, calls: RewardCalls) -> RewardScorer:
-        return RewardScorer(calls, [self.config.eval_reward])
-
-    def evaluation(self, prompts: Sequence[Prompt], play: Play, calls: RewardCalls) -> Evaluation:
+    def evaluation(self, prompts: Sequence[Prompt], plays: Mapping[str, Play]) -> Evaluation:
         config = self.config
         settings = config.eval
+        lengths = {name: source.eval_tokens for name, source in self.sources.items()}
         return Evaluation(
             prompts=prompts,
-            play=play,
-            scorer=self.eval_scorer(calls),
-            reward=config.eval_reward,
+            play=play_each(plays, lengths),
+            scorer=self._scorer(lambda view: [view.eval_reward]),
+            rewards={name: source.config.eval_reward for name, source in self.sources.items()},
             samples=settings.samples,
             sampling=sampling_params(
-                config.rollout,
-                seed=config.trainer.seed,
-                step=EVAL_STEP,
-                temperature=settings.temperature,
-                max_tokens=settings.max_tokens,
+                config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=settings.temperature
             ),
             threshold=settings.threshold,
             timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),  # batches ahead come first
@@ -309,8 +277,7 @@ class Parts:
         stack: ExitStack,
         trainer: "Trainer",
         servers: ServerPool,
-        prompts: Sequence[Prompt],
-        calls: RewardCalls,
+        prompts: Mapping[str, Prompts],
         history: Sequence[Mapping[str, float | None]],
     ) -> Publisher:
         """Choose the weights' way and checks, by which the pool brings up servers."""
@@ -332,7 +299,7 @@ class Parts:
             publisher.transport = WithFallback(fast, disk, say)
         proof = Proof(
             publisher=publisher,
-            prompts=prompts[:PROOF_PROMPTS],
+            prompts=next(iter(prompts.values()))[:PROOF_PROMPTS],
             trainer=trainer,
             rollout=config.rollout,
             sync=config.sync,
@@ -341,7 +308,7 @@ class Parts:
         publisher.check = proof.check
         if config.sync.check_share and config.pipeline.replay is None:
             # An answer's tokens have a say in whether it is trained, or in the rewards of those before it
-            of_group = any(reward.of_group for reward in calls.rewards.values())
+            of_group = any(reward.of_group for calls in self.calls.values() for reward in calls.rewards.values())
             fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)
             sampling = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history, fair=fair)
             if self.single_turns:  # others' turns end in other ways, too

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,12 @@ from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient, prompt_input
 from hocket.cluster.launch import free_port, page_of, refuse_missing, stop, visible_gpus
-from hocket.commands.mixture import MixedCalls, MixedParts
 from hocket.commands.parts import NO_ROWS, Parts, Servers
+from hocket.commands.sources import reward_calls
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
-from hocket.data.mixture import unlike
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, SyncError, door
@@ -85,15 +84,15 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         if not (is_done and (config.run_dir / "summary.json").exists()):
             with tasks.event_loop() as run_there:
                 refuse_missing(visible_gpus())
-                calls = stack.enter_context(_calls(config, lambda one: one.reward_names))
+                calls = reward_calls(stack, config, lambda view: view.reward_names)
                 loggers.bound(config.observe.loggers)
                 with tasks.starting():
-                    parts = _parts(config, console)
-                    run_there(calls.set_up())
+                    parts = Parts(config, console, calls)
+                    run_there(parts.set_up())
                     if dry_run:
-                        _check(parts, calls, saved, stack, run_there)
+                        _check(parts, saved, stack, run_there)
                         return 0
-                    run = _run(parts, calls, saved, stack, serve, on_step, run_there)
+                    run = _run(parts, saved, stack, serve, on_step, run_there)
                 summary = run_there(_train(run))
             console.finish(config.run_dir)
             return 0 if summary["updated"] else NO_UPDATE
@@ -103,36 +102,20 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         return 0
 
 
-def _calls(config: Config, names: Callable[[Config], Iterable[str]]) -> RewardCalls:
-    """Return what calls the rewards that `names` finds in a config, or in that of each source."""
-    if config.data.sources:
-        return MixedCalls(config.views, names)
-    return RewardCalls(config.rewards, names(config))
-
-
-def _parts(config: Config, console: Console) -> Parts:
-    if config.data.sources:
-        return MixedParts(config, console)
-    return Parts(config, console)
-
-
-def _check(parts: Parts, calls: RewardCalls, saved: Saved | None, stack: ExitStack, run_there: RunThere) -> None:
+def _check(parts: Parts, saved: Saved | None, stack: ExitStack, run_there: RunThere) -> None:
     """Make the parts of a run and try them, but change nothing."""
     config = parts.config
     say = parts.console.say
-    prompts = parts.prompts()
-    held_out = parts.held_out()
-    prompts = unlike(prompts, held_out, config.data.exclude_overlap, say)
-    say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
-    stream = parts.stream(prompts)
+    prompts, held_out, stream = parts.load()
+    say(f"{sum(map(len, prompts.values()))} prompts to train on, {len(held_out)} held out")
     replay = parts.replay()
-    first = prompts[0]
+    first = next(iter(prompts.values()))[0]
     answer = Transcript(first.token_ids, first.opening, first.images)
     answer.text = first.answer or ""
     if first.opening.strip() == "<think>":
         answer.text = f"a thought\n</think>\n\n{answer.text}"
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
-    score = run_there(parts.scorer(calls).score(rollout))
+    score = run_there(parts.scorer().score(rollout))
     what = f"the {'reference' if first.answer else 'empty'} answer"
     gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
     say(f"{what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
@@ -163,7 +146,7 @@ async def _try_servers(parts: Parts, urls: Sequence[str], prompt: Prompt) -> Non
     config = parts.config
     sampling = sampling_params(config.rollout, seed=config.trainer.seed, step=1, max_tokens=1)
     asked = prompt_input(prompt.token_ids, prompt.images)
-    request = GenerateRequest(prompts=[asked], sampling=sampling, tools=parts.example.toolbox)
+    request = GenerateRequest(prompts=[asked], sampling=sampling, tools=parts.toolbox)
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
             parts.check_server(await server.health())
@@ -188,7 +171,6 @@ async def _train(run: "Run") -> dict[str, Any]:
 
 def _run(
     parts: Parts,
-    calls: RewardCalls,
     saved: Saved | None,
     stack: ExitStack,
     serve: bool,
@@ -198,10 +180,7 @@ def _run(
     """Bring the parts together; first those whose faults show without server and trainer."""
     config = parts.config
     console = parts.console
-    prompts = parts.prompts()
-    held_out = parts.held_out()
-    prompts = unlike(prompts, held_out, config.data.exclude_overlap, console.say)
-    stream = parts.stream(prompts)
+    prompts, held_out, stream = parts.load()
     replay = parts.replay()
     folder = stack.enter_context(RunFolder(config, console.say))
     for change in folder.changed_plugins:
@@ -221,7 +200,7 @@ def _run(
     timeline = stack.enter_context(Timeline(folder.path, lambda: folder.last_step, servers.states, chosen))
     folder.after_step.append(timeline.step)
     servers.on_change = timeline.note_servers
-    publisher = parts.publisher(stack, trainer, servers, prompts, calls, folder.history)
+    publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     last = 0
@@ -231,11 +210,14 @@ def _run(
     elif not replay:
         folder.ledger(0, [*stream.sizes(), *stream.entries()])
 
-    def shaped(group: Group) -> Shaped:
-        view = config.of(group.source)
-        return shape(group, config.algorithm, view.rollout.max_tokens, view.rewards.spec("env").weight)
+    views = config.views
 
-    play = parts.play(servers)
+    def shaped(group: Group) -> Shaped:
+        view = views.get(group.source, config)  # a replay may be of other sources
+        env_weight = view.rewards.spec("env").weight
+        return shape(group, config.algorithm, view.rollout.max_tokens, env_weight, view.pass_reward)
+
+    plays = parts.plays(servers)
     after: list[Callable[[Path], None]] = []
     if config.checkpoint.copy_to is not None:
         target = Path(config.checkpoint.copy_to) / config.run_dir.name
@@ -247,11 +229,11 @@ def _run(
         trainer=trainer,
         servers=servers,
         stream=stream,
-        play=play,
-        scorer=parts.scorer(calls),
+        play=parts.play(plays),
+        scorer=parts.scorer(),
         shape=shaped,
         batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
-        evaluation=parts.evaluation(() if replay else held_out, play, calls),
+        evaluation=parts.evaluation(() if replay else held_out, plays),
         publisher=publisher,
         kl=kl,
         folder=folder,
@@ -291,17 +273,17 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
-        calls = stack.enter_context(_calls(config, lambda one: [one.eval_reward]))
-        parts = _parts(config, console)
+        calls = reward_calls(stack, config, lambda view: [view.eval_reward])
+        parts = Parts(config, console, calls)
         held_out = parts.held_out()
         if not held_out:
             raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")
 
         async def run() -> dict[str, float]:
-            await calls.set_up()  # before a server is started
+            await parts.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {len(held_out)} prompts")
-                metrics, groups = await parts.evaluation(held_out, parts.play(servers), calls).run("eval")
+                metrics, groups = await parts.evaluation(held_out, parts.plays(servers)).run("eval")
             path = write_rollouts(config.run_dir, "eval", groups)
             console.say(f"completions and their scores: {path}")
             return metrics
@@ -316,20 +298,18 @@ def roll_out(arguments: Sequence[str]) -> None:
     with (
         Console(config.trainer.steps) as console,
         owning(config.run_dir, console.say, wait=False),
-        _calls(config, lambda one: one.rewards.functions) as calls,
+        ExitStack() as stack,
     ):
+        calls = reward_calls(stack, config, lambda view: view.rewards.functions)
         checkpoints.make_room(config.run_dir, console.say)
-        parts = _parts(config, console)
-        prompts = parts.prompts()
-        if config.data.exclude_overlap:
-            prompts = unlike(prompts, parts.held_out(), True, console.say)
-        stream = parts.stream(prompts)
+        parts = Parts(config, console, calls)
+        _, _, stream = parts.load(compare=False)
 
         async def run() -> None:
-            await calls.set_up()  # before a server is started
+            await parts.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
-                play = parts.play(servers)
-                scorer = parts.scorer(calls)
+                play = parts.play(parts.plays(servers))
+                scorer = parts.scorer()
                 async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)
@@ -351,6 +331,8 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
     if not file.is_file():
         raise ConfigError(f"--samples {file} is not a file: give rows in .jsonl, or a run's rollouts/step_N.jsonl")
     load_plugins(config.plugins)
+    rewards = config.sole_rewards
+    functions = rewards.functions
     groups: dict[str, list[Rollout]] = {}
     for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
         try:
@@ -364,10 +346,6 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
                 group = repr((prompt.text, prompt.messages, prompt.answer, *map(hash, prompt.images)))
         except DAMAGED as error:
             raise DataError(f"{place} is no sample: {error}") from error
-        source = rollout.prompt.source
-        if config.of(source).rewards != config.rewards:
-            what = f"{place} is of the source {source}, which has rewards of its own"
-            raise ConfigError(f"{what}: add data.sources=[], and these as rewards.functions")
         groups.setdefault(group, []).append(rollout)
 
     async def score(scorer: RewardScorer) -> list[Score]:
@@ -379,9 +357,8 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
 
         return list(itertools.chain(*await asyncio.gather(*map(score_group, groups.values()))))
 
-    functions = config.rewards.functions
     compared = []
-    with RewardCalls(config.rewards, filter(None, (*functions, against))) as calls:
+    with RewardCalls(rewards, filter(None, (*functions, against))) as calls:
         scores = tasks.run(score(RewardScorer(calls, functions)))
         if against:
             calls.specs[against] = calls.specs[against].model_copy(update={"weight": 1.0})  # a run may only measure it

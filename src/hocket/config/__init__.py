@@ -8,4 +8,5 @@ from hocket.config.deployment import *  # noqa: F403
 from hocket.config.elsewhere import *  # noqa: F403
 from hocket.config.loading import *  # noqa: F403
 from hocket.config.sections import *  # noqa: F403
+from hocket.config.tasks import *  # noqa: F403
 from hocket.config.whole import *  # noqa: F403

@@ -1,16 +1,15 @@
-"""The sections of a config, but those of algorithm.py and deployment.py."""
+"""The sections of the run itself, and what all sections share."""
 
 import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
 
 from hocket.common.files import newest_version
-from hocket.common.registry import refuse_owned
 from hocket.errors import ConfigError
 
 
@@ -22,13 +21,6 @@ def _path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def _not_own(template: bool | dict[str, Any]) -> bool | dict[str, Any]:
-    own = ("messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template")
-    options = template if isinstance(template, dict) else {}
-    refuse_owned("", options, dict.fromkeys(own, ""), options, "")
-    return template if template != {} else True
-
-
 def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] >= bounds[1]:
         raise ValueError("must be [lowest, highest], the first below the second")
@@ -36,8 +28,7 @@ def ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 
 
 UserPath = Annotated[str, pydantic.AfterValidator(_path)]
-_or_name = pydantic.BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
-_or_source = pydantic.BeforeValidator(lambda value: {"source": value} if isinstance(value, str) else value)
+or_name = pydantic.BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str | dict) else value)
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
@@ -139,60 +130,6 @@ class ModelConfig(Section):
         return self.model_copy(update={"lora": None, **other})
 
 
-class DataConfig(Section):
-    section: ClassVar[str] = "data"
-    otherwise: ClassVar[str] = ""  # other advice, where its rows are of no use
-    source: str = "task:sort"
-    """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME, gym:NAME (hubs.md)."""
-    options: dict[str, Any] = Field({})
-    """Options of gym:NAME, such as its difficulty: {min_digits: 2}."""
-    split: str = "train"
-    """Split of a Hugging Face dataset or of a built-in task."""
-    prompt_column: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages."""
-    answer_column: str | None = "answer"
-    """Column of the answer; null without one."""
-    answer_pattern: re.Pattern[str] | None = None
-    """Regular expression; its group 1 is the answer."""
-    response_column: str = "response"
-    """Column of the demonstration, for sft."""
-    system_prompt: str | None = None
-    """System message before every text prompt."""
-    chat_template: Annotated[bool | dict[str, Any], pydantic.AfterValidator(_not_own)] = True
-    """Text prompts become a user message in the chat template, of options such as {enable_thinking: false}."""
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longer prompts are dropped. Default: what fits."""
-    limit: int | None = Field(None, ge=1)
-    """Number of rows used, from the first. Default: all."""
-    image_hosts: Names = ()
-    """Hosts from which URLs of images are fetched, in rows and by servers (vision.md)."""
-
-    def refuse(self) -> None:
-        is_file = self.source.partition(":")[0] not in ("hf", "task", "gym")
-        if is_file and self.split != type(self).model_fields["split"].default:
-            raise ValueError(
-                f"split={self.split}: leave it out of a file, which has none; eval.data names held-out rows"
-            )
-        if self.system_prompt is not None and not self.chat_template:
-            raise ValueError("system_prompt needs chat_template: true")
-        if self.answer_pattern is None:
-            return
-        if self.answer_column is None:
-            raise ValueError("answer_pattern needs answer_column")
-        if self.answer_pattern.groups < 1:
-            raise ValueError("answer_pattern needs a group (...) around the answer")
-
-    @property
-    def template_options(self) -> dict[str, Any]:
-        return self.chat_template if isinstance(self.chat_template, dict) else {}
-
-
-class CurriculumConfig(Section, extra="allow"):
-    name: str = "shuffle"
-    """Order of prompts: `shuffle`, `sorted` or a plugin's; its options."""
-    retire_after: int = Field(0, ge=0)  # an option of each (curriculum.md)
-
-
 class RolloutConfig(Section):
     prompts_per_step: int = Field(16, ge=1)
     """Prompts per step."""
@@ -213,48 +150,6 @@ class RolloutConfig(Section):
                 f"temperature={self.temperature:g} would make all rollouts of a group alike: set 0.01 or more, such as "
                 "1; eval.temperature=0 evaluates greedily"
             )
-
-
-class EnvConfig(Section, extra="allow"):
-    name: str = "single_turn"
-    """`single_turn`, `tools`, `agent`, `step` or a plugin's; its options."""
-    max_turns: int = Field(16, ge=1)  # or model calls of an agent: an option of each (environments.md)
-    timeout_s: float = Field(60.0, gt=0, le=86_400)  # of the environment or agent in an episode: likewise
-    history: str = "keep"
-    """Way with history that outgrows model.max_length: `keep` ends the episode, `drop_oldest`, or a plugin's."""
-
-
-class RewardSpec(Section, extra="allow"):
-    """Keys of every reward; others are its arguments."""
-
-    gate: bool = False  # at 0 or less the others can only cost
-    weight: float = Field(default_factory=lambda known: 0.0 if known.get("gate") else 1.0)
-    clip: Range | None = None  # lowest and highest value
-    normalize: bool = False  # by mean and deviation in the group
-    max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward
-    retries: int = Field(5, ge=0)  # of such a call that raises RetryError
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _read(cls, value: Any) -> Any:
-        return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-class RewardsConfig(Section):
-    functions: dict[str, RewardSpec] = Field({"exact_match": RewardSpec()}, min_length=1)
-    """{NAME: weight} or {NAME: {weight: 1, argument: ...}} (rewards.md)."""
-    timeout_s: float = Field(30.0, gt=0)
-    """Seconds per reward and rollout."""
-    max_error_rate: float = Field(0.5, ge=0, le=1)
-    """Share of failed scores that stops the run."""
-
-    @property
-    def first(self) -> str:
-        """Name of the first reward that is no gate."""
-        return next((name for name, spec in self.functions.items() if spec.weight), next(iter(self.functions)))
-
-    def spec(self, name: str) -> RewardSpec:
-        return self.functions.get(name, RewardSpec())
 
 
 class TrainerConfig(Section):
@@ -311,83 +206,8 @@ class PairsConfig(StageConfig, extra="allow"):
     """Keys of both stages on pairs; others are options of each (stages.md)."""
 
 
-class HeldOutConfig(DataConfig):
-    section: ClassVar[str] = "eval.data"
-    otherwise: ClassVar[str] = ", or eval.num_prompts=0"
-    split: str = "test"
-    """As in section data."""
-
-
-class EvalConfig(Section):
-    data: HeldOutConfig = HeldOutConfig()
-    """Held-out `source`, or a hub dataset's `split`; else as `data`."""
-    num_prompts: int = Field(256, ge=0)
-    """Prompts per evaluation. 0 disables evaluation."""
-    samples: int = Field(1, ge=1)
-    """Sampled rollouts per prompt, for pass@k with k = 1, 2, 4, ...; one more is greedy."""
-    threshold: float = 1.0
-    """Reward from which a sample passes, for pass@k."""
-    every_steps: int = Field(0, ge=0)
-    """Steps between evaluations, besides start and end. 0 disables them."""
-    max_tokens: int | None = Field(None, ge=1)
-    """As rollout.max_tokens, the default."""
-    temperature: float | None = Field(None, ge=0, le=2)
-    """Temperature of samples; 0: greedy ones alone. Default: rollout.temperature."""
-    reward: str | None = None
-    """Reward that is measured. Default: the first."""
-
-    def refuse(self) -> None:
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError("temperature=0 samples the same every time: set samples to 1")
-
-
-class SourceConfig(DataConfig):
-    """A source of a mixture: what it does not say it has from the run's sections."""
-
-    name: str = Field("", pattern=r"^[^/\s]*$")  # default: of its file, data set or task
-    weight: float = Field(1.0, ge=0)  # share of the draws, in relation to the others'
-    held_out: Annotated[HeldOutConfig, _or_source] = HeldOutConfig()  # as eval.data
-    env: Annotated[EnvConfig | None, _or_name] = None
-    curriculum: Annotated[CurriculumConfig | None, _or_name] = None
-    rewards: dict[str, RewardSpec] | None = Field(None, min_length=1)  # as rewards.functions
-    max_tokens: int | None = Field(None, ge=1)  # as rollout.max_tokens
-
-    @property
-    def called(self) -> str:
-        rows = self.source if "source" in self.model_fields_set else self.held_out.source
-        return self.name or re.split("[:/]", rows)[-1].partition(".")[0]
-
-
-class TrainingDataConfig(DataConfig):
-    sources: tuple[Annotated[SourceConfig, _or_source], ...] = ()
-    """Several sources, drawn by weight, in place of `source`: [{source, weight, rewards, env, ...}] (mixtures.md)."""
-    exclude_overlap: bool = False
-    """Training prompts that are held-out ones, too, are left out."""
-
-    def refuse(self) -> None:
-        super().refuse()
-        if not self.sources:
-            return
-        if self.source != type(self).model_fields["source"].default:
-            raise ValueError(f"source={self.source} beside sources: name it in that list")
-        names = [one.called for one in self.sources]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"two sources are called {min(twice)}: give each a name")
-        if not any(one.weight for one in self.sources):
-            raise ValueError("no source has a weight above 0: give one to train on")
-
-    def of(self, source: SourceConfig) -> "TrainingDataConfig":
-        """Return the section as a source has it."""
-        given = DataConfig.model_fields.keys() & source.model_fields_set
-        own = {name: getattr(source, name) for name in given}
-        return self.model_copy(update={"sources": (), **own})
-
-
 class BestConfig(Section):
-    name: str = Field(
-        pattern=r"^eval/(greedy|sampled|(greedy|sampled)_stderr|pass@\d+|zero_or_one|reward_errors|length_mean|truncated"
-        r"|[^/]+/(greedy|sampled))$"
-    )
+    name: str
     patience: int | None = Field(None, ge=1)  # evaluations without a better one that end the run
 
 
@@ -396,7 +216,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints (12 B/trained parameter), and one at the end. 0 disables them."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
-    best: Annotated[BestConfig | None, _or_name] = None
+    best: Annotated[BestConfig | None, or_name] = None
     """Metric of the evaluation whose best weights and checkpoint are kept: eval/greedy; {name: eval/greedy, patience:
     3} ends the run after three evaluations without a better one."""
     copy_to: UserPath | None = None
@@ -434,7 +254,7 @@ class ObserveConfig(Section):
     """Log-prob and entropy of each trained token, for the page; one forward pass more."""
     trace: str | None = Field(None, pattern=r"^\d+(\.\.\d+)?$")
     """Steps of trace.json, first..last: what each process did when, for ui.perfetto.dev."""
-    loggers: Annotated[tuple[Annotated[LoggerSpec, _or_name], ...], or_one] = ()
+    loggers: Annotated[tuple[Annotated[LoggerSpec, or_name], ...], or_one] = ()
     """tensorboard, wandb, trackio, mlflow, or a plugin's; {name: wandb, mode: offline} with options (observe.md)."""
 
     def refuse(self) -> None:

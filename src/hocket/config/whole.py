@@ -11,7 +11,7 @@ import pydantic
 
 from hocket.common.machine import is_here, url_of
 from hocket.common.redaction import secret
-from hocket.config import deployment, sections
+from hocket.config import deployment, sections, tasks
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.deepspeed import adopt
 from hocket.config.elsewhere import MOVED
@@ -22,11 +22,11 @@ from hocket.errors import ConfigError
 class Config(Section):
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig = sections.ModelConfig()
-    data: sections.TrainingDataConfig = sections.TrainingDataConfig()
-    curriculum: sections.CurriculumConfig = sections.CurriculumConfig()
+    data: tasks.TrainingDataConfig = tasks.TrainingDataConfig()
+    curriculum: tasks.CurriculumConfig = tasks.CurriculumConfig()
     rollout: sections.RolloutConfig = sections.RolloutConfig()
-    env: sections.EnvConfig = sections.EnvConfig()
-    rewards: sections.RewardsConfig = sections.RewardsConfig()
+    env: tasks.EnvConfig = tasks.EnvConfig()
+    rewards: tasks.RewardsConfig = tasks.RewardsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()
@@ -36,7 +36,7 @@ class Config(Section):
     pipeline: deployment.PipelineConfig = deployment.PipelineConfig()
     sync: deployment.SyncConfig = deployment.SyncConfig()
     server: deployment.ServerConfig = deployment.ServerConfig()
-    eval: sections.EvalConfig = sections.EvalConfig()
+    eval: tasks.EvalConfig = tasks.EvalConfig()
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     observe: sections.ObserveConfig = sections.ObserveConfig()
     launch: deployment.LaunchConfig = deployment.LaunchConfig()
@@ -50,24 +50,20 @@ class Config(Section):
 
     def refuse(self) -> None:
         trainer = self.trainer
-        share = self.algorithm.overlong_share
-        if share and (self.env.model_extra or {}).get("thinking_tokens"):
-            raise ValueError(
-                f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
-            )
-        if self.algorithm.by_turn and not self.data.sources and "env" not in self.rewards.functions:
-            raise ValueError(
-                f"algorithm.credit={self.algorithm.credit} needs rewards of turns: add rewards.functions.env"
-            )
         reference = str(self.algorithm.reference)
         if "://" in reference:
             deployment.web_url(reference)
             if self.rollout.temperature != 1:
                 raise ValueError(f"the server {reference} scores at temperature 1: set rollout.temperature=1")
-        if self.checkpoint.best is not None and not any(one.held_out_data for one in self.views.values()):
-            raise ValueError("checkpoint.best needs held-out rows: set eval.data, or held_out of data.sources")
-        if self.data.sources:
-            self._refuse_sources()
+        if self.data.sources and self.eval.data.model_fields_set:
+            raise ValueError("eval.data beside data.sources: each of these has its own held_out")
+        for name, view in self.views.items():
+            try:
+                view._refuse_source()
+            except ValueError as error:
+                raise ValueError(f"data.sources, {name}: {error}" if name else str(error)) from error
+        if self.checkpoint.best is not None:
+            self._refuse_best(self.checkpoint.best.name)
         run_dir = self.run_dir.resolve()
         if self.sync.backend == "delta" and self.model.lora is not None:
             raise ValueError(
@@ -92,44 +88,65 @@ class Config(Section):
                 raise ValueError("pipeline.replay is this run's own folder; choose another run.dir")
         if self.launch.share_gpu:
             self._refuse_on_one_gpu(ahead)
+        _ = self.token  # a weak one is refused now
+
+    def _refuse_source(self) -> None:
+        share = self.algorithm.overlong_share
+        if share and (self.env.model_extra or {}).get("thinking_tokens"):
+            raise ValueError(
+                f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
+            )
+        if self.algorithm.by_turn and "env" not in self.rewards.functions:
+            raise ValueError(
+                f"algorithm.credit={self.algorithm.credit} needs rewards of turns: add rewards.functions.env"
+            )
         if self.held_out_data is not None:
             try:
                 self.held_out_data.refuse()
             except ValueError as error:
                 raise ValueError(f"eval.data: {error}") from error
-        _ = self.token  # a weak one is refused now
 
-    def _refuse_sources(self) -> None:
-        if self.eval.data.model_fields_set:
-            raise ValueError("eval.data beside data.sources: each of these has its own held_out")
-        for name, view in self.views.items():
-            try:
-                view.model_copy(update={"checkpoint": sections.CheckpointConfig()}).refuse()
-            except ValueError as error:
-                raise ValueError(f"data.sources, {name}: {error}") from error
+    def _refuse_best(self, best: str) -> None:
+        """Raise ValueError unless it is a metric of the evaluation."""
+        sets = [name for name, view in self.views.items() if view.held_out_data]
+        if not sets:
+            raise ValueError("checkpoint.best needs held-out rows: set eval.data, or held_out of data.sources")
+        means = ["greedy"]
+        if self.eval.temperature != 0:
+            means += ["sampled", *(f"pass@{1 << power}" for power in range(self.eval.samples.bit_length()))]
+        known = [*means, "zero_or_one", "reward_errors", "length_mean", "truncated"]
+        known += [f"{name}/{mean}" for name in sets if name for mean in means]
+        if best.removeprefix("eval/") not in known or not best.startswith("eval/"):
+            names = ", ".join(f"eval/{name}" for name in known)
+            raise ValueError(f"checkpoint.best={best} is no metric of this evaluation, which has {names}")
 
     @property
     def views(self) -> "dict[str, Config]":
         """The run as each of data.sources has it, by name; without them the run itself, of name ""."""
         return {one.called: self._view(one) for one in self.data.sources} or {"": self}
 
-    def of(self, source: str) -> "Config":
-        """Return the run as the prompts of a source have it."""
-        found = (self._view(one) for one in self.data.sources if one.called == source)
-        return next(found, self)
+    def _view(self, source: tasks.SourceConfig) -> "Config":
+        functions = source.rewards or self.rewards.functions
+        max_tokens = source.max_tokens or self.rollout.max_tokens
+        return self.model_copy(
+            update={
+                "data": self.data.of(source),
+                "eval": self.eval.model_copy(update={"data": source.held_out}),
+                "env": source.env or self.env,
+                "curriculum": source.curriculum or self.curriculum,
+                "rewards": self.rewards.model_copy(update={"functions": functions}),
+                "rollout": self.rollout.model_copy(update={"max_tokens": max_tokens}),
+            }
+        )
 
-    def _view(self, source: sections.SourceConfig) -> "Config":
-        eval_ = self.eval.model_copy(update={"data": source.held_out})
-        changed: dict[str, Section] = {"data": self.data.of(source), "eval": eval_}
-        if source.env is not None:
-            changed["env"] = source.env
-        if source.curriculum is not None:
-            changed["curriculum"] = source.curriculum
-        if source.rewards is not None:
-            changed["rewards"] = self.rewards.model_copy(update={"functions": source.rewards})
-        if source.max_tokens is not None:
-            changed["rollout"] = self.rollout.model_copy(update={"max_tokens": source.max_tokens})
-        return self.model_copy(update=changed)
+    @property
+    def sole_rewards(self) -> tasks.RewardsConfig:
+        """The rewards of every source. Raise ConfigError where one has others."""
+        for name, view in self.views.items():
+            if view.rewards != self.rewards:
+                what = f"the source {name} has rewards of its own"
+                raise ConfigError(f"{what}: add data.sources=[], and these as rewards.functions")
+        return self.rewards
 
     def refuse_outside(self) -> None:
         """Raise ConfigError where servers could not find the versions of this run."""
@@ -189,7 +206,7 @@ class Config(Section):
         return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
 
     @property
-    def held_out_data(self) -> sections.HeldOutConfig | None:
+    def held_out_data(self) -> tasks.HeldOutConfig | None:
         """Section eval.data, filled from data; None without an evaluation or held-out rows."""
         own = self.eval.data
         data = self.data
@@ -200,7 +217,7 @@ class Config(Section):
         is_other = "source" in given or (has_split and own.split != data.split)
         if data.sources or not (is_other and self.eval.num_prompts):
             return None
-        shared = sections.DataConfig.model_fields.keys() - given - {"split", "limit"}
+        shared = tasks.DataConfig.model_fields.keys() - given - {"split", "limit"}
         return own.model_copy(update={name: getattr(data, name) for name in shared})
 
     @property

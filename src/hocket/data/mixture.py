@@ -6,7 +6,6 @@ The number of a draw alone decides its source, so that a resumed run draws the s
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hocket.data.cache import Prompts, key_of
@@ -16,18 +15,12 @@ from hocket.types import Prompt
 
 
 class Selected(Prompts):
-    """Some of the prompts of a source, by index; made when asked for."""
+    """Some prompts of a source, by index; made when asked for."""
 
-    def __init__(self, prompts: Prompts, indices: Sequence[int], source: str = "") -> None:
+    def __init__(self, prompts: Prompts, indices: Sequence[int]) -> None:
         self._rows = prompts
         self._indices = indices
-        self._source = source
-        content = repr([prompts.fingerprint, source, list(indices)])
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
-
-    def keys(self) -> list[str]:
-        keys = self._rows.keys()
-        return [keys[index] for index in self._indices]
+        self.fingerprint = hashlib.sha256(repr([prompts.fingerprint, *indices]).encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -35,77 +28,50 @@ class Selected(Prompts):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        prompt = self._rows[self._indices[index]]
-        return of_source(prompt, self._source)
+        return self._rows[self._indices[index]]
 
 
-def of_source(prompt: Prompt, source: str) -> Prompt:
-    """Return a source's prompt; two sources may have files of one name."""
-    return replace(prompt, id=f"{source}/{prompt.id}", source=source) if source else prompt
-
-
-class Mixture(Prompts):
-    """The prompts of all sources, one source after the other."""
-
-    def __init__(self, of: Mapping[str, Prompts]) -> None:
-        self.of = dict(of)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.of.values()))
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        for prompts in self.of.values():
-            if index < len(prompts):
-                return prompts[index]
-            index -= len(prompts)
-        raise IndexError(index)
-
-
-def unlike(prompts: Prompts, held_out: Sequence[Prompt], exclude: bool, say: Callable[[str], None]) -> Prompts:
+def unlike(
+    sources: Mapping[str, Prompts], held_out: Sequence[Prompt], exclude: bool, say: Callable[[str], None]
+) -> dict[str, Prompts]:
     """Count prompts with the question and answer of another one, but for white space; leave out held-out ones."""
-    sources = prompts.of if isinstance(prompts, Mixture) else {"": prompts}
     tested = set(map(key_of, held_out))
     seen = set[str]()
-    num_twice = num_tested = 0
-    left = dict[str, Prompts]()
-    for name, mine in sources.items():
-        keys = mine.keys()
+    num = num_twice = num_tested = 0
+    left = dict(sources)
+    for name, prompts in sources.items():
+        keys = prompts.keys()
         kept = [index for index, key in enumerate(keys) if key not in tested]
+        num += len(keys)
         num_twice += len(keys) - len(set(keys) - seen)
         num_tested += len(keys) - len(kept)
         seen |= set(keys)
-        left[name] = Selected(mine, kept) if len(kept) < len(keys) else mine
+        if exclude and not kept:
+            what = f"data.exclude_overlap leaves no prompt of {name or 'data.source'}"
+            raise DataError(f"{what}: other held-out rows are needed")
+        if exclude and len(kept) < len(keys):
+            left[name] = Selected(prompts, kept)
     if num_twice:
-        say(f"{num_twice:,} of {len(prompts):,} training prompts repeat another one")
-    if not num_tested:
-        return prompts
-    done = "left out" if exclude else "data.exclude_overlap=true leaves them out"
-    say(f"{num_tested:,} of {len(prompts):,} training prompts are held-out ones, too: {done}")
-    if not exclude:
-        return prompts
-    if empty := [name for name, mine in left.items() if not mine]:
-        raise DataError(
-            f"data.exclude_overlap leaves no prompt of {empty[0] or 'data.source'}: other held-out rows are needed"
-        )
-    return Mixture(left) if isinstance(prompts, Mixture) else left[""]
-
-
-MakeStream = Callable[[Callable[[], int]], PromptStream]  # of what numbers its draws
+        say(f"{num_twice:,} of {num:,} training prompts repeat another one")
+    if num_tested:
+        done = "left out" if exclude else "data.exclude_overlap=true leaves them out"
+        say(f"{num_tested:,} of {num:,} training prompts are held-out ones, too: {done}")
+    return left
 
 
 class MixedStream(PromptStream):
     """A stream of each source, with epochs of its own; draws are numbered over all."""
 
-    def __init__(self, streams: Mapping[str, MakeStream], weights: Mapping[str, float], seed: int) -> None:
+    def __init__(self, streams: Mapping[str, PromptStream], weights: Mapping[str, float], seed: int) -> None:
         self._num_drawn = 0
-        self._streams = {name: make(lambda: self._num_drawn) for name, make in streams.items()}
+        self._streams = streams
+        for stream in streams.values():
+            stream.number = lambda: self._num_drawn
         self._weights = weights
         self._seed = seed
         self._source_of = dict[int, str]()  # of the draws in flight
         self._repeat = list[int]()  # draws to repeat after a restore, the first last
-        self.uses_pass_rates = any(stream.uses_pass_rates for stream in self._streams.values())
+        self.uses_pass_rates = any(stream.uses_pass_rates for stream in streams.values())
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
         taken = dict[int, Prompt]()

@@ -47,9 +47,9 @@ def opening_of(prompt: str) -> str:
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Tools = ()
+    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Tools = (), source: str = ""
 ) -> tuple[cache.Prompts, list[int]]:
-    """Return the prompts that are short enough, none cut, and the token counts of all."""
+    """Return the prompts that are short enough, none cut, and the token counts of all; `source`: of data.sources."""
     renderer = renderer_of(data, tokenizer, tools)
     if "</think>" in [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]:
         raise DataError(
@@ -68,25 +68,26 @@ def load_prompts(
             return None
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
         today = time.strftime("%F") if "strftime_now" in str(template) else None
-        known = (content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
+        known = (source, content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
         return *known, *renderer.origin()
 
-    return cache.load(origin, max_prompt_tokens, lambda: _prompts(data, renderer))
+    return cache.load(origin, max_prompt_tokens, lambda: _prompts(data, renderer, source))
 
 
-def _prompts(data: DataConfig, renderer: "Renderer") -> Iterator[Prompt]:
+def _prompts(data: DataConfig, renderer: "Renderer", source: str) -> Iterator[Prompt]:
     is_file = not data.source.startswith(("task:", "hf:", "gym:"))
 
     def render(place: str, columns: Mapping[str, Any]) -> Rendered[Prompt]:
         columns, pictures = renderer.seen(columns)
         text, fields = renderer.row(columns)
         name = Path(place).name if is_file else place
+        name = f"{source}/{name}" if source else name  # two sources may have files of one name
 
         def prompt(token_ids: list[list[int]]) -> Prompt:
             if not token_ids[0]:
                 raise ValueError(NO_TOKEN)
             ids, images = renderer.expanded(token_ids[0], pictures)
-            return Prompt(id=name, token_ids=tuple(ids), images=images, **fields)
+            return Prompt(id=name, source=source, token_ids=tuple(ids), images=images, **fields)
 
         return [text], prompt
 

@@ -41,7 +41,6 @@ class PromptStream:
         seed: int,
         retire_after: int = 0,  # times solved in a row, after which a prompt is left out; 0 disables it
         prompts_per_step: float = 1,
-        number: Callable[[], int] | None = None,  # of the next draw, where others draw, too
     ) -> None:
         if not prompts:
             raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
@@ -53,7 +52,7 @@ class PromptStream:
         self._retire_after = retire_after or math.inf
         self._prompts_per_step = prompts_per_step
         self._num_drawn = 0
-        self._number = number or (lambda: self._num_drawn)
+        self.number: Callable[[], int] = lambda: self._num_drawn  # of the next draw; a mixture counts all sources'
         self._in_flight: dict[int, dict[str, Any]] = {}  # by number
         self._again: collections.deque[int] = collections.deque()  # numbers to draw once more after a restore
         self._entries: list[dict[str, Any]] = []
@@ -134,7 +133,7 @@ class PromptStream:
             for index in self._order[self._position :]:
                 self._leave_out(index, "skipped", "the curriculum moved on before its turn")
             self._begin(self._epoch + 1, order, left_out)
-        number = self._number()
+        number = self.number()
         index = self._order[self._position]
         prompt = self._prompts[index].id
         self._in_flight[number] = {"draw": number, "epoch": self._epoch, "index": index, "prompt": prompt}

@@ -184,17 +184,18 @@ SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "train/ess", "staleness/over_
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics = _rollout_metrics(groups)
     for name, mine in by_source(groups).items():
+        if not name:
+            continue
         metrics[f"source/{name}/share"] = len(mine) / len(groups)
         metrics |= {f"source/{name}/{key}": value for key, value in _rollout_metrics(mine).items()}
     return metrics
 
 
 def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Return the groups of each of data.sources."""
+    """Return the groups of each of data.sources; of "" without them."""
     found = defaultdict[str, list[Group]](list)
     for group in groups:
-        if group.source:
-            found[group.source].append(group)
+        found[group.source].append(group)
     return found
 
 

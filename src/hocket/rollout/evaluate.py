@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from hocket.client.pool import Deadline
 from hocket.config import RolloutConfig
+from hocket.observe.metrics import by_source
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Plan, Play, Seat, collect
@@ -23,14 +24,13 @@ Comparable = Sequence[Sequence[Rollout]]  # of each prompt
 class Evaluation:
     prompts: Sequence[Prompt]
     play: Play
-    scorer: RewardScorer  # by `reward` alone
-    reward: str
+    scorer: RewardScorer  # by these alone
+    rewards: Mapping[str, str]  # of each source its own
     samples: int  # per prompt, at a temperature above 0; its first rollout is greedy
     sampling: SamplingParams
     threshold: float  # reward from which a sample passes
     timeout_s: float
     max_error_rate: float
-    measure: Callable[[Sequence[Group]], Metrics] | None = None  # of several sets of prompts
 
     async def run(
         self, label: str, generated: Callable[[], None] = lambda: None
@@ -62,8 +62,7 @@ class Evaluation:
         numbered = enumerate(self.prompts)
         batch = await collect(plan, lambda count: dict(itertools.islice(numbered, count)), play, self.scorer)
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
-        measure = self.measure or partial(measured, reward=self.reward, threshold=self.threshold)
-        return measure(batch.groups), batch.groups
+        return measured(batch.groups, self.rewards, self.threshold), batch.groups
 
     def comparable(self, groups: Sequence[Group], temperature: float) -> tuple[Comparable, Comparable]:
         """Return the greedy rollouts, and the sampled ones, whose log-probs are of this temperature."""
@@ -88,7 +87,24 @@ def checked(greedy: Metrics, sampled: Metrics) -> Metrics:
     return metrics
 
 
-def measured(groups: Sequence[Group], reward: str, threshold: float) -> dict[str, float]:
+def measured(groups: Sequence[Group], rewards: Mapping[str, str], threshold: float) -> Metrics:
+    """Return as eval/METRIC the mean over held-out sets that have it, and eval/NAME/METRIC of each of data.sources.
+
+    The mean of k independent means has the standard error √(Σ error²) / k.
+    """
+    of_all = defaultdict[str, list[float]](list)
+    metrics = Metrics()
+    for name, mine in by_source(groups).items():
+        for key, value in _measured(mine, rewards[name], threshold).items():
+            of_all[key].append(value)
+            if name:
+                metrics[key.replace("eval/", f"eval/{name}/", 1)] = value
+    for key, values in of_all.items():
+        metrics[key] = math.hypot(*values) / len(values) if key.endswith("_stderr") else statistics.fmean(values)
+    return metrics
+
+
+def _measured(groups: Sequence[Group], reward: str, threshold: float) -> Metrics:
     rollouts = [*itertools.chain.from_iterable(group.rollouts for group in groups)]
     greedy = [_marks(group, reward, slice(1)) for group in groups]
     sampled = [_marks(group, reward, slice(1, None)) for group in groups]

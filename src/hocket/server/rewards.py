@@ -30,10 +30,11 @@ def serve(config: Config) -> None:
     """Serve until Ctrl-C or SIGTERM; async rewards are set up before the first request."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn gives it back when it has shut down
     load_plugins(config.plugins)
+    rewards = config.sole_rewards
     with (
         contextlib.suppress(KeyboardInterrupt),
         contextlib.closing(bind(config.server.host, config.server.port, config.token)) as sock,
-        RewardCalls(config.rewards, config.rewards.functions) as calls,
+        RewardCalls(rewards, rewards.functions) as calls,
     ):
         run(_serve(calls, sock, config.own_url, config.server.host, config.token))
     print("hocket: stopped", flush=True)

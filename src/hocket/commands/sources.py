@@ -1,0 +1,159 @@
+"""The sources of a run's prompts, one without data.sources: each has its own rows, players and rewards."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from hocket.client.batcher import Batcher
+from hocket.client.pool import ServerPool
+from hocket.config import Config, DataConfig
+from hocket.data.cache import Prompts
+from hocket.data.curriculum import bind
+from hocket.data.prompts import load_prompts, renderer_of
+from hocket.data.stream import PromptStream
+from hocket.envs import base as environments
+from hocket.errors import ConfigError
+from hocket.observe.console import Console
+from hocket.rewards.scorer import RewardCalls, RewardScorer
+from hocket.rollout.collect import Play, Seat
+from hocket.rollout.episode import Limits
+from hocket.rollout.players import Players
+from hocket.types import Prompt, Rollout, Score
+
+Calls = Mapping[str, RewardCalls]
+"""What calls the rewards of each source."""
+
+
+def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Iterable[str]]) -> Calls:
+    """Return what calls the rewards that `names` finds in each source's config; sources with the same ones share it."""
+    made = dict[str, RewardCalls]()
+    found = dict[str, RewardCalls]()
+    for source, view in config.views.items():
+        # eval.reward may be one of the run's that the source does not train on
+        known = view.rewards.model_copy(update={"functions": config.rewards.functions | view.rewards.functions})
+        asked = (*names(view),)
+        same = f"{asked}{known.model_dump_json()}"
+        if same not in made:
+            made[same] = stack.enter_context(RewardCalls(known, asked))
+        found[source] = made[same]
+    return found
+
+
+class PromptSource:
+    """Prompts, and how they are played."""
+
+    def __init__(self, name: str, config: Config, tokenizer: Any, console: Console) -> None:
+        self.name = name
+        self.config = config  # of the run, as this source has it
+        self._tokenizer = tokenizer
+        self._console = console
+        self._environment = environments.bind(config.env.name, config.env.model_extra or {})
+        self.example = self._environment()  # has what all of them have
+        self.needed = 0  # tokens of the longest training prompt and a completion
+
+    @property
+    def _tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.example.toolbox.tools if self.example.toolbox else ()
+
+    def training(self, longest: int, limit: str) -> Prompts:
+        """Return the training prompts. `limit`: the name of what lets a sequence have `longest` tokens."""
+        answer = self.config.rollout.max_tokens
+        prompts, length = self._fitting("train", self.config.data, "rollout.max_tokens", answer, longest, limit)
+        self.needed = length + self.example.thinking_tokens + answer
+        return prompts
+
+    def held_out(self, longest: int, limit: str) -> Sequence[Prompt]:
+        """Return the prompts of the evaluation, maybe none."""
+        data = self.config.held_out_data
+        settings = self.config.eval
+        if data is None:
+            return ()
+        setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
+        if (data.source, data.split) == (self.config.data.source, self.config.data.split):
+            self._console.say("eval.data has the rows of section data: these are trained on, and not held out")
+        prompts, _ = self._fitting("eval", data, setting, self.eval_tokens, longest, limit)
+        return prompts[: settings.num_prompts]
+
+    @property
+    def eval_tokens(self) -> int:
+        return self.config.eval.max_tokens or self.config.rollout.max_tokens
+
+    def _fitting(
+        self, what: str, data: DataConfig, setting: str, answer: int, longest: int, limit: str
+    ) -> tuple[Prompts, int]:
+        """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
+        thought = self.example.thinking_tokens  # before an answer
+        room = longest - thought - answer
+        if room < 1:
+            before = f", behind env.thinking_tokens={thought}," if thought else ""
+            raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {limit}: lower it, or raise that")
+        most = min(room, data.max_prompt_tokens or room)
+        prompts, lengths = load_prompts(
+            data, self._tokenizer, max_prompt_tokens=most, tools=self._tools, source=self.name
+        )
+        if len(prompts) < len(lengths):
+            fits = longest - thought - max(lengths)
+            if most < room:
+                advice = f"{data.section}.max_prompt_tokens={most} leaves them out"
+            elif fits > 0:
+                advice = f"{setting}={fits} has room for all in {limit}"
+            else:
+                advice = f"{limit} is too short for it"
+            too_long = f"with more than {most} tokens; the longest has {max(lengths)}: {advice}"
+            if not prompts:
+                raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
+            self._console.say(f"{what}: dropped {len(lengths) - len(prompts)} prompts of {data.source} {too_long}")
+        return prompts, max(length for length in lengths if length <= most)
+
+    def stream(self, prompts: Prompts, share: float) -> PromptStream:
+        """Return a stream that has this share of the draws."""
+        config = self.config
+        return PromptStream(
+            prompts,
+            bind(config.curriculum),
+            seed=config.trainer.seed,
+            retire_after=config.curriculum.retire_after,
+            prompts_per_step=config.rollout.prompts_per_step * share,
+        )
+
+    def play(self, servers: ServerPool, longest: int) -> Play:
+        env = self.config.env
+        players = Players(
+            pool=servers,
+            ask=Batcher(servers, tools=self.example.toolbox).ask,
+            make=self._environment,
+            renderer=renderer_of(self.config.data, self._tokenizer, self._tools),
+            decode=self._tokenizer.decode,
+            limits=Limits(
+                max_turns=env.max_turns,
+                max_length=longest,
+                timeout_s=env.timeout_s,
+                history=None if env.history == "keep" else environments.HISTORIES.get(env.history, "env.history: "),
+            ),
+        )
+        play: Play = self.example.player(players)
+        return play
+
+
+def play_each(plays: Mapping[str, Play], max_tokens: Mapping[str, int]) -> Play:
+    """Return what plays a prompt as its source does, with the source's length."""
+
+    async def play(prompt: Prompt, seat: Seat) -> Rollout:
+        sampling = seat.sampling.model_copy(update={"max_tokens": max_tokens[prompt.source]})
+        return await plays[prompt.source](prompt, dataclasses.replace(seat, sampling=sampling))
+
+    return play
+
+
+class EachScorer(RewardScorer):
+    """Scores a rollout as its source does."""
+
+    def __init__(self, of: Mapping[str, RewardScorer]) -> None:
+        self._of = of
+
+    async def ask(self, rollout: Rollout) -> dict[str, Score]:
+        return await self._of[rollout.prompt.source].ask(rollout)
+
+    async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
+        return await self._of[rollouts[0].prompt.source].settle(rollouts, given)
