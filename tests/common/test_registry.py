@@ -101,10 +101,10 @@ def test_a_plugin_that_fails_is_named_with_its_line_and_tried_again(lines: str, 
 
 
 def test_a_plugin_that_failed_may_register_its_names_again_and_no_other_one_may(tmp_path: Path) -> None:
-    register = "from hocket.data.sources import TASKS\nTASKS.register('mine')(len)\n"
+    register = "from hocket.data.sources import TASKS\n@TASKS.register('mine')\ndef mine(): ...\n"
     plugin, other = tmp_path / "mine.py", tmp_path / "other.py"
     plugin.write_text(f"{register}1 / 0")
-    with pytest.raises(ConfigError, match="line 3: ZeroDivisionError"):
+    with pytest.raises(ConfigError, match="line 4: ZeroDivisionError"):
         load_plugins([str(plugin)])
     plugin.write_text(register)
     load_plugins([str(plugin)])

@@ -43,7 +43,6 @@ class Registry(Generic[T]):
         self.kind = kind
         self._modules = modules
         self.items: dict[str, T] = {}
-        self.unfinished: set[str] = set()  # names from a plugin that failed
         self.every.append(self)
 
     def register(self, name: str) -> Callable[[Item], Item]:
@@ -52,9 +51,8 @@ class Registry(Generic[T]):
             raise ConfigError(f'it needs a name: @{self.kind}("{name.__name__}")')
 
         def add(item: Any) -> Any:
-            if self._has(name) and name not in self.unfinished:
+            if self._has(name):
                 raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
-            self.unfinished.discard(name)
             self.items[name] = item
             return item
 
@@ -217,15 +215,14 @@ def load_plugin(path: str) -> ModuleType:
     if name in _PLUGINS:
         return sys.modules[name]
     content = file.read_bytes()
-    before = {registry: registry.names - registry.unfinished for registry in Registry.every}
     spec: Any = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]  # a later attempt must import it again, not find half a module
-        for registry in Registry.every:
-            registry.unfinished |= _added(registry, before)
+        for registry, one in _registered(name):
+            registry.forget(one)
         told = "".join(traceback.format_exception(error))
         line = ["1", *re.findall(f'File "{re.escape(str(file))}", line ([0-9]+)', told)][-1]
         cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
@@ -234,14 +231,17 @@ def load_plugin(path: str) -> ModuleType:
         elif isinstance(error, ImportError) and error.name == "hocket":
             cause += "; decorators are in hocket.rewards and hocket.envs"
         raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
-    registers = [f"{registry.kind} {one}" for registry in Registry.every for one in sorted(_added(registry, before))]
+    registers = tuple(f"{registry.kind} {one}" for registry, one in _registered(name))
     digest = hashlib.sha256(content).hexdigest()
-    _PLUGINS[name] = Plugin(path, digest, content.decode(errors="replace"), tuple(registers))
+    _PLUGINS[name] = Plugin(path, digest, content.decode(errors="replace"), registers)
     return module
 
 
-def _added(registry: Registry[Any], before: Mapping[Registry[Any], Collection[str]]) -> set[str]:
-    """Return the names that a plugin has registered, not those of a module of hocket that it was first to import."""
-    new = registry.items.keys() - before.get(registry, ())
-    made = {name: getattr(registry.items[name], "function", registry.items[name]) for name in new}
-    return {name for name, item in made.items() if not f"{getattr(item, '__module__', '')}".startswith("hocket.")}
+def _registered(module: str) -> list[tuple[Registry[Any], str]]:
+    """Return the names of what a module defines and has registered."""
+    return [
+        (registry, name)
+        for registry in Registry.every
+        for name, item in sorted(registry.items.items())
+        if getattr(getattr(item, "function", item), "__module__", "") == module
+    ]
