@@ -1,7 +1,4 @@
-"""Register rewards, and bind them to the config (docs/rewards.md).
-
-A reward gets the arguments of `_OF_PROMPT`, `_OF_ONE` and `_OF_GROUP` that it names; its other ones are options.
-"""
+"""Register rewards, and bind them to the config; arguments that no table below has are options (docs/rewards.md)."""
 
 import dataclasses
 import inspect
@@ -28,6 +25,10 @@ def _pictures(rollout: Rollout) -> list[Any]:
     return [decoded(image.data) for image in rollout.prompt.images]
 
 
+def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
+    return tuple(int(token) for one in rollout.sequences for token in compress(one.token_ids, one.mask))
+
+
 _OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of a group
     "prompt": attrgetter("prompt.text"),  # of the last user message, or the plain prompt
     "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
@@ -38,7 +39,7 @@ _OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of 
 _OF_ONE: dict[str, Callable[[Any], Any]] = {
     "completion": attrgetter("text"),  # without the end-of-sequence token
     "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
-    "token_ids": lambda rollout: _sampled_ids(rollout),  # in the whole episode
+    "token_ids": _sampled_ids,  # in the whole episode
     "finish_reason": attrgetter("finish_reason"),  # "stop", "length" or "abort"
     "rollout": lambda rollout: rollout,
 }
@@ -68,10 +69,6 @@ def named(rollout: Rollout) -> dict[str, Any]:
     return told
 
 
-def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
-    return tuple(int(token) for one in rollout.sequences for token in compress(one.token_ids, one.mask))
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
     """A registered function or class, and what the config says of it."""
@@ -79,9 +76,9 @@ class Reward:
     name: str
     function: Callable[..., Any]
     runs: Runs
-    imports: tuple[str, ...]  # packages that it needs beyond hocket's own
-    own_deadline: bool = False  # of an async one: rewards.timeout_s is not for it
-    check: Callable[..., None] | None = None
+    imports: tuple[str, ...]
+    own_deadline: bool
+    check: Callable[..., None] | None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_for: Collection[str] = ()
     of_group: bool = False  # it scores a group in one call
@@ -91,6 +88,11 @@ class Reward:
     @property
     def is_class(self) -> bool:
         return inspect.isclass(self.function)
+
+    @property
+    def called(self) -> Any:
+        """What has the signature of a call."""
+        return partial(self.function.__call__, None) if self.is_class else self.function
 
     def made(self) -> Callable[..., Any]:
         """Return the function with its options, or a new instance."""
@@ -133,18 +135,13 @@ def reward(
 
     def add(function: F) -> F:
         runs: Runs = "inline" if inline else "worker"
-        if inspect.iscoroutinefunction(_called(function)):
-            runs = "async"
         made = Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline, check=check)
+        if inspect.iscoroutinefunction(made.called):
+            made = dataclasses.replace(made, runs="async")
         register(made)
         return function
 
     return add
-
-
-def _called(function: Callable[..., Any]) -> Any:
-    """Return what has the signature of a call."""
-    return partial(function.__call__, None) if inspect.isclass(function) else function
 
 
 def bind(name: str, spec: "RewardSpec") -> Reward:
@@ -160,8 +157,7 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     of_async = spec.model_dump(include={"max_concurrent", "retries"}, exclude_defaults=True)
     if of_async and found.runs != "async":
         raise ConfigError(f"reward {name!r} is not async: leave its {' and '.join(of_async)} out")
-    scores = _called(found.function)
-    asks_for = inspect.signature(scores).parameters.keys()
+    asks_for = inspect.signature(found.called).parameters.keys()
     of_group = not asks_for.isdisjoint(_OF_GROUP)
     if "prompts" in asks_for or (of_group and not asks_for.isdisjoint(_OF_ONE)):
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
@@ -171,29 +167,20 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     fields = set(type(spec).model_fields)
     options = spec.model_dump(exclude=fields)
     reserved = fields & inspect.signature(found.function).parameters.keys()
-    retries = spec.retries
+    more = {"max_concurrent": spec.max_concurrent, "retries": spec.retries}
     if found.runs == "async" and "retries" in reserved:
         reserved.remove("retries")
-        options["retries"] = retries
-        retries = 0
+        options["retries"] = more.pop("retries")
     if reserved:
         raise ConfigError(f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument")
     if found.is_class:
         options = options_of(called, found.function, options, section=section)
-        options_of(called, scores, {}, section=section, keys=known)  # a call gets none
+        options_of(called, found.called, {}, section=section, keys=known)  # a call gets none
     else:
-        taken = known & options.keys()
-        if taken:
+        if taken := known & options.keys():
             raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-        options = options_of(called, scores, options, section=section, keys=known, row=_ROW)
-    bound = dataclasses.replace(
-        found,
-        options=options,
-        asks_for=asks_for & known,
-        of_group=of_group,
-        max_concurrent=spec.max_concurrent,
-        retries=retries,
-    )
+        options = options_of(called, found.called, options, section=section, keys=known, row=_ROW)
+    bound = dataclasses.replace(found, options=options, asks_for=asks_for & known, of_group=of_group, **more)
     if found.check is not None:
         found.check(**options)
     if found.is_class and found.runs != "worker":  # set up where it is used; those of workers may be large

@@ -51,19 +51,14 @@ _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
 class RewardScorer:
-    """Makes scores of what some of the rewards return, with their weights, gates and limits.
-
-    Failures are `Score.error`; its methods raise only RewardError, to end the run.
-    """
+    """Makes scores of what some of the rewards return; raises only RewardError, to end the run."""
 
     def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
         self._calls = calls
         self._specs = {name: calls.specs[name] for name in names}
-        self._of_group = [name for name in self._specs if calls.rewards[name].of_group]
-        self._each = [name for name in self._specs if not calls.rewards[name].of_group]
 
     async def score(self, rollout: Rollout) -> Score:
-        (score,) = await self.settle([rollout], [await self.ask(rollout)])
+        (score,) = await self.score_group([rollout])
         return score
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> tuple[Score, ...]:
@@ -73,7 +68,7 @@ class RewardScorer:
         """Return what each reward of a single rollout gives it; {} where its episode failed."""
         if rollout.error is not None:
             return {}
-        results = await self._ask(self._each, [rollout])
+        results = await self._ask([rollout], of_group=False)
         return {name: score for name, (score,) in results.items()}
 
     async def settle(self, rollouts: Sequence[Rollout], given: Sequence[Mapping[str, Score]]) -> tuple[Score, ...]:
@@ -81,13 +76,14 @@ class RewardScorer:
         scores = [no_score(rollout.error) for rollout in rollouts]
         played = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
         if played:
-            results = {name: [given[i][name] for i in played] for name in self._each}
-            results |= await self._ask(self._of_group, [rollouts[i] for i in played])
+            results = {name: [given[i][name] for i in played] for name in given[played[0]]}
+            results |= await self._ask([rollouts[i] for i in played], of_group=True)
             for i, score in zip(played, compose(self._specs, results), strict=True):
                 scores[i] = score
         return tuple(scores)
 
-    async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, list[Score]]:
+    async def _ask(self, rollouts: Sequence[Rollout], *, of_group: bool) -> dict[str, list[Score]]:
+        names = [name for name in self._specs if self._calls.rewards[name].of_group == of_group]
         if len(names) == 1:  # a task for each of thousands of short calls would cost more than the calls
             return {names[0]: await self._calls.ask(names[0], rollouts)}
         results = await asyncio.gather(*(self._calls.ask(name, rollouts) for name in names))
@@ -115,14 +111,14 @@ class RewardCalls:
 
     def __exit__(self, *exc_info: object) -> None:
         """Kill all workers, from any thread; callers of busy ones get an error."""
-        self._here["worker"].close()
-        self._here["inline"].close()
+        for runner in self._here.values():
+            runner.close()
 
     async def set_up(self) -> None:
         """Set async rewards up in this event loop. Raise RewardError for the first that can't be."""
-        for name, reward in self.rewards.items():
+        for name in self.rewards:
             try:
-                await self._runner(reward).set_up()
+                await self._runner(name).set_up()
             except NoScoreError as error:
                 raise RewardError(f"reward {name!r} {error}") from error
 
@@ -133,7 +129,7 @@ class RewardCalls:
         try:
             arguments = reward.arguments(rollouts)
             call = Call(reward, arguments, len(rollouts), self._timeout_s, self.seconds[name])
-            return await self._runner(reward).call(call)
+            return await self._runner(name).call(call)
         except RewardError:
             raise
         except (Exception, SystemExit) as error:
@@ -153,10 +149,9 @@ class RewardCalls:
             self._news[name] = now
             logger.warning("reward %r: no call has ended for %g s; its deadline is its timeout_s", name, PATIENCE_S)
 
-    def _runner(self, reward: Reward) -> Runner:
-        if reward.runs == "async":
-            return self._in_loop(asyncio.get_running_loop(), reward.name)
-        return self._here[reward.runs]
+    def _runner(self, name: str) -> Runner:
+        runs = self.rewards[name].runs
+        return self._in_loop(asyncio.get_running_loop(), name) if runs == "async" else self._here[runs]
 
 
 class Workers(Runner):
@@ -201,8 +196,8 @@ class Workers(Runner):
                 (loaded,) = worker.ask(pickle.dumps((_load, self._modules, 1, False)), START_TIMEOUT_S, 1)
             except LateError as error:
                 loaded = failure(error)
-            if loaded.error and not self._unusable:  # nor can the next one load it
-                self._unusable = f"its worker process can't load it: {loaded.error}"
+            if loaded.error:  # nor can the next one load it
+                self._unusable = self._unusable or f"its worker process can't load it: {loaded.error}"
             if not self._unusable:
                 return worker
             worker.kill()  # the rewards may have been closed meanwhile
@@ -297,12 +292,9 @@ def _show(output: IO[bytes], printed: Iterator[int]) -> None:
     with output:
         while line := output.readline(MAX_LINE):
             number = next(printed)
-            if number > MAX_LINES:
-                line = b"rewards have printed more: it is not shown\n"
-                output.read1(1 << 16)  # type: ignore[attr-defined]
             if number <= MAX_LINES + 1:
                 with contextlib.suppress(OSError):  # the console is closed
-                    os.write(2, line)
+                    os.write(2, line if number <= MAX_LINES else b"rewards have printed more: it is not shown\n")
 
 
 _IN_WORKER = Inline()  # a worker's own rewards
