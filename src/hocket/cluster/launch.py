@@ -81,7 +81,6 @@ class Child(subprocess.Popen[bytes]):
         return "\n".join([f"{said}; the end of {self.log}:", *lines[-NUM_LINES:]])
 
     def refuse_dead(self) -> None:
-        """Raise ServerError if this server has ended."""
         if self.poll() is not None:
             raise ServerError(self.last_words("the server"), code="unreachable")
 
@@ -284,7 +283,6 @@ def variables(gpus: str) -> dict[str, str]:
 
 
 def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
-    """Return the line that a user types for a command."""
     program = [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command  # it finds hocket
     if num_ranks > 1:
         program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]

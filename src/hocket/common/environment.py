@@ -75,7 +75,6 @@ def has_cuda() -> bool:
 
 
 def driver() -> int | None:
-    """Return the NVIDIA driver's major version, if nvidia-smi says it."""
     with contextlib.suppress(LookupError, ValueError):
         return int(nvidia_smi("driver_version")[0].partition(".")[0])
     return None

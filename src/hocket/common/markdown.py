@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 
 def table(header: tuple[str, ...], rows: Iterable[Iterable[object]]) -> str:
-    """Return a table of cells as they print."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in (header, *rows)]
     lines.insert(1, "|---" * len(header) + "|")
     return "\n".join(lines)

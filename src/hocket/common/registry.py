@@ -142,13 +142,11 @@ def options_of(
 
 
 def need(what: str, package: str) -> None:
-    """Raise ConfigError where a package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{what} needs the package {package}: .venv/bin/pip install {package}, or leave it out")
 
 
 def try_out(make: Callable[[], Any], called: str, section: str) -> None:
-    """Raise ConfigError where a plugin can't be made with its options."""
     try:
         make()
     except (LookupError, TypeError, ValueError) as error:
@@ -190,8 +188,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Plugin(NamedTuple):
-    """A file that was imported."""
-
     path: str  # as the config has it
     sha256: str
     text: str

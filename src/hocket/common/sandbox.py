@@ -144,7 +144,6 @@ def way(limits_only: bool = False) -> list[str]:
 
 
 def _first(*ways: list[str]) -> list[str]:
-    """Return the first that works. Raise ConfigError."""
     problems = ""
     with TemporaryDirectory(prefix="hocket-") as folder:
         for one in ways:

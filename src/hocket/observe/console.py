@@ -68,7 +68,6 @@ class Console(AbstractContextManager["Console"]):
             self.doing(f"step {step}/{self._steps}: {phase}{self._time_left(step - 1)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print a finished step's line, and alarms when they begin."""
         if not metrics:
             return
         if 0 < step < self._first:

@@ -39,7 +39,6 @@ _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def policy(connect: str = "'none'") -> str:
-    """Return the page's content security policy."""
     script = _TEMPLATE.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; connect-src {connect}"
@@ -53,7 +52,6 @@ def html(data: Mapping[str, Any] | None, connect: str = "'none'") -> str:
 
 
 def data_of(runs: Sequence[RunReader]) -> dict[str, Any]:
-    """Return what a page shows of runs at first."""
     return {
         "runs": [run.data() for run in runs],
         "differing": _differing([run.folder for run in runs]),
@@ -94,7 +92,6 @@ def write_pictures(report: Path, folder: Path) -> None:
 
 
 def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:
-    """Return the settings in which runs differ, with each one's value."""
     settings = [leaves(yaml.safe_load(read_text(folder / "config.yaml")) or {}) for folder in folders]
     keys = dict.fromkeys(itertools.chain(*settings))
     rows = [(key, [str(of_run.get(key)) for of_run in settings]) for key in keys]
@@ -118,7 +115,6 @@ def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _most_telling(rows: Rows) -> str:
-    """Return the prompt with the most different rewards."""
     rewards: dict[str, set[float]] = {}
     for row in rows:
         rewards.setdefault(row["group_id"], set()).add(row["reward"])
@@ -126,7 +122,6 @@ def _most_telling(rows: Rows) -> str:
 
 
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with its episode in one text, and texts cut."""
     told = {**row, "completion": said(row)}
     return {name: _cut(value) for name, value in told.items() if name not in LONG}
 

@@ -35,7 +35,6 @@ def keep(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
 
 
 def kept(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the plugins of a run."""
     with reading(run_dir / FILE):
         return [{key: row[key] for key in KEYS} for row in json.loads(read_text(run_dir / FILE) or "[]")]
 

@@ -134,12 +134,10 @@ class RunReader:
         return found
 
     def _rollout_steps(self) -> dict[str, list[int]]:
-        """Return the steps with rollouts of training ("step") and of evaluations ("eval")."""
         names = [_NAME.fullmatch(path.stem) for path in (self.folder / "rollouts").glob("*.jsonl")]
         return {kind: sorted(int(name[2]) for name in names if name and name[1] == kind) for kind in ("step", "eval")}
 
     def data(self) -> dict[str, Any]:
-        """Return all that a page shows at first."""
         return self.news(-1) | {
             "name": self.folder.resolve().name,
             "config": read_text(self.folder / "config.yaml"),

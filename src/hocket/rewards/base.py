@@ -90,9 +90,9 @@ class Reward:
         return inspect.isclass(self.function)
 
     @property
-    def called(self) -> Any:
+    def called(self) -> Callable[..., Any]:
         """What has the signature of a call."""
-        return partial(self.function.__call__, None) if self.is_class else self.function
+        return partial(self.function.__call__, None) if inspect.isclass(self.function) else self.function
 
     def made(self) -> Callable[..., Any]:
         """Return the function with its options, or a new instance."""
@@ -167,7 +167,7 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
     fields = set(type(spec).model_fields)
     options = spec.model_dump(exclude=fields)
     reserved = fields & inspect.signature(found.function).parameters.keys()
-    more = {"max_concurrent": spec.max_concurrent, "retries": spec.retries}
+    more: dict[str, Any] = {"max_concurrent": spec.max_concurrent, "retries": spec.retries}
     if found.runs == "async" and "retries" in reserved:
         reserved.remove("retries")
         options["retries"] = more.pop("retries")

@@ -128,8 +128,8 @@ class Endpoint(Service):
             said = shown([{"role": "user", "content": parts}], [image.data for image in images])
         body = {"model": model, "messages": said, **request}
         expected = len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)
-        requests = _window(self.base_url, model, "requests", self.requests_per_minute or math.inf)
-        tokens = _window(self.base_url, model, "tokens", self.tokens_per_minute or math.inf)
+        requests = _window(self.base_url, model, "requests", self.requests_per_minute)
+        tokens = _window(self.base_url, model, "tokens", self.tokens_per_minute)
         async with tokens.room(sum(expected)), requests.room():
             held = await self._hold(self._dollars((len(question), self.max_tokens)))  # at most a token each
             answer, used = await self._paid(body, expected, held, paid)
@@ -209,14 +209,11 @@ class Endpoint(Service):
 
 
 class Usage(pydantic.BaseModel, strict=True):
-    """The tokens that an endpoint has counted."""
-
     prompt_tokens: Counted
     completion_tokens: Counted
 
 
 def _counted(answer: str, expected: Tokens) -> Tokens:
-    """Return the tokens that an endpoint has counted, or those that were expected."""
     try:
         usage = Usage.model_validate(json.loads(answer)["usage"])
     except (ValueError, LookupError, TypeError):
@@ -254,6 +251,6 @@ class Window:
 
 
 @cache
-def _window(base_url: str, model: str, what: str, limit: float) -> Window:
+def _window(base_url: str, model: str, what: str, limit: int | None) -> Window:
     """Return the window that all judges share who ask this model within this limit."""
-    return Window(limit)
+    return Window(limit or math.inf)

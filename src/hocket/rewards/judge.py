@@ -98,27 +98,26 @@ class RankingReward(Endpoint):
             order = drawn.sample(texts, count)
             if index % 2:
                 order.reverse()
-            shown = _shown(order, _mark(drawn))
+            mark = _mark(drawn)
+            shown = [f"<answer {i} {mark}>\n{text}\n</answer {i} {mark}>" for i, text in enumerate(order, 1)]
             orders.append(order)
-            contents.append(self._fill(prompt=prompt, answer=answer or "none", count=count, completions=shown))
+            filled = {"answer": answer or "none", "count": count, "completions": "\n".join(shown)}
+            contents.append(self._fill(prompt=prompt, **filled))
         form = _form("ranking", {"type": "array", "items": {"type": "integer"}, "minItems": count, "maxItems": count})
         found, paid = await self.verdicts(contents, form, partial(ranking_in, count=count), rollouts[0].prompt.images)
-        placed = list[dict[str, tuple[float, str]]]()
-        for order, (ranking, reason) in zip(orders, found, strict=True):
-            places = dict[str, tuple[float, str]]()
-            for place, number in enumerate(ranking):  # models speak of numbers
-                places[order[number - 1]] = 1 - place / (count - 1), f"as answer {number}: {reason}"
-            placed.append(places)
+        placed = [
+            {
+                order[number - 1]: (1 - place / (count - 1), f"as answer {number}: {reason}")  # models speak of numbers
+                for place, number in enumerate(ranking)
+            }
+            for order, (ranking, reason) in zip(orders, found, strict=True)
+        ]
         return [_mean([one[text] for one in placed], paid, len(completions)) for text in completions]
 
 
 def _mark(drawn: random.Random) -> str:
     """Return what no answer can know, so that none can end its tag."""
     return f"{drawn.getrandbits(32):08x}"
-
-
-def _shown(texts: Sequence[str], mark: str) -> str:
-    return "\n".join(f"<answer {i} {mark}>\n{text}\n</answer {i} {mark}>" for i, text in enumerate(texts, 1))
 
 
 def _filler(template: str, shared: Mapping[str, Any], needed: str, **others: Any) -> Callable[..., str]:

@@ -74,7 +74,7 @@ class ModelReward:
                 return await run_in_thread(self._scores, rollouts)
 
     def _scores(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
-        scores = dict[int, float | Score]()
+        scores = list[Any](rollouts)
         encoded = dict[int, Any]()
         for i, rollout in enumerate(rollouts):
             try:
@@ -85,14 +85,14 @@ class ModelReward:
         for start in range(0, len(by_length), self.batch_size):
             batch = by_length[start : start + self.batch_size]
             inputs = [encoded[i] for i in batch]
-            padded = self._tokenizer.pad(
-                inputs, len(batch) > 1, padding_side="right", return_tensors="pt", verbose=False
-            )
+            several = len(batch) > 1
+            padded = self._tokenizer.pad(inputs, several, padding_side="right", return_tensors="pt", verbose=False)
             logits = self._model(**padded.to(self.device)).logits.float()
             if self.probability:
                 logits = logits.softmax(-1) if logits.shape[-1] > 1 else logits.sigmoid()
-            scores.update(zip(batch, logits[:, self.label or 0].tolist(), strict=True))
-        return [scores[i] for i in range(len(rollouts))]
+            for i, value in zip(batch, logits[:, self.label or 0].tolist(), strict=True):
+                scores[i] = value
+        return scores
 
     def _encoded(self, rollout: Rollout) -> Any:
         """Tokenize prompt and completion. Raise NoScoreError if they are too long."""

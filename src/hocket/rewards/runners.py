@@ -23,8 +23,6 @@ _JITTER = random.Random()  # leaves the run's random numbers alone
 
 
 class Call(NamedTuple):
-    """One call of a reward."""
-
     reward: Reward
     arguments: Mapping[str, Any]
     size: int  # scores that it gives

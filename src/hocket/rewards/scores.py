@@ -77,22 +77,14 @@ def compose(specs: Mapping[str, "RewardSpec"], results: Mapping[str, Sequence[Sc
     A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
     of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
     """
-    rows = list(zip(*results.values(), strict=True))
+    rows = [dict(zip(results, row, strict=True)) for row in zip(*results.values(), strict=True)]
+    is_open = [all(row[name].total > 0 for name, spec in specs.items() if spec.gate) for row in rows]  # NaN is not
     totals = [0.0] * len(rows)
-    closed = {
-        i
-        for name, spec in specs.items()
-        if spec.gate
-        for i, score in enumerate(results[name])
-        if not score.total > 0  # NaN, too
-    }
     for name, spec in specs.items():
         for i, value in _adjusted(results[name], spec).items():
             term = spec.weight * value
-            if i in closed and not spec.gate:
-                term = min(term, 0.0)
-            totals[i] += term
-    return [_whole(dict(zip(results, row, strict=True)), total) for row, total in zip(rows, totals, strict=True)]
+            totals[i] += term if spec.gate or is_open[i] else min(term, 0.0)
+    return list(map(_whole, rows, totals))
 
 
 def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float]:
@@ -111,19 +103,13 @@ def _adjusted(scores: Sequence[Score], spec: "RewardSpec") -> Mapping[int, float
 def _whole(results: Mapping[str, Score], total: float) -> Score:
     """Return a rollout's score: its parts are what the rewards gave, its note what they said."""
     parts = dict[str, float]()
-    errors = list[str]()
-    notes = list[str]()
+    errors = [f"{name}: {result.error}" for name, result in results.items() if result.error is not None]
+    note = _plain("\n".join(f"{name}: {result.note}" for name, result in results.items() if result.note))
     for name, result in results.items():
-        if result.note:
-            notes.append(f"{name}: {result.note}")
-        if result.error is not None:
-            errors.append(f"{name}: {result.error}")
-            continue
-        parts[name] = result.total
-        parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
+        if result.error is None:
+            parts |= {name: result.total, **{f"{name}/{part}": value for part, value in result.parts.items()}}
     if len(parts) > MAX_PARTS:
         return no_score(f"its rewards have {len(parts):,} parts, more than {MAX_PARTS:,}: name fewer")
-    note = _plain("\n".join(notes))
     if errors:
         return Score(total=math.nan, parts=parts, error=_plain("; ".join(errors)), note=note)
     if max(map(abs, (total, *parts.values()))) <= LARGEST:
@@ -158,12 +144,8 @@ def agreement(groups: Sequence[Sequence[tuple[Score, Score]]]) -> str:
     Pairs are those of a group that the second reward orders; one that is equal by the first counts half.
     """
     known = [[(a.total, b.total) for a, b in group if math.isfinite(a.total + b.total)] for group in groups]
-    alike = [
-        ((a - c) * (b - d) > 0) + (a == c) / 2
-        for group in known
-        for (a, b), (c, d) in itertools.combinations(group, 2)
-        if b != d
-    ]
+    pairs = itertools.chain(*(itertools.combinations(group, 2) for group in known))
+    alike = [((a - c) * (b - d) > 0) + (a == c) / 2 for (a, b), (c, d) in pairs if b != d]
     if not alike:
         return "no two rollouts of a group differ"
     overall = rank_correlation(list(itertools.chain(*known)))
