@@ -6,7 +6,7 @@ import math
 import re
 import time
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +20,6 @@ from hocket.observe import plugin_files
 from hocket.observe.metrics import alarms
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, parsed, read_text, reading, rows_of
 
-MAX_COLUMNS = 800  # of curves, at once: means of several steps each in a longer run
 SILENCE_S = 60.0  # after which an owner without a sign of life is gone
 NUM_PHASES = 100  # newest ones that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
@@ -159,24 +158,17 @@ class RunReader:
             "alarms": self.alarms,
             "servers": self.servers,
             "phases": [*self._phases],
-            "curves": self.curves(step + 1),
+            "curves": self.curves(step),
         }
 
-    def curves(self, first: float, last: float = math.inf) -> dict[str, Sequence[float | None]]:
-        """Return each metric from step `first` to `last`: at most MAX_COLUMNS means."""
-        steps = self._columns["step"]
-        begin = bisect_left(steps, first)
-        end = bisect_right(steps, last)
-        size = max(1, math.ceil((end - begin) / MAX_COLUMNS))
-        parts = [slice(at, min(at + size, end)) for at in range(begin, end, size)]
-        means = {name: [_mean(column[part]) for part in parts] for name, column in self._columns.items()}
-        axes = {name: [self._columns[name][part.stop - 1] for part in parts] for name in AXES}
-        return {**means, **axes, "first": [steps[part.start] for part in parts]}
+    def curves(self, step: float) -> dict[str, Sequence[float | None]]:
+        """Return each metric after a step."""
+        begin = bisect_right(self._columns["step"], step)
+        return {name: [*map(_rounded, column[begin:])] for name, column in self._columns.items()}
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    finite = [*filter(math.isfinite, values)]
-    return float(f"{sum(finite) / len(finite):.6g}") if finite else None
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str] | None:

@@ -63,10 +63,6 @@ def make_app(runs: Sequence[RunReader]) -> FastAPI:
         paced = _paced(itertools.chain([next(found)], found), app.state.server)  # what is damaged is answered as such
         return StreamingResponse(paced, media_type="text/event-stream", headers=HEADERS)
 
-    @app.get("/curves")
-    async def curves(run: int, first: int, last: int) -> Response:
-        return _json(runs[run].curves(first, last))
-
     @app.get("/rollouts")
     def rollouts(run: int, name: str) -> Response:
         return _json(runs[run].rollouts(name))
