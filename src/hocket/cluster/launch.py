@@ -54,13 +54,10 @@ class Child(subprocess.Popen[bytes]):
         sockets: Sequence[socket.socket] = (),
     ) -> None:
         self.log = log
-        self.begin = 0  # of its words: another launch may have written before
-        with contextlib.ExitStack() as stack:
-            output = None
-            if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(log.open("ab"))
-                self.begin = output.tell()
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") if log else contextlib.nullcontext() as output:
+            self.begin = output.tell() if output else 0  # of its words: another launch may have written before
             super().__init__(
                 [sys.executable, *command],
                 env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
@@ -142,16 +139,16 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     servers: list[Child] = []
-    others: list[Child] = []
+    pages: list[Child] = []
     try:
         if config.observe.page is not False:
-            others.append(page_of(config.run_dir, config.observe, config.token))
+            pages.append(page_of(config.run_dir, config.observe, config.token))
         for log, command, env in commands:
             servers.append(Child(command, env=env, log=log))
         check = functools.partial(refuse_all_dead, [*servers])
         return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
     finally:
-        stop([*servers, *others])
+        stop([*servers, *pages])
 
 
 def page_of(run_dir: Path, observe: ObserveConfig, token: str | None) -> Child:
@@ -186,11 +183,10 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
     if not gpus:
         return Placement([""] * num_servers, "", num_ranks, apart=False)
     apart = len(gpus) > 1 and not settings.share_gpu
-    ours = theirs = gpus
+    theirs = gpus
     if apart:
         kept = settings.trainers or len(gpus) - len(gpus) // 2
         num_servers = settings.servers or max(1, (len(gpus) - kept) // size)
-        ours = gpus[: num_servers * size]
         theirs = gpus[num_servers * size :]
         num_ranks = settings.trainers or max(1, len(theirs))
     elif backend == "nccl":
@@ -198,16 +194,16 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
             f"GPU {gpus[0]} has a server and a trainer, which NCCL can't connect: show it more GPUs "
             "(CUDA_VISIBLE_DEVICES), or let them share this one: launch.share_gpu=true sync.backend=disk"
         )
-    for what, number, needed, found in (
-        ("launch.servers", num_servers, num_servers * size, ours),
-        ("launch.trainers", num_ranks, num_ranks, theirs),
+    for what, number, each, found in (
+        ("launch.servers", num_servers, size, gpus[: num_servers * size]),
+        ("launch.trainers", num_ranks, 1, theirs),
     ):
-        if needed > len(found):
+        if number * each > len(found):
             raise ConfigError(
-                f"{what}={number} needs {needed} GPUs, and of {len(gpus)} in all it has {len(found)}: take more, or "
-                "lower it, server.tensor_parallel_size, or the number of the other side"
+                f"{what}={number} needs {number * each} GPUs, and of {len(gpus)} in all it has {len(found)}: take "
+                "more, or lower it, server.tensor_parallel_size, or the number of the other side"
             )
-    servers = [",".join(ours[first : first + size]) for first in range(0, num_servers * size, size)]
+    servers = [",".join(gpus[first : first + size]) for first in range(0, num_servers * size, size)]
     return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks, apart)
 
 
@@ -224,9 +220,9 @@ def visible_gpus() -> list[str]:
 def refuse_missing(gpus: Sequence[str]) -> None:
     """Raise ConfigError for a number of a GPU that is not there."""
     shown = environment.nvidia_smi("index")  # none where a container lacks it
-    missing = set(filter(str.isdecimal, gpus)).difference(shown)
+    missing = ",".join(sorted(set(filter(str.isdecimal, gpus)).difference(shown)))
     if shown and missing:
-        which = f"GPU {','.join(sorted(missing))}, which nvidia-smi does not show"
+        which = f"GPU {missing}, which nvidia-smi does not show"
         raise ConfigError(f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu")
 
 
@@ -239,12 +235,13 @@ def run_ranks(
     called several times a second; an error from it ends the ranks, the first Ctrl-C with a checkpoint. Ranks above 0
     write to rank_N.log in `logs`.
     """
-    together = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    together["MASTER_PORT"] = str(free_port("127.0.0.1", 0))
+    number = str(size)
+    port = str(free_port("127.0.0.1", 0))
+    env = {**env, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks: list[Child] = []
     try:
         for rank in range(size):
-            own = {**env, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(Child(command, env=own, log=logs / f"rank_{rank}.log" if rank else None))
         with first(signal.SIGINT, functools.partial(ranks[0].send_signal, signal.SIGUSR1)):
             return _status_of(ranks, check)
@@ -305,13 +302,12 @@ def free_port(host: str, wanted: int) -> int:
 
 def free_ports(host: str, first: int, number: int) -> list[int]:
     """Return `number` ports from `first` on; free ones replace those that are taken."""
-    ports: list[int] = []
-    for wanted in range(first, first + number):
+    ports: dict[int, None] = {}
+    while len(ports) < number:
+        wanted = first + len(ports)
         port = free_port(host, wanted if wanted < 1 << 16 else 0)
-        while port in ports:
-            port = free_port(host, 0)
-        ports.append(port)
-    return ports
+        ports[port if port not in ports else free_port(host, 0)] = None
+    return [*ports]
 
 
 def what_next(run_dir: Path, arguments: Sequence[str]) -> str:

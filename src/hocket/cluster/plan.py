@@ -6,6 +6,7 @@ Seconds are good for a choice between settings, not for a promise.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -200,15 +201,12 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective
     """Yield settings with which a config fits, and its needs then, the least costly first."""
     found: list[set[str]] = []
     for way in WAYS:
-        if any(less <= set(way) for less in found):
-            continue
-        try:
-            needs = Needs(read_settings([*arguments, *way])[0], num_gpus, gpu, stage)
-        except ConfigError:  # it contradicts another setting
-            continue
-        if needs.fits:
-            found.append(set(way))
-            yield " ".join(way), needs
+        with suppress(ConfigError):  # it contradicts another setting
+            if not any(less <= set(way) for less in found):
+                needs = Needs(read_settings([*arguments, *way])[0], num_gpus, gpu, stage)
+                if needs.fits:
+                    found.append(set(way))
+                    yield " ".join(way), needs
 
 
 def report(arguments: Sequence[str], num_gpus: int, size: str, stage: Objective | None = None) -> Iterator[str]:

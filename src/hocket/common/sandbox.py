@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, NamedTuple
@@ -91,30 +92,29 @@ def run(code: str, stdin: str = "", timeout_s: float = 10.0, *, limits_only: boo
     source = code.replace("\0", "").encode("utf-8", "replace")
     if len(source) > MAX_CODE:
         return Ending(1, "", f"the program has more than {MAX_CODE:,} bytes")
-    with TemporaryDirectory(prefix="hocket-") as folder, TemporaryFile() as given, TemporaryFile() as out:
+    limits = [f"--cpu={math.ceil(timeout_s) + 1}", f"--as={MAX_MIB << 20}", f"--fsize={MAX_DISK_MIB << 18}"]
+    command = [*way(limits_only), *limits, "--nofile=256", "--core=0", *_PYTHON, "-c", source.decode()]
+    status = None
+    temporary = TemporaryDirectory(prefix="hocket-")
+    with temporary as folder, TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin.encode("utf-8", "replace"))
         given.seek(0)
-        with TemporaryFile() as err:
-            limits = [f"--cpu={math.ceil(timeout_s) + 1}", f"--as={MAX_MIB << 20}", f"--fsize={MAX_DISK_MIB << 18}"]
-            limits += ["--nofile=256", "--core=0"]
-            command = [*way(limits_only), *limits, *_PYTHON, "-c", source.decode()]
-            process = subprocess.Popen(
-                kill_with_parent(command, MAX_PROCESSES, MAX_MIB),
-                stdin=given,
-                stdout=out,
-                stderr=err,
-                env={"PATH": _PATH},
-                cwd=folder,
-                start_new_session=True,
-            )
-            try:
-                status: int | None = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                process.terminate()
-                process.wait(KILL_TIMEOUT_S)
-            return Ending(status, _start_of(out), _start_of(err))
+        process = subprocess.Popen(
+            kill_with_parent(command, MAX_PROCESSES, MAX_MIB),
+            stdin=given,
+            stdout=out,
+            stderr=err,
+            env={"PATH": _PATH},
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(timeout_s)
+        finally:
+            process.terminate()
+            process.wait(KILL_TIMEOUT_S)
+        return Ending(status, _start_of(out), _start_of(err))
 
 
 def _start_of(file: IO[bytes]) -> str:
