@@ -119,7 +119,7 @@ def test_an_alarm_names_value_bound_and_advice_and_healthy_values_raise_none() -
     assert alarms({"train/logprob_gap": 0.05, "rollout/truncated": 0.05, "reward/std": math.nan, "unknown": 9.0}) == {}
     ((name, alarm),) = alarms({"train/logprob_gap": 0.2}).items()
     assert alarm.startswith(f"{name} = 0.2 (> 0.1): mean |trainer")
-    assert "does not hold the trainer's weights" in alarm
+    assert "the server has other weights" in alarm
     ((name, alarm),) = alarms({"train/logprob_gap": math.nan, "train/entropy": math.nan}).items()  # outside any range
     assert alarm.startswith(f"{name} = nan (> 0.1): mean |trainer")
     assert alarms({"train/loss_scale": math.nan})["train/loss_scale"].startswith("train/loss_scale = nan (< 2)")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hocket.observe import reader
 from hocket.observe.reader import RunReader
@@ -71,18 +72,22 @@ def test_tokens_have_their_text_and_what_training_knew_of_them(tmp_path: Path) -
     assert "entropy" not in other
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return bytes(ids).decode(errors="replace")
-
-
-def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
-    assert reader.pieces(Bytes(), list("aé→b".encode())) == ["a", "", "é", "", "", "→", "b"]
-
-
-def test_bytes_that_are_no_character_hold_up_the_texts_of_four_tokens_at_most() -> None:
-    texts = reader.pieces(Bytes(), [0x80] * 9 + [*b"a"])
-    assert texts is not None
-    assert [len(text) for text in texts] == [0, 0, 0, 4, 0, 0, 0, 4, 0, 2]
+def test_a_character_of_several_tokens_stands_at_the_last_of_them_and_broken_ones_hold_up_no_more_than_that() -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = tokenizer.encode("aé→b").ids
+    assert reader.pieces(tokenizer, ids) == ["a", "", "é", "", "", "→", "b"]
+    broken = [ids[1], ids[1], *ids]
+    assert reader.pieces(tokenizer, broken) == [
+        "",
+        "",
+        "\ufffd\ufffda",
+        "",
+        "é",
+        "",
+        "",
+        "→",
+        "b",
+    ]

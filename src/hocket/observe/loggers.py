@@ -57,14 +57,14 @@ Steps = list[dict[str, Any]]
 
 def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
     """Return makers with their options. Raise ConfigError for an unknown logger or option, or a missing package."""
-    return [_bound(spec.name, spec.model_extra or {}) for spec in specs]
-
-
-def _bound(name: str, given: Mapping[str, Any]) -> Callable[..., Logger]:
-    target: Any = LOGGERS.get(name)
-    options = options_of(f"logger {name}", target, given, section="observe.loggers", keys=GIVEN)
-    need(f"observe.loggers: {name}", target.package)
-    return partial(target, **options)
+    makers: list[Callable[..., Logger]] = []
+    for spec in specs:
+        target: Any = LOGGERS.get(spec.name)
+        given = spec.model_extra or {}
+        options = options_of(f"logger {spec.name}", target, given, section="observe.loggers", keys=GIVEN)
+        need(f"observe.loggers: {spec.name}", target.package)
+        makers.append(partial(target, **options))
+    return makers
 
 
 def started(specs: Sequence[LoggerSpec], steps: Steps, say: Say, **run: Any) -> list["InThread"]:

@@ -228,10 +228,10 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         rewards += _centred([score.total for _, score in scored])
     if not values:
         return {}
-    metrics = {name: statistics.fmean(of) for name, of in {**told, **values}.items()}
     for name in ("rollout/turns_mean", "rollout/sequences_mean"):
         if max(values[name]) <= 1:
-            del metrics[name]
+            del values[name]
+    metrics = {name: statistics.fmean(of) for name, of in {**told, **values}.items()}
     metrics["rollout/tokens"] = float(sum(values["rollout/length_mean"]))
     metrics["rollout/reward_errors"] = 1 - len(rewards) / len(values["rollout/length_mean"])
     if rewards:

@@ -11,7 +11,6 @@ from hocket.observe.rows import read_text, reading
 
 FILE = "plugins.json"
 FOLDER = "plugins"
-KEYS = ("path", "sha256", "registers", "copy")  # of a plugin
 
 
 def keep(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
@@ -36,7 +35,8 @@ def keep(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
 
 def kept(run_dir: Path) -> list[dict[str, Any]]:
     with reading(run_dir / FILE):
-        return [{key: row[key] for key in KEYS} for row in json.loads(read_text(run_dir / FILE) or "[]")]
+        rows = json.loads(read_text(run_dir / FILE) or "[]")
+        return [{key: row[key] for key in ("path", "sha256", "registers", "copy")} for row in rows]
 
 
 def texts(run_dir: Path) -> list[dict[str, Any]]:

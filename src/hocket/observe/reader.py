@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from hocket.common.files import numbered
 from hocket.observe import plugin_files
 from hocket.observe.metrics import alarms
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, parsed, read_text, reading, rows_of
@@ -23,8 +24,6 @@ from hocket.observe.rows import METRICS, TIMELINE, TRAINED, parsed, read_text, r
 SILENCE_S = 60.0  # after which an owner without a sign of life is gone
 NUM_PHASES = 100  # newest ones that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
-AXES = ("step", *TOTALS)
-MAX_BYTES = 4  # of a character, and so its tokens
 _NAME = re.compile(r"(step|eval)_(\d+)")  # of a file of rollouts
 Rows = list[dict[str, Any]]
 
@@ -65,7 +64,7 @@ class RunReader:
         self.reads += 1
         self._metrics = Tail(self.folder / METRICS)
         self._timeline = Tail(self.folder / TIMELINE)
-        self._columns = {name: array("d") for name in AXES}  # and of metrics: NaN where a step has none
+        self._columns = {name: array("d") for name in ("step", *TOTALS)}  # and of metrics: NaN where a step has none
         self.newest: dict[str, float] = {}  # of each metric the newest value
         self.alarms: dict[str, dict[str, Any]] = {}  # by metric
         self.servers: dict[str, dict[str, Any]] = {}  # by URL
@@ -96,11 +95,9 @@ class RunReader:
         for name, text in alarms(values).items():
             count = self.alarms.get(name, {"count": 0})["count"]
             self.alarms[name] = {"count": count + 1, "last": self.last_step, "text": text}
-        num_before = len(self._columns["step"])
-        for name in values.keys() - self._columns.keys():
-            self._columns[name] = array("d", [math.nan]) * num_before
-        for name, column in self._columns.items():
-            column.append(values.get(name, math.nan))
+        missing = array("d", [math.nan]) * len(self._columns["step"])
+        for name in self._columns.keys() | values.keys():
+            self._columns.setdefault(name, missing[:]).append(values.get(name, math.nan))
 
     def _note(self, row: Mapping[str, Any]) -> None:
         """Keep a phase, or what is known of the servers, and when one was lost or came back."""
@@ -132,16 +129,14 @@ class RunReader:
             row["texts"] = pieces(_tokenizer(self.folder), row["token_ids"])
         return found
 
-    def _rollout_steps(self) -> dict[str, list[int]]:
-        names = [_NAME.fullmatch(path.stem) for path in (self.folder / "rollouts").glob("*.jsonl")]
-        return {kind: sorted(int(name[2]) for name in names if name and name[1] == kind) for kind in ("step", "eval")}
-
     def data(self) -> dict[str, Any]:
+        """Return all that a page shows at first; of rollouts the steps that have some, of training and evaluations."""
+        rollouts = self.folder / "rollouts"
         return self.news(-1) | {
             "name": self.folder.resolve().name,
             "config": read_text(self.folder / "config.yaml"),
             "plugins": plugin_files.texts(self.folder),
-            "rollouts": self._rollout_steps(),
+            "rollouts": {kind: [*numbered(rollouts, f"{kind}_*.jsonl")] for kind in ("step", "eval")},
         }
 
     def news(self, step: int) -> dict[str, Any]:
@@ -175,17 +170,10 @@ def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str] | None:
     """Return the text of each token, "" where a character goes on in the next; None without a tokenizer."""
     if tokenizer is None:
         return None
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
-    texts = []
-    start = read = 0  # of the tokens that are decoded with the next one, and of the next text
-    for end in range(1, len(token_ids) + 1):
-        text = decode(token_ids[start:end])[len(decode(token_ids[start:read])) :]
-        goes_on = text.endswith("\ufffd") and end - read < MAX_BYTES
-        texts.append("" if goes_on else text)
-        if not goes_on:
-            start = read
-            read = end
-    return texts
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token) or "" for token in token_ids]
 
 
 @functools.lru_cache(maxsize=8)

@@ -26,9 +26,7 @@ GROWING = (METRICS, LEDGER, TIMELINE)  # of a run, line by line
 TRAINED = "trained"  # folder of what training made of the rollouts
 DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 """What is raised on reading what is not as it was written."""
-COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")
-LISTS = ("token_ids", "logprobs", "dialogue", "turn_rewards")
-"""Fields of a sequence that its row has, too."""
+COPIED = ("finish_reason", "turns", "version_min", "version_max", "opening")  # fields of a sequence that its row has
 _NUMBERS = re.compile(rb',\s*"(?:mask|token_ids|logprobs|advantages|trainer|entropy)":\s*\[[^\]]*\]')
 """Never in a text: its quotes are escaped."""
 
@@ -83,26 +81,20 @@ def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
         "num_tokens": rollout.num_sampled,
         **last,
     }
-    if others:
-        row["others"] = others
-    if rollout.prompt.source:
-        row["source"] = rollout.prompt.source
-    if rollout.metrics:
-        row["metrics"] = dict(rollout.metrics)
     if rollout.error is not None:
         row["failed"] = redacted(rollout.error)  # the episode; "error" may be a reward's
-    return row
+    more = {"others": others, "source": rollout.prompt.source, "metrics": dict(rollout.metrics)}
+    return row | {name: value for name, value in more.items() if value}
 
 
 def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
-    row = {field: getattr(sequence, field) for field in (*COPIED, *LISTS)}
-    for field in ("dialogue", "turn_rewards"):
-        if not row[field]:
-            del row[field]
+    row = {field: getattr(sequence, field) for field in (*COPIED, "token_ids", "logprobs")}
+    more = {"dialogue": sequence.dialogue, "turn_rewards": sequence.turn_rewards}
     if sequence.images:
         from hocket.observe.images import told
 
         row["images"] = told(sequence)
+    row |= {name: value for name, value in more.items() if value}
     return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **row}
 
 
@@ -180,10 +172,7 @@ def _score(row: Mapping[str, Any]) -> Score:
 
 
 def rollout_of(row: Mapping[str, Any], id: str = "", folder: Path | None = None) -> Rollout:
-    """Parse a row of a run or of the reward `http`; only the completion must be there.
-
-    Raise one of DAMAGED where it is no such row.
-    """
+    """Parse a row of a run or of the reward `http`; only the completion must be there. Raise one of DAMAGED."""
     sequences = tuple(_sequence(one, folder) for one in (*row.get("others", ()), row))
     messages = row.get("messages")
     said = row.get("prompt")
@@ -201,12 +190,11 @@ def rollout_of(row: Mapping[str, Any], id: str = "", folder: Path | None = None)
         source=row.get("source", ""),
         images=tuple(image for image in sequences[-1].images if image.start <= num_read),
     )
-    reward = row.get("parts", {}).get("env")  # of the environment alone
     return Rollout(
         id=str(row.get("id", id)),
         prompt=prompt,
         sequences=sequences,
-        reward=reward,
+        reward=row.get("parts", {}).get("env"),  # of the environment alone
         error=row.get("failed"),
         metrics=row.get("metrics", {}),
     )
