@@ -64,7 +64,7 @@ class Agent(Environment):
         self._play: Callable[[Task], Awaitable[Any]]
         if function is not None:
             called = AGENTS.get(function)
-            self._play = lambda task: invoke(called, {"task": task})
+            self._play = lambda task: invoke(called, task=task)
         if command is not None:
             words = shlex.split(command)
             if shutil.which(next(iter(words), "")) is None:
@@ -112,8 +112,8 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
             with contextlib.suppress(ProcessLookupError):  # then the process group may be left
                 os.killpg(process.pid, signal.SIGKILL)
         if status != 0:
-            raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {_last_line(stderr)}")
-        line = _last_line(stdout)
+            raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {last_lines(stderr)}")
+        line = last_lines(stdout)
         reward = re.fullmatch(r"reward:\s*(\S+)", line)
         return float(reward[1]) if reward else line or None  # any other line is an answer, even a number
 
@@ -128,7 +128,8 @@ async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> i
             raise RuntimeError(f"it wrote more than {MAX_OUTPUT_MIB} MiB to stdout and stderr")
 
 
-def _last_line(file: IO[bytes]) -> str:
+def last_lines(file: IO[bytes], most: int = 1) -> str:
+    """Return the last lines that a program wrote, as one."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-    lines = ["", *file.read().decode("utf-8", "replace").rstrip().splitlines()]
-    return lines[-1].strip()
+    lines = file.read().decode("utf-8", "replace").rstrip().splitlines()
+    return " | ".join(line.strip() for line in lines[-most:])

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictStr
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -64,6 +64,14 @@ class Step(Observation):
 
 class LostError(Exception):
     """What an episode needs is gone, with what it held."""
+
+
+class Tool(NamedTuple):
+    """What a model may call."""
+
+    schema: Mapping[str, Any]  # as OpenAI's API describes it
+    call: Callable[[Mapping[str, Any], float], Awaitable[Any]]
+    """(arguments, seconds for an answer) → the result. A LostError ends the episode, the model reads others."""
 
 
 E = TypeVar("E", bound="Environment")
@@ -168,8 +176,9 @@ async def drop_oldest(prompt: Sequence[Message], dialogue: Sequence[Message]) ->
 bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_fields)
 
 
-def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
+def invoke(function: Callable[..., Any], *arguments: Any, **named: Any) -> Awaitable[Any]:
     """Call an async function here, a plain one in a thread of its own: one that hangs holds up no other."""
+    call = functools.partial(function, *arguments, **named)
     if inspect.iscoroutinefunction(function):
-        return function(**arguments)  # type: ignore[no-any-return]  # a coroutine
-    return asyncio.wrap_future(in_own_thread(functools.partial(function, **arguments)))
+        return call()  # type: ignore[no-any-return]  # a coroutine
+    return asyncio.wrap_future(in_own_thread(call))

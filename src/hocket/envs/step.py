@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -40,7 +40,6 @@ class StepFile(Environment):
         if not {"AgentInstance", "step"} & vars(self._module).keys():
             advice = "code that asks a server by itself is an agent: env={name: agent, ...}"
             raise ValueError(f"{path} has neither a class AgentInstance nor a function step; {advice}")
-        self._sampling = SimpleNamespace(stop=None, max_tokens=None)
 
     def player(self, players: Any) -> Any:
         StepFile.decode = players.decode
@@ -56,21 +55,17 @@ class StepFile(Environment):
         begun = agent.__init__()
         if inspect.isawaitable(begun):  # an actor of Ray may have it so
             await begun
-        self._ask = partial(_call, agent.step)
-        given = await _call(agent.reset, {"observation": self._text, "label": self._label})
+        self._ask = partial(invoke, agent.step)
+        given = await invoke(agent.reset, {"observation": self._text, "label": self._label})
         return Observation(text=self._added(given["observation"]))
 
     async def step(self, action: Action) -> Step:
-        told = await self._ask(
-            {
-                "observation_text": self._text,
-                "action_text": action.text,
-                "label": self._label,
-                "sampling_params": self._sampling,
-            }
-        )
+        said = {"observation_text": self._text, "action_text": action.text, "label": self._label}
+        told = await self._ask({**said, "sampling_params": SimpleNamespace(stop=None, max_tokens=None)})
         logs = {"scores": told.get("scores"), **(told.get("extra_logs") or {})}
-        self.metrics = {f"env/{name}": _number(value) for name, value in logs.items() if _is_number(value)}
+        self.metrics = {
+            f"env/{name}": _number(value) for name, value in logs.items() if numpy.asarray(value).dtype.kind in "biuf"
+        }
         reward = _number(told["rewards"])
         if told["done"]:
             return Step(reward=reward, done=True)
@@ -94,25 +89,16 @@ class StepFile(Environment):
         return whole.removeprefix(before)
 
 
-def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> Awaitable[Any]:
-    return invoke(partial(method, *arguments, **named), {})
-
-
-def _function(module: Any) -> Callable[[Mapping[str, Any]], Awaitable[Any]]:
+def _function(module: Any) -> Callable[[dict[str, Any]], Awaitable[Any]]:
     """Return `step` of a module like this one, with globals of its own."""
     own: Any = importlib.util.module_from_spec(module.__spec__)
     module.__spec__.loader.exec_module(own)
-    return lambda states: _call(
-        own.step,
-        states["observation_text"],
-        states["action_text"],
-        states["label"],
-        sampling_params=states["sampling_params"],
-    )
 
+    def ask(states: dict[str, Any]) -> Awaitable[Any]:
+        *given, sampling_params = states.values()
+        return invoke(own.step, *given, sampling_params=sampling_params)
 
-def _is_number(value: Any) -> bool:
-    return numpy.asarray(value).dtype.kind in "biuf"
+    return ask
 
 
 def _number(value: Any) -> float:

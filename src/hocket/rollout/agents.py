@@ -20,7 +20,7 @@ from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
 from hocket.protocol import AgentCall, SessionRequest, SessionResponse
 from hocket.rollout.collect import Seat
-from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens, state_of
+from hocket.rollout.episode import Limits, TokenBudget, Transcript, most_tokens, state_of
 from hocket.types import Image, Prompt, Rollout, TurnReward
 
 OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
@@ -46,26 +46,22 @@ class Agents:
             await self.budget.start(tokens)
             try:
                 if not seat.deadline.over:
-                    return await self._episode(prompt, seat)
+                    return await self._episode(prompt, seat, tokens)
             finally:
                 self.budget.change(-tokens)
-        late = f"agent: it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
-        return _rollout(prompt, seat, [Transcript(prompt.token_ids)], None, f"{late}: raise that, or env.concurrency")
+        late = f"it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
+        return _rollout(prompt, seat, error=f"{late}: raise that, or env.concurrency")
 
-    async def _episode(self, prompt: Prompt, seat: Seat) -> Rollout:
+    async def _episode(self, prompt: Prompt, seat: Seat, tokens: int) -> Rollout:
         """Play one; keep what was sampled also where the agent fails."""
-        tokens = most_tokens(prompt, seat.sampling)
         again = ""
         for losses in itertools.count(1):
             member, session = await self._open(seat, tokens)
             close = partial(member.server.close_session, session.id, timeout_s=self.pool.silence_s)
-            returned: float | str | None = None
-            rewards: dict[str, float] = {}
-            error = None
+            task = _task(prompt, seat, member.url, session)
             try:
-                returned = await self._run(prompt, seat, member.url, session, rewards)
-            except EpisodeError as failed:
-                error = f"agent: {failed}{again}"
+                returned, error = await self._run(task, seat)
+                error = error and error + again
             except BaseException:
                 with contextlib.suppress(ServerError):
                     await close()
@@ -77,21 +73,20 @@ class Agents:
                 break
             except ServerError as lost:
                 self.pool.loses(member, lost)
-                if losses == MAX_LOSSES or seat.deadline.over:
-                    why = f"{error}; " if error else "agent: "
-                    why += f"what the model said is lost: {lost}"
-                    return _rollout(prompt, seat, [Transcript(prompt.token_ids)], None, why)
                 again = f"; it was played again, as what the model had said was lost: {lost}"
-        unknown = rewards.keys() - {call.id for call in record.calls}
+                if losses == MAX_LOSSES or seat.deadline.over:
+                    why = f"{error}; " if error else ""
+                    return _rollout(prompt, seat, error=f"{why}what the model said is lost: {lost}")
+        unknown = task.rewards.keys() - {call.id for call in record.calls}
         if unknown and error is None:
-            error = f"agent: it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
-        transcripts = join(record.calls, self.decode, rewards) or [Transcript(prompt.token_ids)]
+            error = f"it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
+        transcripts = join(record.calls, self.decode, task.rewards) or [Transcript(prompt.token_ids)]
         if error is not None and record.cut_off:
             # Dropping truncated episodes would bias the group towards short answers.
             transcripts[-1].finish_reason = "length"
             returned = 0.0
             error = None
-        return _rollout(prompt, seat, transcripts, returned, error, rewards)
+        return _rollout(prompt, seat, transcripts, returned, error, task.rewards)
 
     async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
         """Open a session on the server with the fewest tokens in flight, and count these."""
@@ -112,25 +107,8 @@ class Agents:
                 if not isinstance(error, ServerError) or not self.pool.loses(member, error):
                     raise
 
-    async def _run(
-        self, prompt: Prompt, seat: Seat, url: str, session: SessionResponse, rewards: dict[str, float]
-    ) -> float | str | None:
-        messages = copy.deepcopy(prompt.messages or ())  # others play the same prompt
-        if prompt.images:
-            from hocket.common.images import shown
-
-            messages = tuple(shown(messages, [image.data for image in prompt.images]))
-        task = Task(
-            messages=messages,
-            text=prompt.text,
-            answer=prompt.answer,
-            meta=copy.deepcopy(prompt.meta),
-            seed=seed_of(seat.sampling.seed, seat.number, 0),
-            base_url=f"{url}/sessions/{session.id}/v1",  # whose calls are recorded
-            api_key=session.key,
-            model=session.model,
-            rewards=rewards,
-        )
+    async def _run(self, task: Task, seat: Seat) -> tuple[float | str | None, str | None]:
+        """Return what the agent returns, and why it fails."""
         limits = {
             f"env.timeout_s={self.limits.timeout_s:g}": self.limits.timeout_s,
             "rollout.timeout_s": seat.deadline.left_s,
@@ -143,18 +121,34 @@ class Agents:
             ended = await _cancel(running)
         if not in_time:
             more = "" if ended else f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
-            raise EpisodeError(f"it was not done when {first} had passed{more}")
-        if running.cancelled():
-            raise EpisodeError("it was cancelled")
-        return running.result()
+            return None, f"it was not done when {first} had passed{more}"
+        return (None, "it was cancelled") if running.cancelled() else running.result()
 
 
-async def _contained(agent: Agent, task: Task) -> float | str | None:
+def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Task:
+    messages = copy.deepcopy(prompt.messages or ())  # others play the same prompt
+    if prompt.images:
+        from hocket.common.images import shown
+
+        messages = tuple(shown(messages, [image.data for image in prompt.images]))
+    return Task(
+        messages=messages,
+        text=prompt.text,
+        answer=prompt.answer,
+        meta=copy.deepcopy(prompt.meta),
+        seed=seed_of(seat.sampling.seed, seat.number, 0),
+        base_url=f"{url}/sessions/{session.id}/v1",  # whose calls are recorded
+        api_key=session.key,
+        model=session.model,
+    )
+
+
+async def _contained(agent: Agent, task: Task) -> tuple[float | str | None, str | None]:
     try:
-        return await agent.run(task)
+        return await agent.run(task), None
     # Whatever the user's code raises ends this episode alone. A SystemExit would end the event loop.
-    except (Exception, SystemExit) as error:
-        raise EpisodeError(f"it raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return None, f"it raised {type(error).__name__}: {error}"
 
 
 async def _cancel(running: "asyncio.Task[Any]") -> bool:
@@ -208,16 +202,21 @@ def _begins(transcript: Transcript, asked: "array[int]", images: Sequence[Image]
 def _rollout(
     prompt: Prompt,
     seat: Seat,
-    transcripts: Sequence[Transcript],
-    returned: float | str | None,  # by the agent: a reward, or the text to score
-    error: str | None,
+    transcripts: Sequence[Transcript] = (),
+    returned: float | str | None = None,  # by the agent: a reward, or the text to score
+    error: str | None = None,
     rewards: Mapping[str, float] = {},
 ) -> Rollout:
+    transcripts = transcripts or [Transcript(prompt.token_ids)]
     if isinstance(returned, str):
         openings = {transcript.text.strip(): transcript.opening for transcript in transcripts}
         transcripts[-1].opening = openings.get(returned.strip(), "")  # of a call whose answer it is
         transcripts[-1].text = returned
-    sequences = tuple(transcript.sequence() for transcript in transcripts)
     given = [*rewards.values(), *([returned] if isinstance(returned, float) else [])]
-    reward = sum(given) if given else None
-    return Rollout(id=seat.id, prompt=prompt, sequences=sequences, reward=reward, error=error)
+    return Rollout(
+        id=seat.id,
+        prompt=prompt,
+        sequences=tuple(transcript.sequence() for transcript in transcripts),
+        reward=sum(given) if given else None,
+        error=error and f"agent: {error}",
+    )
