@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -135,6 +136,22 @@ def test_advantages_over_turns_with_a_critic_by_hand() -> None:
     assert sample.columns["returns"] == pytest.approx(returns, abs=1e-14)
 
 
+def test_with_a_critic_a_turn_that_is_not_trained_has_its_reward_counted_for_the_one_before_it() -> None:
+    """Turns 0 and 3 are one sequence, 1 was cut off, 2 is another."""
+    cut = sequence([TurnReward(1, 1, 0.5)])
+    sequences = (
+        dataclasses.replace(cut, finish_reason="length"),
+        sequence([TurnReward(2, 1, 4.0)]),
+        sequence([TurnReward(0, 1, 1.0), TurnReward(3, 1, 0.0)]),
+    )
+    own = Rollout(id="a", prompt=Prompt(id="p", token_ids=(1,)), sequences=sequences)
+    overrides = ("baseline=critic", "scale=none", "credit=turn", "correction=none", "mask_truncated=true")
+    measured = [{"values": [0.0] * len(one.mask)} for one in sequences]
+    found = of_turns(own, algorithm=settings(*overrides), outcomes=[8.0], measured=measured)
+    # Steps 0, 2, 3 have the rewards 1 + 0.5, 4 and the outcome 8; each has the sum from it on.
+    assert found == [[12.0], [13.5, 8.0]]
+
+
 def test_a_replay_gives_each_turn_the_advantage_of_the_run() -> None:
     """An episode of one turn, too, is compared with the states of the others."""
     episodes = (episode([(1.0, "a")]), episode([(0.0, "a"), (0.0, "b")]), episode([(0.0, "c")]))
@@ -157,6 +174,13 @@ def test_an_own_credit_is_a_function_and_baselines_that_compare_no_turns_are_ref
         episode([(1.0, ""), (2.0, "")]), episode([(0.0, "")]), algorithm=settings("credit={name: last, scale: 2}")
     )
     assert found == [[2.0, 4.0], [0.0]]
+
+    @credit("short")
+    def short(owner_k: Sequence[int]) -> np.ndarray:
+        return np.zeros(len(owner_k) - 1)
+
+    with pytest.raises(ConfigError, match=r"credit=short returned 2 advantages for 3 turns: have it return one for"):
+        of_turns(episode([(1.0, ""), (2.0, "")]), episode([(0.0, "")]), algorithm=settings("credit=short"))
     with pytest.raises(ConfigError, match="compares turns of a group"):
         check(settings("credit=step_groups", "baseline=critic", "scale=none"), 8)
     with pytest.raises(ConfigError, match=r"needs rewards of turns: add rewards\.functions\.env"):

@@ -49,6 +49,7 @@ def sleep(seconds: float) -> None:
 @server.tool()
 def die() -> None:
     """Ends the server."""
+    print("thinking\nRuntimeError: too much", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

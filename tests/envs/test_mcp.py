@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hocket.common.redaction import redacted
-from hocket.envs import Action
+from hocket.envs import Action, tool
 from hocket.envs.base import LostError, bind
 from hocket.envs.tools import Tools
 from hocket.errors import ConfigError
@@ -146,6 +146,38 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
     assert len({*pids}) == 3
 
 
+@needs_mcp
+async def test_a_call_that_a_dead_server_never_received_is_made_again(environment: None) -> None:
+    port = free_port()
+    with kept_up(port):
+        first, second = (tools({"url": f"http://127.0.0.1:{port}/mcp", "session": "shared"}) for _ in range(2))
+        (pid,) = await said(first, call("pid"))
+        os.kill(int(pid), signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert (await said(second, call("pid")))[0] not in ("", pid)
+        ends = await asyncio.gather(*(said(first, call("die")) for _ in range(2)), return_exceptions=True)
+        assert [type(end) for end in ends] == [LostError] * 2  # they may have been received
+
+
+@needs_mcp
+async def test_with_a_lost_server_the_turns_other_calls_end_and_the_error_has_what_it_wrote(environment: None) -> None:
+    ended = []
+
+    @tool
+    async def slow_of_mcp_tests() -> None:
+        """Waits."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("slow")
+
+    playing = tools({"command": COMMAND, "env": ["PYTHONPATH"]}, tools=["slow_of_mcp_tests"])
+    with pytest.raises(LostError, match=r"is lost: MCPError: Connection closed \| .*RuntimeError: too much"):
+        await said(playing, call("slow_of_mcp_tests"), call("die"))
+    assert ended == ["slow"]
+    await playing.close()
+
+
 @pytest.mark.parametrize(
     ("server", "told"),
     [
@@ -157,7 +189,7 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
         ({"url": "http://[", "headers": {"Authorization": "NOT_SET"}}, "NOT_SET, which is not set"),
         (
             {"command": "no-such-program"},
-            "server no-such-program is lost: .*; try by hand whether it starts",
+            "server no-such-program is lost: .* FileNotFoundError: .*; try by hand whether it starts",
         ),
         ({"url": "http://127.0.0.1:9/mcp"}, "is lost: ConnectError: .*, or answers at that URL"),
     ],

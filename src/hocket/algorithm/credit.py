@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hocket.algorithm.choices import Discount, choose, credit
 from hocket.config.algorithm import Chosen
+from hocket.errors import ConfigError
 from hocket.types import Rollout, TurnReward
 
 Compare = Callable[[Sequence[float], Sequence[int]], Tensor]
@@ -32,8 +33,7 @@ def turns_of(rollout: Rollout, weight: float) -> Turns:
 
 def in_order(turns: Turns, total: float) -> list[TurnReward]:
     """Return an episode's turns as they were taken; the last one has what the total has beside their rewards."""
-    ordered = sorted(itertools.chain(*turns))
-    *before, last = ordered
+    *before, last = sorted(itertools.chain(*turns))
     return [*before, last._replace(reward=total - sum(turn.reward for turn in before))]
 
 
@@ -55,6 +55,9 @@ def advantages(
         group_n=group_ids,
         compare=compare,
     )
+    if len(values_k) != len(turns):
+        what = f"algorithm.credit={chosen} returned {len(values_k)} advantages for {len(turns)} turns"
+        raise ConfigError(f"{what}: have it return one for each item of rewards_k, in that order")
     result: list[dict[int, float]] = [{} for _ in episodes]
     for (owner, _, turn), value in zip(turns, values_k.tolist(), strict=True):
         result[owner][turn.number] = value

@@ -182,7 +182,7 @@ def train_samples(
         of_owner = _by_turn if algorithm.by_turn else _by_token
         advantages_n = torch.cat(
             [
-                of_owner(list(own), scored[owner][1].reward, algorithm, kl_coef)
+                of_owner(list(own), scored[owner][1], algorithm, kl_coef)
                 for owner, own in itertools.groupby(rows, operator.attrgetter("owner"))
             ]
         )
@@ -219,13 +219,13 @@ def _kl_in_reward(sequence: TokenSequence, measured: Columns, algorithm: Algorit
     return kl_n
 
 
-def _by_token(rows: Sequence[_Row], reward: float, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
+def _by_token(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
     """Return an advantage per sampled token of a rollout; add a critic's target as the column "returns"."""
     choice = choose("baseline", algorithm.baseline)
     advantages = []
     for row in rows:
         rewards_n = -kl_coef * row.kl_n
-        rewards_n[-1] += reward
+        rewards_n[-1] += one.reward
         needed = {f"{name}_t": _sampled(row.columns[name], row.sequence) for name in choice.needs}
         found = choice(rewards_t=rewards_n, **needed)
         if isinstance(found, tuple):
@@ -235,8 +235,11 @@ def _by_token(rows: Sequence[_Row], reward: float, algorithm: AlgorithmConfig, k
     return torch.cat(advantages)
 
 
-def _by_turn(rows: Sequence[_Row], reward: float, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
-    """Return the same where each turn of the rollout is one step, with the values of its first token."""
+def _by_turn(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl_coef: float) -> Tensor:
+    """Return the same where each turn of the rollout is one step, with the values of its first token.
+
+    The reward of a turn that is not trained counts for the trained one before it.
+    """
     choice = choose("baseline", algorithm.baseline)
     sizes = torch.tensor([turn.tokens for row in rows for turn in row.turns])
     firsts = sizes.cumsum(0) - sizes
@@ -244,8 +247,13 @@ def _by_turn(rows: Sequence[_Row], reward: float, algorithm: AlgorithmConfig, kl
     order = numbers.argsort()
     kl_n = torch.cat([row.kl_n for row in rows])
     of_turn = [part.sum() for part in torch.split(kl_n, sizes.tolist())]
-    turns = in_order([row.turns for row in rows], reward)
-    rewards_k = torch.stack(of_turn)[order] * -kl_coef + kl_n.new_tensor([turn.reward for turn in turns])
+    rewards: dict[int, float] = {}
+    step = -1
+    for turn in in_order(one.turns, one.reward):
+        step = turn.number if turn.number in numbers else step
+        rewards[step] = rewards.get(step, 0.0) + turn.reward
+    rewards.pop(-1, None)  # nothing that is trained led to it
+    rewards_k = torch.stack(of_turn)[order] * -kl_coef + kl_n.new_tensor([*rewards.values()])
     needed = {}
     for name in choice.needs:
         values_n = torch.cat([_sampled(row.columns[name], row.sequence) for row in rows])
