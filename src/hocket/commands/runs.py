@@ -37,8 +37,8 @@ from hocket.protocol import GenerateRequest
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rewards.scores import agreement
 from hocket.rollout.collect import collect
-from hocket.rollout.episode import Transcript
 from hocket.rollout.pipeline import sampling_params
+from hocket.rollout.transcript import Transcript
 from hocket.trainer import checkpoints
 from hocket.trainer.best import Best
 from hocket.trainer.checkpoints import Checkpoints, Saved

@@ -20,7 +20,8 @@ from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
 from hocket.protocol import AgentCall, SessionRequest, SessionResponse
 from hocket.rollout.collect import Seat
-from hocket.rollout.episode import Limits, TokenBudget, Transcript, most_tokens, state_of
+from hocket.rollout.episode import Limits, TokenBudget, most_tokens
+from hocket.rollout.transcript import Transcript, state_of
 from hocket.types import Image, Prompt, Rollout, TurnReward
 
 OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought

@@ -6,10 +6,8 @@ The model's go in exactly as sampled; the environment's messages are rendered to
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import time
-from array import array
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,11 +16,12 @@ from hocket.client.batcher import Turn
 from hocket.common.tasks import seed_of
 from hocket.data.prompts import Images, Renderer, TooLongError
 from hocket.envs import Action, Environment, Observation, Step
-from hocket.envs.base import History, left_open
+from hocket.envs.base import History
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.types import FinishReason, Image, Message, Prompt, Rollout, TokenSequence, TurnReward
+from hocket.rollout.transcript import Transcript
+from hocket.types import Image, Message, Prompt, Rollout, TokenSequence
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
@@ -72,7 +71,7 @@ def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
 
 
 def model_turn(
-    prompt: Prompt, seat: Seat, number: int, read: "Transcript", sampling: SamplingParams | None = None
+    prompt: Prompt, seat: Seat, number: int, read: Transcript, sampling: SamplingParams | None = None
 ) -> Turn:
     """Return turn `number` of an episode, from 1; the rest of one that goes on has its own."""
     return Turn(
@@ -91,86 +90,6 @@ def late(failed: ServerError, seat: Seat) -> str:
     if not seat.deadline.over:
         raise failed
     return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
-
-
-def state_of(token_ids: Sequence[int], images: Iterable[Image] = ()) -> str:
-    """Return a digest of what is read: tokens of different images are alike."""
-    read = [array("I", token_ids).tobytes(), *(image.data for image in images)]
-    return hashlib.blake2b(b"".join(read), digest_size=8).hexdigest()
-
-
-class Transcript:
-    """The sequence so far, prompt first; tokens are only ever appended."""
-
-    def __init__(self, token_ids: Sequence[int], opening: str = "", images: Images = (), number: int = 0) -> None:
-        self.number = number  # of the next turn in the episode
-        self.opening = self._template_opening = opening
-        self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("d")
-        self.images: list[Image] = []
-        self.dialogue: list[Message] = []
-        self.versions: set[int] = set()
-        self.turns = 0
-        self.turn_rewards: list[TurnReward] = []
-        self._state = ""  # that the next turn begins in
-        self.text = ""  # of the last turn
-        self.finish_reason: FinishReason = "stop"
-        self.add_observation(token_ids, Observation(), images)
-
-    def add_observation(self, token_ids: Sequence[int], observation: Observation, images: Images = ()) -> None:
-        """Append tokens that were not sampled, and the images whose tokens are among them."""
-        start = len(self.token_ids)
-        self.images += (dataclasses.replace(image, start=start + image.start) for image in images)
-        self.token_ids.extend(token_ids)
-        self.mask += [False] * len(token_ids)
-        self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
-        self._goes_on = observation.goes_on
-        if self._goes_on:
-            self.text += observation.text
-        else:
-            self._state = observation.state or (state_of(token_ids, images) if token_ids else self._state)
-            if self.turns:
-                said = self.opening + self.text + observation.text
-                self.opening = self._template_opening if observation.messages else left_open(said)
-            self.dialogue += observation.messages
-            self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
-
-    def add_completion(self, completion: Completion) -> None:
-        """Append a turn of the policy, or the rest of one that goes on."""
-        self.token_ids.extend(completion.token_ids)
-        self.mask += [True] * len(completion.token_ids)
-        self.logprobs.extend(completion.logprobs)
-        self.versions |= {version for version, _, _ in completion.versions}
-        self.finish_reason = completion.finish_reason
-        self.text = self.text + completion.text if self._goes_on else completion.text
-        if self._goes_on and self.turns:
-            self.dialogue.pop()
-            self.add_reward(0.0, tokens=len(completion.token_ids))
-        else:
-            self.turn_rewards.append(TurnReward(self.number, len(completion.token_ids), state=self._state))
-            self.turns += 1
-            self.number += 1
-        self.dialogue.append({"role": "assistant", "content": self.text})
-
-    def add_reward(self, reward: float, *, tokens: int = 0) -> None:
-        """Give the last turn a reward, and more tokens; without a turn nothing has it."""
-        for last in self.turn_rewards[-1:]:
-            self.turn_rewards[-1] = last._replace(tokens=last.tokens + tokens, reward=last.reward + reward)
-
-    def sequence(self) -> TokenSequence:
-        return TokenSequence(
-            token_ids=self.token_ids[:],
-            mask=tuple(self.mask),
-            logprobs=self.logprobs[:],
-            finish_reason=self.finish_reason,
-            version_min=min(self.versions, default=0),
-            version_max=max(self.versions, default=0),
-            turns=self.turns,
-            text=self.text,
-            opening=self.opening,
-            dialogue=tuple(self.dialogue) if len(self.dialogue) > 1 else (),
-            turn_rewards=tuple(self.turn_rewards),
-            images=tuple(self.images),
-        )
 
 
 async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
@@ -213,8 +132,7 @@ class Episode:
         self._began = [*(self.prompt.messages or ())]
         self._since: Sequence[Message] = ()  # messages after these, in the prompt of the transcript
         self.reward = 0.0
-        self._gives_reward = False
-        self._metrics: Mapping[str, float] = {}
+        self._environment = Environment()  # until it is made
         self._left_s = self.limits.timeout_s
         self._num_asked = 0
         self._held = most_tokens(self.prompt, self.seat.sampling)
@@ -231,10 +149,13 @@ class Episode:
             error = late(failed, self.seat)
         finally:
             self._hold(0)
-        sequences = (*self._ended, self.transcript.sequence())
-        reward = self.reward if self._gives_reward else None
         return Rollout(
-            id=self.seat.id, prompt=self.prompt, sequences=sequences, reward=reward, error=error, metrics=self._metrics
+            id=self.seat.id,
+            prompt=self.prompt,
+            sequences=(*self._ended, self.transcript.sequence()),
+            reward=self.reward if self._environment.gives_reward else None,
+            error=error,
+            metrics=self._environment.metrics,
         )
 
     def _hold(self, tokens: int) -> None:
@@ -243,19 +164,18 @@ class Episode:
 
     async def _play(self) -> None:
         try:
-            environment = self.make()
+            self._environment = self.make()
         except Exception as error:  # as for its methods
             raise EpisodeError(f"it could not be made: {type(error).__name__}: {error}") from error
         try:
-            await self._take_turns(environment)
+            await self._take_turns(self._environment)
         except BaseException:
             with contextlib.suppress(EpisodeError):  # the first failure counts
-                await self._close(environment)
+                await self._close()
             raise
-        await self._close(environment)
+        await self._close()
 
     async def _take_turns(self, environment: Environment) -> None:
-        self._gives_reward = environment.gives_reward
         seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
         start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
         observation = self._seen(start or Observation())
@@ -284,21 +204,19 @@ class Episode:
         self.transcript.add_reward(reward)
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
-        token_ids = self.transcript.token_ids
         if self.transcript.images:
             _check_images(self.transcript.images)
-        changes: dict[str, Any] = {"max_tokens": min(observation.max_tokens or self.seat.sampling.max_tokens, room)}
-        if observation.stop is not None:
-            changes["stop"] = observation.stop
-        self._hold(len(token_ids) + changes["max_tokens"])
+        usual = self.seat.sampling
+        most = min(observation.max_tokens or usual.max_tokens, room)
+        stop = usual.stop if observation.stop is None else observation.stop
+        self._hold(len(self.transcript.token_ids) + most)
         self._num_asked += 1
-        sampling = self.seat.sampling.model_copy(update=changes)
+        sampling = usual.model_copy(update={"max_tokens": most, "stop": stop})
         return await self.ask(model_turn(self.prompt, self.seat, self._num_asked, self.transcript, sampling))
 
-    async def _close(self, environment: Environment) -> None:
+    async def _close(self) -> None:
         self._left_s = self.limits.timeout_s
-        self._metrics = environment.metrics
-        await self._call(environment.close, returns=(object,))
+        await self._call(self._environment.close, returns=(object,))
 
     def _room(self, token_ids: Sequence[int], observation: Observation) -> int:
         """Return how many tokens the next turn may have after these; below 1: there is none."""
@@ -404,8 +322,7 @@ class Episode:
                 raise EpisodeError(message) from error
             raise EpisodeError(f"{name} raised {type(error).__name__}: {error}") from error
         finally:
-            counted_s = max(0.0, time.monotonic() - start - own_s)
-            self._left_s = max(0.0, self._left_s - counted_s)
+            self._left_s -= max(0.0, time.monotonic() - start - own_s)
         if not isinstance(returned, returns):
             raise EpisodeError(f"{name} returned {type(returned).__name__}, which it may not")
         return returned

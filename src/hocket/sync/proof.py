@@ -19,7 +19,7 @@ from hocket.common.tasks import run_in_thread, timed
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import GenerateRequest, SamplingParams, meaning
-from hocket.rollout.episode import Transcript
+from hocket.rollout.transcript import Transcript
 from hocket.sync.publish import Publisher
 from hocket.types import Metrics, Prompt, TokenSequence, TrainSample
 

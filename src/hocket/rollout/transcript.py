@@ -1,0 +1,93 @@
+"""Write down one flat sequence of tokens, as the model reads and samples it."""
+
+import dataclasses
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from hocket.envs import Observation
+from hocket.envs.base import left_open
+from hocket.protocol import Completion
+from hocket.types import FinishReason, Image, Message, TokenSequence, TurnReward
+
+
+def state_of(token_ids: Sequence[int], images: Iterable[Image] = ()) -> str:
+    """Return a digest of what is read: tokens of different images are alike."""
+    read = [array("I", token_ids).tobytes(), *(image.data for image in images)]
+    return hashlib.blake2b(b"".join(read), digest_size=8).hexdigest()
+
+
+class Transcript:
+    """The sequence so far, prompt first; tokens are only ever appended."""
+
+    def __init__(
+        self, token_ids: Sequence[int], opening: str = "", images: Sequence[Image] = (), number: int = 0
+    ) -> None:
+        self.number = number  # of the next turn in the episode
+        self.opening = self._template_opening = opening
+        self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("d")
+        self.images: list[Image] = []
+        self.dialogue: list[Message] = []
+        self.versions: set[int] = set()
+        self.turns = 0
+        self.turn_rewards: list[TurnReward] = []
+        self._state = ""  # that the next turn begins in
+        self.text = ""  # of the last turn
+        self.finish_reason: FinishReason = "stop"
+        self.add_observation(token_ids, Observation(), images)
+
+    def add_observation(self, token_ids: Sequence[int], observation: Observation, images: Sequence[Image] = ()) -> None:
+        """Append tokens that were not sampled, and the images whose tokens are among them."""
+        start = len(self.token_ids)
+        self.images += (dataclasses.replace(image, start=start + image.start) for image in images)
+        self.token_ids.extend(token_ids)
+        self.mask += [False] * len(token_ids)
+        self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
+        self._goes_on = observation.goes_on
+        if self._goes_on:
+            self.text += observation.text
+        else:
+            self._state = observation.state or (state_of(token_ids, images) if token_ids else self._state)
+            if self.turns:
+                said = self.opening + self.text + observation.text
+                self.opening = self._template_opening if observation.messages else left_open(said)
+            self.dialogue += observation.messages
+            self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
+
+    def add_completion(self, completion: Completion) -> None:
+        """Append a turn of the policy, or the rest of one that goes on."""
+        self.token_ids.extend(completion.token_ids)
+        self.mask += [True] * len(completion.token_ids)
+        self.logprobs.extend(completion.logprobs)
+        self.versions |= {version for version, _, _ in completion.versions}
+        self.finish_reason = completion.finish_reason
+        self.text = self.text + completion.text if self._goes_on else completion.text
+        if self._goes_on and self.turns:
+            self.dialogue.pop()
+            self.add_reward(0.0, tokens=len(completion.token_ids))
+        else:
+            self.turn_rewards.append(TurnReward(self.number, len(completion.token_ids), state=self._state))
+            self.turns += 1
+            self.number += 1
+        self.dialogue.append({"role": "assistant", "content": self.text})
+
+    def add_reward(self, reward: float, *, tokens: int = 0) -> None:
+        """Give the last turn a reward, and more tokens; without a turn nothing has it."""
+        for last in self.turn_rewards[-1:]:
+            self.turn_rewards[-1] = last._replace(tokens=last.tokens + tokens, reward=last.reward + reward)
+
+    def sequence(self) -> TokenSequence:
+        return TokenSequence(
+            token_ids=self.token_ids[:],
+            mask=tuple(self.mask),
+            logprobs=self.logprobs[:],
+            finish_reason=self.finish_reason,
+            version_min=min(self.versions, default=0),
+            version_max=max(self.versions, default=0),
+            turns=self.turns,
+            text=self.text,
+            opening=self.opening,
+            dialogue=tuple(self.dialogue) if len(self.dialogue) > 1 else (),
+            turn_rewards=tuple(self.turn_rewards),
+            images=tuple(self.images),
+        )
