@@ -58,7 +58,7 @@ class Server:
         if unknown:
             raise ValueError(f"{self} has no tools {sorted(unknown)}, only {', '.join(listed)}")
         self.schemas = {name: listed[name] for name in tools or listed}
-        self.shared = Connection(self) if session == "shared" else None
+        self.shared = ServerTools(self) if session == "shared" else None
 
     def __str__(self) -> str:
         return f"the MCP server {self.command or self.url}"
@@ -82,7 +82,7 @@ class Server:
         return schemas
 
 
-class Connection:
+class ServerTools:
     """What an episode has of a server, or all have: a session, opened anew after it was lost."""
 
     def __init__(self, server: Server) -> None:
@@ -191,11 +191,11 @@ def _server(settings: str) -> Server:
     return Server(**options_of("an MCP server", Server, json.loads(settings), section="env.mcp"))
 
 
-def connection(given: Mapping[str, Any]) -> Connection:
+def connection(given: Mapping[str, Any]) -> ServerTools:
     """Return what an episode has of a server."""
     need("env.mcp", "mcp")
     server = _server(json.dumps(given, sort_keys=True))
-    return server.shared or Connection(server)
+    return server.shared or ServerTools(server)
 
 
 def _value(variable: str) -> str:
