@@ -294,7 +294,7 @@ class Parts:
             disk.on_written = trainer.offload
             publisher.trainer_turn = partial(shared_gpu, trainer, servers, config.sync, config.model.lora is not None)
         elif config.sync.backend == "nccl" and config.pipeline.replay is None:
-            fast = CollectiveTransport(trainer, config.sync, freezes=bool(config.model.freeze))
+            fast = CollectiveTransport(trainer, config.sync)
             stack.callback(fast.close)
             publisher.transport = WithFallback(fast, disk, say)
         proof = Proof(
