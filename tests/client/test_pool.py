@@ -239,7 +239,7 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
 
 
 async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeServer]) -> None:
-    servers[1].status = "loading"
+    servers[1].status = "updating"
     async with make_pool(servers, trainer="mine") as pool:
         changes: list[list[bool]] = []
         pool.on_change = lambda: changes.append([member.session is not None for member in pool.members])
@@ -254,12 +254,12 @@ async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeSer
         }
         assert pool.states() == [
             {"url": servers[0].url, "up": True, "out": None, **seen},
-            {"url": servers[1].url, "up": False, "out": "it is loading", **seen, "status": "loading"},
+            {"url": servers[1].url, "up": False, "out": "it is updating", **seen, "status": "updating"},
         ]
         for _ in range(2):
             pool.mark_lost(pool.members[0], "it broke")
         assert changes == [[True, False], [False, False]]
-        assert [state["out"] for state in pool.states()] == ["it broke", "it is loading"]
+        assert [state["out"] for state in pool.states()] == ["it broke", "it is updating"]
 
 
 async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: list[FakeServer]) -> None:
@@ -325,14 +325,14 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
 async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer], clock: fakes.Clock) -> None:
     servers += [FakeServer(2), FakeServer(3)]
     servers[0].die()
-    servers[1].status = "loading"
+    servers[1].status = "updating"
     for server, code in zip(servers[2:], ("engine_dead", "reload_failed"), strict=True):
         server.status, server.failure = "failed", ErrorBody(code=code, message=f"it is {code}", hint="")
     passing = lambda what, seconds: setattr(clock, "now", clock.now + 6.0)  # noqa: E731
     async with make_pool(servers[:3], on_wait=passing) as pool:
         with pytest.raises(ServerError, match=r"gave up after 12 s of waiting for http.*run\.py serve") as raised:
             await asyncio.wait_for(play(pool, [[1], [2]]), 20)  # every turn that waits is told
-    reasons = ("nothing answers there yet", "it is loading", "it failed: it is engine_dead")
+    reasons = ("nothing answers there yet", "it is updating", "it failed: it is engine_dead")
     said = " or ".join(f"{server.url} ({reason})" for server, reason in zip(servers, reasons, strict=False))
     assert said in str(raised.value)
     assert raised.value.code == "timeout"

@@ -158,7 +158,6 @@ def make_engine(llm: Any, *overrides: str) -> Any:
         share_gpu=config.launch.share_gpu,
         template={},
     )
-    engine._status = "ready"
     wrap(FastAPI(), engine)  # which brings the ways of the weights
     return engine
 

@@ -22,9 +22,7 @@ def test_gauges_say_what_health_says() -> None:
     registry.register(gauges)
     families = text_string_to_metric_families(generate_latest(registry).decode())
     found = {(sample.name, *sample.labels.values()): sample.value for one in families for sample in one.samples}
-    status = {
-        ("hocket_status", name): name == "updating" for name in ("loading", "ready", "updating", "asleep", "failed")
-    }
+    status = {("hocket_status", name): name == "updating" for name in ("ready", "updating", "asleep", "failed")}
     assert found == status | {("hocket_weight_version",): 7, ("hocket_in_flight",): 3, ("hocket_kv_tokens",): 4096}
 
 

@@ -97,8 +97,8 @@ BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
 
 def why_out(health: Health) -> str | None:
     """Return why a server that answers can't be brought up now."""
-    if health.status in ("loading", "updating"):
-        return f"it is {health.status}"
+    if health.status == "updating":
+        return "it is updating"
     if health.status == "failed" and health.error is not None and not meaning(health.error.code).curable:
         return f"it failed: {health.error.message}"
     return None

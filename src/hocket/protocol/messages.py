@@ -99,7 +99,7 @@ MAX_COMPLETIONS = 1 << 14
 """Prompts of one request, completions of one of them, and of all together."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
-Status = Literal["loading", "ready", "updating", "asleep", "failed"]
+Status = Literal["ready", "updating", "asleep", "failed"]
 
 
 class Strict(pydantic.BaseModel):

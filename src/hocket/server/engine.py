@@ -5,7 +5,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,11 +15,12 @@ from hocket.data import tokenizer as tokenizers
 from hocket.protocol.manifest import ModelShapes, model_shapes
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
-from hocket.server.generate import RESTART, Job, Sampler
+from hocket.server.generate import Job, Sampler
 from hocket.types import InFlight
 
 T = TypeVar("T")
 
+RESTART = "restart the server; its log says more"
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
 DEAD = protocol.ErrorBody(code="engine_dead", message="the engine's process ended", hint=RESTART)
 STOPPING = protocol.ErrorBody(
@@ -124,7 +125,6 @@ class Engine:
         self.held: Held | None = Held(None, first)  # None where the model holds no version whole
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._architecture = "unknown"
-        self._status: protocol.Status = "loading"
         self._failure: protocol.ErrorBody | None = None
 
     async def start(self) -> None:
@@ -136,7 +136,6 @@ class Engine:
         )
         with contextlib.suppress(OSError, ValueError):  # of a model that transformers, and so a trainer, can't load
             self._architecture = (await asyncio.to_thread(model_shapes, self.model)).architecture
-        self._status = "ready"
 
     @property
     def max_adapter_rank(self) -> int:
@@ -159,16 +158,20 @@ class Engine:
         return self._failure or self.residence.reason
 
     def _fail(self, reason: protocol.ErrorBody) -> None:
-        self._status = "failed"
         self._failure = reason
         self.held = None
 
+    @property
+    def _status(self) -> protocol.Status:
+        if self._reason() is None:
+            return "updating" if self.lock.locked() else "ready"
+        return "asleep" if self._failure is None else "failed"
+
     def health(self) -> protocol.Health:
-        asleep = self._reason() is not None and self._status == "ready"
         model = self.llm.model_config
         vllm = self.llm.vllm_config
         return protocol.Health(
-            status="asleep" if asleep else self._status,
+            status=self._status,
             version=self.version,
             model=self.model,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -242,11 +245,9 @@ class Engine:
         if not await self.residence.rise():
             await self.pause(request.in_flight)
         self.base_replaced |= found.is_whole
-        async with self._changing(f"loading version {request.version}", found):
-            loaded = await self.in_time(load())
+        loaded = await self._change(f"loading version {request.version}", found, load())
         self.version = request.version
         self.require_alive()  # it may be shutting down
-        self._status = "ready"
         self._failure = None
         answer = protocol.ReloadResponse(
             version=request.version,
@@ -262,41 +263,36 @@ class Engine:
         if held is None:
             message = f"the engine does not hold this version {version}, so it can't be compared"
             raise ApiError(503, "other_version", message, "load it first")
-        await self.pause("keep", clear_cache=False)
         doing = f"comparing with version {version}"
-        async with self._changing(doing, found):
+
+        async def compare() -> None:
             try:
-                answers = await self.in_time(vllm_api.call_workers(self.llm, *found.call, held.answer.checksum, True))
+                answers = await vllm_api.call_workers(self.llm, *found.call, held.answer.checksum, True)
             except RuntimeError as error:  # of workers, which have put back what they compared
-                found.discard()
-                await self._go_on()
+                await self._resume()
                 message = f"{doing} failed: {cause_of(error)}"
                 raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
             different = sorted(set().union(*(answer["different"] for answer in answers)))
             if different:
-                found.discard()
                 names = ", ".join(different[:3])
                 message = f"{doing} failed: the model differs in {names} ({len(different)} in all)"
                 await self.fail_all(500, "reload_failed", message, RELOAD)
                 raise ApiError(409, "not_held", message, RELOAD)
-            await self._go_on()
+            await self._resume()
+
+        await self.pause("keep", clear_cache=False)
+        await self._change(doing, found, compare())
         return held.answer.model_copy(update={"seconds": time.perf_counter() - start})
 
-    @contextlib.asynccontextmanager
-    async def _changing(self, doing: str, found: Found) -> AsyncIterator[None]:
-        """Keep the engine paused where the body fails: its model may be half loaded."""
-        self._status = "updating"
+    async def _change(self, doing: str, found: Found, work: Awaitable[T]) -> T:
+        """Return the work's result. Where it fails, the engine stays paused: its model may be half loaded."""
         try:
-            yield
-        except ApiError:  # which says what the engine does now
-            raise
+            return await self.in_time(work)
         except Exception as error:
             found.discard()
+            if isinstance(error, ApiError):  # which says what the engine does now
+                raise
             raise await self.fail_all(500, "reload_failed", f"{doing} failed: {cause_of(error)}", RELOAD) from error
-
-    async def _go_on(self) -> None:
-        await self.in_time(self._resume())
-        self._status = "ready"
 
     async def _resume(self) -> None:
         self.require_alive()  # it may be shutting down

@@ -17,11 +17,10 @@ from hocket.common.tasks import as_completed
 from hocket.protocol import MAX_COMPLETIONS, Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError, invalid, parse
-from hocket.types import Image, Message, text_of
+from hocket.types import Image, Message
 
 MIN_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when asked for a lower one."""
-RESTART = "restart the server; its log says more"
 _NUMBERS = itertools.count()
 
 
@@ -68,13 +67,11 @@ class Sampler:
         self._tokenizer = tokenizer
         self._require_ready = require_ready
         self._template = template  # options of the chat template
-        self._vocab_size = int(llm.model_config.get_vocab_size())
         self._window = 2 * int(llm.vllm_config.scheduler_config.max_num_seqs)  # of one request in the engine
         self._max_length = int(llm.model_config.max_model_len)
         # Two threads must not use one tokenizer at once: bodies are read in a thread of their own, with a copy.
         self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
         self._reader = copy.deepcopy(tokenizer)
-        self._max_characters = self._max_length * max(map(len, tokenizer.get_vocab()), default=1)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Return a body and its jobs, prompt by prompt. Raises ApiError with 4xx."""
@@ -99,7 +96,13 @@ class Sampler:
             if request.fit:
                 room = max(1, self._max_length - len(token_ids))
                 sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)})
-            self._check_length(token_ids, sampling.max_tokens, f"prompts.{number}")
+            if len(token_ids) + sampling.max_tokens > self._max_length:  # vLLM would lower max_tokens
+                raise invalid(
+                    f"prompts.{number}: {len(token_ids)} prompt tokens + max_tokens {sampling.max_tokens} do not fit "
+                    f"into the context of {self._max_length} tokens",
+                    "shorten the prompt, lower sampling.max_tokens, or raise the server's model.max_length",
+                    code="context_too_long",
+                )
             for index, seed in enumerate(own_seeds):
                 jobs.append(Job(number, index, token_ids, sampling, seed, pictured, tools))
         return request, jobs
@@ -127,8 +130,6 @@ class Sampler:
         if not math.isfinite(sum(output.logprobs.logprobs)):
             raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
         token_ids = list(output.token_ids)
-        if not token_ids:
-            raise ApiError(500, "empty", "the engine gave no tokens", RESTART)
         # The token that ended it is no part of the text.
         shown = token_ids[:-1] if output.finish_reason == "stop" else token_ids
         calls = []
@@ -146,41 +147,15 @@ class Sampler:
         return job, completion
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raise ApiError unless the engine can sample in this way."""
+        """Raise ApiError where vLLM would sample in another way."""
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             message = f"sampling.temperature: {sampling.temperature} is below {MIN_TEMPERATURE}, the engine's lowest"
             raise invalid(message, "use 0 for greedy decoding")
-        if sampling.top_k > self._vocab_size:
-            message = f"sampling.top_k: {sampling.top_k} is more than the vocabulary's {self._vocab_size}"
-            raise invalid(message, "use -1 to keep every token")
-        self._check_ids(sampling.stop_token_ids, "sampling.stop_token_ids")
-
-    def _check_length(self, token_ids: Sequence[int], max_tokens: int, where: str) -> None:
-        if not token_ids:
-            raise invalid(f"{where}: the prompt has no tokens", "send at least one token", code="empty_prompt")
-        if len(token_ids) + max_tokens > self._max_length:
-            raise invalid(
-                f"{where}: {len(token_ids)} prompt tokens + max_tokens {max_tokens} do not fit into the "
-                f"context of {self._max_length} tokens",
-                "shorten the prompt, lower sampling.max_tokens, or raise the server's model.max_length",
-                code="context_too_long",
-            )
-        self._check_ids(token_ids, where)
-
-    def _check_ids(self, token_ids: Sequence[int], where: str) -> None:
-        largest = max(token_ids, default=0)
-        if largest >= self._vocab_size:
-            raise invalid(
-                f"{where}: token id {largest} is outside the vocabulary of {self._vocab_size}",
-                "do trainer and server use the same tokenizer? /health tells the server's tokenizer_sha256",
-                code="token_out_of_vocabulary",
-            )
 
     def _token_ids(self, prompt: PromptInput, where: str) -> tuple[list[int], Sequence[str | None]]:
         """Return a prompt's token ids, with one for each of its images, and these."""
         if isinstance(prompt, str):
-            self._check_characters(len(prompt), where)
-            return list(self._reader(prompt, add_special_tokens=True)["input_ids"]) if prompt else [], ()
+            return list(self._reader(prompt, add_special_tokens=True)["input_ids"]), ()
         if isinstance(prompt, dict):
             return prompt["token_ids"], prompt["images"]
         if prompt and isinstance(prompt[0], dict):
@@ -188,23 +163,14 @@ class Sampler:
             return self._render(messages, where), images
         return prompt, ()  # type: ignore[return-value]  # the schema leaves nothing but token ids
 
-    def _check_characters(self, count: int, where: str) -> None:
-        if count > self._max_characters:
-            message = f"{where}: {count} characters can't fit into the context of {self._max_length} tokens"
-            raise invalid(message, "shorten the prompt", code="context_too_long")
-
     def _render(self, messages: Any, where: str) -> list[int]:
-        self._check_characters(sum(len(text_of(message["content"])) for message in messages), where)
-        if not self._reader.chat_template:
-            message = f"{where}: this model has no chat template"
-            raise invalid(message, "send text or token ids", code="no_chat_template")
         try:
             options = {"add_generation_prompt": True, "return_dict": False, **self._template}
             return list(self._reader.apply_chat_template(messages, **options))
         # A template is a program: besides its own refusals it fails in these ways.
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             message = f"{where}: the chat template refused these messages: {error}"
-            hint = "look at the model's chat template for the roles and their order"
+            hint = "look at the model's chat template for the roles and their order; text and token ids need none"
             raise invalid(message, hint, code="chat_template_error") from error
 
 

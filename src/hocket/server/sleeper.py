@@ -5,9 +5,8 @@ from collections.abc import Awaitable
 from fastapi import FastAPI
 
 from hocket import protocol
-from hocket.server.engine import Engine, Residence
+from hocket.server.engine import RESTART, Engine, Residence
 from hocket.server.errors import ApiError, cause_of
-from hocket.server.generate import RESTART
 from hocket.server.routes import router
 
 PARTS = ("weights", "kv_cache")
@@ -53,7 +52,7 @@ class Sleeper(Residence):
                 if request.level == 2:
                     engine.held = None
                     engine.base_replaced = True
-            return engine.health()
+        return engine.health()
 
     async def wake_up(self, request: protocol.WakeRequest) -> protocol.Health:
         """Bring the engine back with the weights that it had."""
@@ -65,7 +64,7 @@ class Sleeper(Residence):
                 message = "the engine dropped its weights when it fell asleep, or they failed to load"
                 raise ApiError(409, "no_weights", message, "POST /reload_weights, which wakes it up")
             await self.wake()
-            return engine.health()
+        return engine.health()
 
     async def rise(self) -> bool:
         slept = self.reason is not None
