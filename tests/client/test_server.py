@@ -137,7 +137,6 @@ async def test_an_answer_of_something_else_than_hocket_is_the_servers_failure_an
 
 async def test_control_calls_do_not_wait_behind_rollouts_and_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setattr("hocket.client.server.MAX_CONNECTIONS", 1)
     playing = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -95,15 +95,6 @@ BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
 """Gives servers the current weights; raises HocketError where one fails."""
 
 
-def why_out(health: Health) -> str | None:
-    """Return why a server that answers can't be brought up now."""
-    if health.status == "updating":
-        return "it is updating"
-    if health.status == "failed" and health.error is not None and not meaning(health.error.code).curable:
-        return f"it failed: {health.error.message}"
-    return None
-
-
 async def _as_they_are(there: Mapping[Member, Health]) -> None:
     for member, health in there.items():
         member.mark_ready(health)
@@ -248,23 +239,24 @@ class ServerPool:
             member.seen = health.session
             member.kv_tokens = health.kv_tokens
             member.dtype = health.dtype
-            member.out = why_out(health)
+            failure = health.error
+            member.out = "it is updating" if health.status == "updating" else None
+            if failure is not None and not meaning(failure.code).curable:
+                member.out = f"it failed: {failure.message}"
         return health if member.out is None else None
 
     async def _bring_up(self, there: Mapping[Member, Health]) -> None:
-        """Bring up servers together or, where that fails, in halves."""
-        members = [*there]
-        with self._looking(*members):
+        """Bring up servers together or, where that fails, one by one."""
+        with self._looking(*there):
             try:
                 await self.bring_up(there)
             except (ServerError, SyncError) as error:
-                for member in members:
-                    member.mark_out(str(error))
-                if len(members) == 1:
+                if len(there) == 1:
                     raise
-                middle = len(members) // 2
-                for half in (members[:middle], members[middle:]):
-                    await self._bring_up({member: there[member] for member in half})
+                for member in there:
+                    member.mark_out(str(error))
+                for member, health in there.items():
+                    await self._bring_up({member: health})
 
     @contextmanager
     def _looking(self, *members: Member) -> Iterator[None]:

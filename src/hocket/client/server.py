@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ _STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydant
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
 JSON = {"Content-Type": "application/json"}  # vLLM's routes want it said
-MAX_CONNECTIONS = 256  # of one server; further requests wait
 _OTHER = "if another program is there, correct the URL, else start this version"
 
 
@@ -45,25 +43,21 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
     ) -> None:
         self.url = url
         self._trainer = trainer
-        connect = functools.partial(
-            httpx.AsyncClient,
+        self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            # Servers close idle connections.
-            limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=2.0),
+            # Servers close idle connections. Without a limit, as /health must not wait behind rollouts.
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
             timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # `_deadline` bounds a call
             transport=transport,
             trust_env=False,  # a proxy knows nothing of local servers
         )
-        self._http = connect()
-        self._rollouts = connect()  # apart: /health must not wait behind them
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         await self._http.aclose()
-        await self._rollouts.aclose()
 
     @property
     def is_closed(self) -> bool:
@@ -97,7 +91,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
-            self._rollouts.stream("POST", "/generate", content=body) as response,
+            self._http.stream("POST", "/generate", content=body) as response,
         ):
             if response.is_error:
                 await response.aread()
