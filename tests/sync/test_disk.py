@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import fakes
 from hocket import config as config_module
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import DeltaSource, ReloadRequest, ReloadResponse, TensorSpec, delta, manifest
+from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec, delta, manifest
 from hocket.protocol.manifest import ModelShapes
 from hocket.server import versions
 from hocket.server.deltas import PatchedCopy
@@ -85,7 +85,7 @@ class FakeServer:
             folder = self.root / name
             described = fakes.manifest_of(folder)
             versions.check_manifest(described, request.version, shapes)
-            if isinstance(request.source, DeltaSource):
+            if request.source.kind == "delta":
                 folder = self.copy.patched(folder, described, self.held)
             versions.check_headers(folder, described)
         except ApiError as error:

@@ -311,16 +311,9 @@ class AgentRecord(Strict):
 
 
 class DiskSource(Strict):
-    """A version's folder under the server's root; the answer to PUT /upload, too."""
+    """A folder under the server's root, with a version or what has changed; the answer to PUT /upload, too."""
 
-    kind: Literal["disk"] = "disk"
-    name: str = Field(min_length=1, max_length=512)
-
-
-class DeltaSource(Strict):
-    """A folder with what has changed since the last version (delta.py)."""
-
-    kind: Literal["delta"] = "delta"
+    kind: Literal["disk", "delta"] = "disk"
     name: str = Field(min_length=1, max_length=512)
 
 
@@ -362,9 +355,6 @@ class CollectiveSource(Strict):
     buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
 
 
-Source = DiskSource | DeltaSource | CollectiveSource
-
-
 class ReloadResponse(Strict):
     """What the server holds; the checksum is of what went into the model."""
 
@@ -384,7 +374,7 @@ class ReloadRequest(Request[ReloadResponse]):
     route = "/reload_weights"
     answer = ReloadResponse
     version: int = Field(ge=1)
-    source: Source = Field(discriminator="kind")
+    source: DiskSource | CollectiveSource = Field(discriminator="kind")
     in_flight: InFlight = "keep"
     compare: bool = False
 

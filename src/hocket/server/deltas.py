@@ -16,10 +16,10 @@ from hocket.server.errors import ApiError
 def install(engine: Engine) -> None:
     copy = PatchedCopy(engine.root)
 
-    async def find(source: protocol.DeltaSource, version: int) -> Found:
+    async def find(source: protocol.DiskSource, version: int) -> Found:
         folder, described, _ = await engine.reading(versions.read, engine.root, source.name)
         expected = await engine.expected(None)
-        await engine.reading(versions.check_manifest, described, version, expected)
+        versions.check_manifest(described, version, expected)
         patched = await engine.reading(copy.patched, folder, described, engine.held)
         return Found(("hocket_load_disk", str(patched)), described.checksum, discard=copy.discard)
 
@@ -60,10 +60,11 @@ class PatchedCopy:
 
     def _copy(self, held: Held | None, base: str) -> None:
         """Copy the files of the version that the model holds, if that is the base."""
-        if held is None or held.answer.checksum != base or not isinstance(held.source, protocol.DiskSource):
+        source = held.source if held is not None and held.answer.checksum == base else None
+        if not isinstance(source, protocol.DiskSource) or source.kind == "delta":
             reason = "this is only what has changed since a version of which this server has no files"
             raise ApiError(409, "no_base", reason, "publish the version in full")
-        published = versions.find(self._root, held.source.name)
+        published = versions.find(self._root, source.name)
         self.discard()
         self._folder.mkdir(mode=0o700)
         for path in published.glob("*.safetensors"):

@@ -71,7 +71,7 @@ Find = Callable[[Any, int], Awaitable[Found]]
 
 
 class Held(NamedTuple):
-    source: protocol.Source | None  # None: what it was started with
+    source: protocol.DiskSource | protocol.CollectiveSource | None  # None: what it was started with
     answer: protocol.ReloadResponse
 
 
@@ -302,7 +302,8 @@ class Engine:
     async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:
         folder, described, adapter = await self.reading(versions.read, self.root, source.name)
         expected = await self.expected(adapter)
-        await self.reading(versions.check, folder, described, version, expected)
+        versions.check_manifest(described, version, expected)
+        await self.reading(versions.check_headers, folder, described)
         return Found(("hocket_load_disk", str(folder)), described.checksum, is_whole=adapter is None)
 
     async def expected(self, adapter: protocol.AdapterConfig | None) -> ModelShapes:

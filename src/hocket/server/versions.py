@@ -18,8 +18,6 @@ from hocket.server.errors import ApiError, invalid, parse
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
-# A leading dot marks versions that are being written or removed.
-_NAME = re.compile(r"[^./\\\0][^/\\\0]*(/[^./\\\0][^/\\\0]*)*")
 OVERHEAD_BYTES = 64 << 20
 """Most bytes of a version's manifest and headers."""
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
@@ -46,13 +44,11 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) ->
 
 
 def find(root: Path, name: str) -> Path:
-    """Return the complete version `name`, a plain path under `root`. Raises ApiError."""
+    """Return the complete version `name` under `root`. Raises ApiError."""
     hint = "start server and trainer with the same sync.root; source.name is relative to it"
-    if not _NAME.fullmatch(name):
-        raise invalid(f"source.name: {name!r} is not the name of a version under the root", hint, code="bad_name")
     try:
         folder = (root / name).resolve(strict=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ApiError(404, "no_such_version", f"there is no {name!r} under {root}", hint) from error
     if not folder.is_relative_to(root):
         raise invalid(f"source.name: {name!r} leads out of the root", hint, code="bad_name")
@@ -78,12 +74,6 @@ def _parsed(message: type[M], path: Path) -> M:
         return parse(message, path.read_bytes())
     except (OSError, ApiError) as error:
         raise refused(f"can't read {path.name}: {error}") from error
-
-
-def check(folder: Path, described: Manifest, version: int, expected: ModelShapes) -> None:
-    """Raise ApiError unless manifest and files are of this version of the model."""
-    check_manifest(described, version, expected)
-    check_headers(folder, described)
 
 
 def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from hocket.protocol import DeltaSource, TensorSpec, delta, manifest, weight_group
+from hocket.protocol import TensorSpec, delta, manifest, weight_group
 from hocket.sync.disk import Versions, WrittenVersion
 
 FULL_EVERY = 50  # versions; the others are deltas
@@ -55,4 +55,4 @@ class DeltaWriter:
         written = self._versions.write("deltas", version, fill)
         changed = sum(change.num_changed for change in changes.values())
         share = changed / sum(map(torch.numel, self._last.values()))
-        return written._replace(source=DeltaSource, metrics={"sync/changed": share})
+        return written._replace(kind="delta", metrics={"sync/changed": share})

@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from safetensors import SafetensorError
 
 from hocket.common.files import atomic_folder, numbered, remove_folder
 from hocket.errors import SyncError, remedy
-from hocket.protocol import DeltaSource, DiskSource, TensorSpec, manifest
+from hocket.protocol import TensorSpec, manifest
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -28,7 +28,7 @@ class WrittenVersion(NamedTuple):
     folder: Path
     checksum: str
     num_bytes: int
-    source: type[DiskSource | DeltaSource] = DiskSource  # how to load it
+    kind: Literal["disk", "delta"] = "disk"  # how to load it
     metrics: Mapping[str, float] = MappingProxyType({})
 
 

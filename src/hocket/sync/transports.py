@@ -10,7 +10,7 @@ from hocket.client.server import ServerClient
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, SyncError
-from hocket.protocol import ReloadRequest, meaning
+from hocket.protocol import DiskSource, ReloadRequest, meaning
 from hocket.sync.disk import Versions, WrittenVersion
 from hocket.sync.publish import Answer, Delivery, Transport
 from hocket.types import Metrics
@@ -69,9 +69,12 @@ class DiskTransport:
             if self.sync.upload:
                 name = "-".join((self._upload_name, *written.folder.parts[-2:]))
                 name = await server.upload(written.folder, name, timeout_s=timeout_s)
-            source = written.source(name=name)
-            in_flight = self.sync.in_flight
-            request = ReloadRequest(version=written.version, source=source, in_flight=in_flight, compare=compare)
+            request = ReloadRequest(
+                version=written.version,
+                source=DiskSource(kind=written.kind, name=name),
+                in_flight=self.sync.in_flight,
+                compare=compare,
+            )
             return await server.ask(request, timeout_s=timeout_s)
         except HocketError as error:
             return error
