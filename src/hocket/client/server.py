@@ -46,8 +46,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            # Servers close idle connections. Without a limit, as /health must not wait behind rollouts.
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+            limits=httpx.Limits(max_connections=None),  # /health must not wait behind rollouts
             timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # `_deadline` bounds a call
             transport=transport,
             trust_env=False,  # a proxy knows nothing of local servers

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 POLL_S = 0.002
-Layouts = list[list[protocol.TensorLayout]]
 SLOW_JOIN_S = 5.0  # one that fails after this is not tried again until it is restarted
 READY_SHARE = 0.5  # of sync.timeout_s for a server to begin to receive
 
@@ -47,7 +46,7 @@ class CollectiveTransport:
             self._links.pop(left).close()
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]
-        await asyncio.gather(*(link.begin(version, compare, self.buckets) for link in links))
+        await asyncio.gather(*(link.begin(version, compare) for link in links))
         prepared = time.perf_counter()
         try:
             checksum = await run_in_thread(self._send, version, links)
@@ -65,7 +64,7 @@ class CollectiveTransport:
         return Delivery(dict(zip(servers, answers, strict=True)), metrics)
 
     @functools.cached_property
-    def buckets(self) -> Layouts:
+    def buckets(self) -> list[list[protocol.TensorLayout]]:
         return self.trainer.layout(weight_group.BUCKET_BYTES)
 
     def close(self) -> None:
@@ -94,15 +93,14 @@ class CollectiveTransport:
         try:
             health = await server.health()
             link = self._links.get(server)
-            if link is not None and link.session == health.session:
-                if link.unreachable:
-                    return SyncError(f"the workers of {server.url} could not be connected with since they were started")
-                if not link.is_closed:
-                    return link
-            elif link is not None:
+            if link is not None and link.session != health.session:
                 link.close()
-            self._links[server] = _Link(self, server, health)
-            return self._links[server]
+                link = None
+            if link is None or (link.is_closed and not link.unreachable):
+                link = self._links[server] = _Link(self, server, health)
+            if link.unreachable:
+                return SyncError(f"the workers of {server.url} could not be connected with since they were started")
+            return link
         except HocketError as error:
             return error
         except (OSError, RuntimeError) as error:
@@ -145,7 +143,7 @@ class _Link:
         if self.group is not None:
             self.group.close()
 
-    async def begin(self, version: int, compare: bool, buckets: Layouts) -> None:
+    async def begin(self, version: int, compare: bool) -> None:
         """Tell the server what will come; wait until its workers are ready or it answers."""
         start = time.monotonic()
         transport = self._transport
@@ -155,7 +153,7 @@ class _Link:
             group=self._address,
             turn=self._transfers,
             adapter=transport.trainer.adapter,
-            buckets=buckets,
+            buckets=transport.buckets,
         )
         request = protocol.ReloadRequest(
             version=version, source=source, in_flight=transport.sync.in_flight, compare=compare
