@@ -262,7 +262,6 @@ class LyingServer(Process):
         from hocket import config as configs
         from hocket.commands import runs as commands
         from hocket.commands.parts import Parts
-        from hocket.commands.sources import reward_calls
         from hocket.common.tasks import event_loop
         from hocket.errors import HocketError
         from hocket.observe.console import Console
@@ -276,9 +275,9 @@ class LyingServer(Process):
         with contextlib.ExitStack() as stack:
             console = stack.enter_context(Console(config.trainer.steps))
             run_there = stack.enter_context(event_loop())
-            parts = Parts(config, console, reward_calls(stack, config, lambda view: view.reward_names))
+            parts = stack.enter_context(Parts(config, console, lambda view: view.reward_names))
             run_there(parts.set_up())
-            run = commands._run(parts, None, stack, False, None, run_there)
+            run = commands._run(parts, None, False, None, run_there)
             if name == STALE_EXPORT:
                 stack.enter_context(stale_exports(run.trainer))
             if not exact:

@@ -149,8 +149,7 @@ async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = config("eval.num_prompts=2")
-    with Console(1) as console, ExitStack() as stack:
-        mixed = Parts(settings, console, reward_calls(stack, settings, lambda view: view.reward_names))
+    with Console(1) as console, Parts(settings, console, lambda view: view.reward_names) as mixed:
         engine = Engine(mixed.tokenizer)
         monkeypatch.setattr(sources_module, "Batcher", lambda servers, tools: engine)
         _, held_out, stream = mixed.load()

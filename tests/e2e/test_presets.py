@@ -142,7 +142,8 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         Checkpoints(config, trainer.state, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
-        parts = Parts(config, console, {"": calls})
+        parts = Parts(config, console)
+        parts.calls[""] = calls
         play = functools.partial(single_turn, ask=copy.ask)
         _, held_out, stream = parts.load()
         return await Run(

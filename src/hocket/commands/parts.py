@@ -5,16 +5,16 @@ import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hocket.client.discover import find_servers
 from hocket.client.pool import Member, ServerPool
 from hocket.client.server import ServerClient
 from hocket.cluster.launch import Child, stop, visible_gpus
-from hocket.commands.sources import Calls, EachScorer, PromptSource, play_each
+from hocket.commands.sources import EachScorer, PromptSource, play_each, reward_calls
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.data.cache import Prompts
@@ -106,17 +106,25 @@ class Servers:
         )
 
 
-class Parts:
-    def __init__(self, config: Config, console: Console, calls: Calls | None = None) -> None:
+class Parts(AbstractContextManager["Parts"]):
+    """Makes the parts of a run; leaving it closes them. `rewards`: names of those that are called, of each source."""
+
+    def __init__(
+        self, config: Config, console: Console, rewards: Callable[[Config], Iterable[str]] = lambda view: ()
+    ) -> None:
         self.config = config.chosen(on_gpu=bool(visible_gpus()))
         self.servers = Servers(self.config)
         self.console = console
-        self.calls = calls or {}
-        self.tokenizer = tokenizers.load(config.model.path)
-        self.sources = {
-            name: PromptSource(name, view, self.tokenizer, console) for name, view in self.config.views.items()
-        }
-        self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
+        with ExitStack() as stack:
+            self.calls = reward_calls(stack, self.config, rewards)  # their processes start meanwhile
+            self.tokenizer = tokenizers.load(config.model.path)
+            views = self.config.views.items()
+            self.sources = {name: PromptSource(name, view, self.tokenizer, console) for name, view in views}
+            self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
+            self.stack = stack.pop_all()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.stack.__exit__(*exc_info)
 
     async def set_up(self) -> None:
         """Set the rewards up."""
@@ -132,12 +140,12 @@ class Parts:
     def toolbox(self) -> Toolbox | None:
         return next(filter(None, (source.example.toolbox for source in self.sources.values())), None)
 
-    def trainer(self, stack: ExitStack, saved: Saved | None = None) -> "Trainer":
+    def trainer(self, saved: Saved | None = None) -> "Trainer":
         from hocket.trainer.state import SavedTensors
         from hocket.trainer.trainer import Trainer
 
         self.console.doing(f"loading {self.config.model.path} into the trainer")
-        trainer = stack.enter_context(Trainer(self.config))
+        trainer = self.stack.enter_context(Trainer(self.config))
         if saved:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
         self.limit(trainer)
@@ -274,7 +282,6 @@ class Parts:
 
     def publisher(
         self,
-        stack: ExitStack,
         trainer: "Trainer",
         servers: ServerPool,
         prompts: Mapping[str, Prompts],
@@ -295,7 +302,7 @@ class Parts:
             publisher.trainer_turn = partial(shared_gpu, trainer, servers, config.sync, config.model.lora is not None)
         elif config.sync.backend == "nccl" and config.pipeline.replay is None:
             fast = CollectiveTransport(trainer, config.sync)
-            stack.callback(fast.close)
+            self.stack.callback(fast.close)
             publisher.transport = WithFallback(fast, disk, say)
         proof = Proof(
             publisher=publisher,
@@ -338,21 +345,20 @@ class Parts:
                 self.console.say(f"{serves}, version {health.version}")
                 member.mark_ready(health)
 
-        with ExitStack() as stack:
-            waiting = self.console.doing if await self.servers.answer() else self.own_server(stack, arguments)
-            async with self.servers.pool(on_wait=waiting, say=self.console.say) as servers:
-                servers.bring_up = check
-                await servers.wait_up()
-                yield servers
+        waiting = self.console.doing if await self.servers.answer() else self.own_server(arguments)
+        async with self.servers.pool(on_wait=waiting, say=self.console.say) as servers:
+            servers.bring_up = check
+            await servers.wait_up()
+            yield servers
 
-    def own_server(self, stack: ExitStack, arguments: Sequence[str]) -> Callable[[str, float], None]:
+    def own_server(self, arguments: Sequence[str]) -> Callable[[str, float], None]:
         """Start a server of model.path; return what to call while waiting for it."""
         config = self.config
         log = config.run_dir / "logs" / "server.log"
         self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")
         env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOCKET_TOKEN": config.token or ""}
         child = Child(["-m", "hocket", "serve", *arguments], env=env, log=log)
-        stack.callback(stop, [child])
+        self.stack.callback(stop, [child])
 
         def waiting(what: str, waited_s: float) -> None:
             child.refuse_dead()

@@ -19,11 +19,10 @@ from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient, prompt_input
 from hocket.cluster.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.commands.parts import NO_ROWS, Parts, Servers
-from hocket.commands.sources import reward_calls
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
-from hocket.config import Config, read_settings
+from hocket.config import CheckpointConfig, Config, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, SyncError, door
@@ -46,6 +45,7 @@ from hocket.trainer.second_tier import copy_to
 from hocket.types import Group, Metrics, Prompt, Rollout, Score
 
 if TYPE_CHECKING:
+    from hocket.algorithm.samples import Shaped
     from hocket.loop import Run
 
 OnStep = Callable[[int, dict[str, float]], object] | None
@@ -84,25 +84,24 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         if not (is_done and (config.run_dir / "summary.json").exists()):
             with tasks.event_loop() as run_there:
                 refuse_missing(visible_gpus())
-                calls = reward_calls(stack, config, lambda view: view.reward_names)
                 loggers.bound(config.observe.loggers)
                 with tasks.starting():
-                    parts = Parts(config, console, calls)
+                    parts = stack.enter_context(Parts(config, console, lambda view: view.reward_names))
                     run_there(parts.set_up())
                     if dry_run:
-                        _check(parts, saved, stack, run_there)
+                        _check(parts, saved, run_there)
                         return 0
-                    run = _run(parts, saved, stack, serve, on_step, run_there)
+                    run = _run(parts, saved, serve, on_step, run_there)
                 summary = run_there(_train(run))
             console.finish(config.run_dir)
             return 0 if summary["updated"] else NO_UPDATE
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
-            Parts(config, console).trainer(stack)
+            stack.enter_context(Parts(config, console)).trainer()
         return 0
 
 
-def _check(parts: Parts, saved: Saved | None, stack: ExitStack, run_there: RunThere) -> None:
+def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
     """Make the parts of a run and try them, but change nothing."""
     config = parts.config
     say = parts.console.say
@@ -131,7 +130,7 @@ def _check(parts: Parts, saved: Saved | None, stack: ExitStack, run_there: RunTh
             engine_arguments(config)
     if up and config.launch.share_gpu:
         raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which needs it")
-    parts.trainer(stack, saved)
+    parts.trainer(saved)
     if saved:
         stream.restore(saved.parts["prompts"])
     run_there(_try_servers(parts, up, first))
@@ -169,38 +168,31 @@ async def _train(run: "Run") -> dict[str, Any]:
             await run.servers.release()
 
 
-def _run(
-    parts: Parts,
-    saved: Saved | None,
-    stack: ExitStack,
-    serve: bool,
-    on_step: OnStep,
-    run_there: RunThere,
-) -> "Run":
+def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_there: RunThere) -> "Run":
     """Bring the parts together; first those whose faults show without server and trainer."""
     config = parts.config
     console = parts.console
     prompts, held_out, stream = parts.load()
     replay = parts.replay()
-    folder = stack.enter_context(RunFolder(config, console.say))
+    folder = parts.stack.enter_context(RunFolder(config, console.say))
     for change in folder.changed_plugins:
         console.say(change)
     waiting: Callable[..., None] = console.doing
     if serve and not replay and not run_there(parts.servers.answer()):
-        waiting = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
+        waiting = parts.own_server([f"{config.run_dir}/config.yaml"])
     run_there(parts.servers.clear_gpu(on_wait=waiting, say=console.say))
-    trainer = parts.trainer(stack, saved)  # before records behind the checkpoint are cut off
-    from hocket.algorithm.samples import KlController, Shaped, shape
+    trainer = parts.trainer(saved)  # before records behind the checkpoint are cut off
+    from hocket.algorithm.samples import KlController
     from hocket.loop import Run
 
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
-    chosen = config.observe.traced
-    timeline = stack.enter_context(Timeline(folder.path, lambda: folder.last_step, servers.states, chosen))
+    timeline = Timeline(folder.path, lambda: folder.last_step, servers.states, config.observe.traced)
+    parts.stack.enter_context(timeline)
     folder.after_step.append(timeline.step)
     servers.on_change = timeline.note_servers
-    publisher = parts.publisher(stack, trainer, servers, prompts, folder.history)
+    publisher = parts.publisher(trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     last = 0
@@ -210,19 +202,9 @@ def _run(
     elif not replay:
         folder.ledger(0, [*stream.sizes(), *stream.entries()])
 
-    views = config.views
-
-    def shaped(group: Group) -> Shaped:
-        view = views.get(group.source, config)  # a replay may be of other sources
-        env_weight = view.rewards.spec("env").weight
-        return shape(group, config.algorithm, view.rollout.max_tokens, env_weight, view.pass_reward)
-
     plays = parts.plays(servers)
-    after: list[Callable[[Path], None]] = []
-    if config.checkpoint.copy_to is not None:
-        target = Path(config.checkpoint.copy_to) / config.run_dir.name
-        after.append(partial(copy_to, target, config.checkpoint.keep, console.say))
-    keeper = stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
+    keeper = Checkpoints(config, trainer.state, kept, last=last, after=_copies(config.checkpoint, folder.path, console))
+    parts.stack.enter_context(keeper)
     measure = trainer.numbers if config.observe.tokens else None
     run = Run(
         config=config,
@@ -231,7 +213,7 @@ def _run(
         stream=stream,
         play=parts.play(plays),
         scorer=parts.scorer(),
-        shape=shaped,
+        shape=_shape(config),
         batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
         evaluation=parts.evaluation(() if replay else held_out, plays),
         publisher=publisher,
@@ -246,6 +228,25 @@ def _run(
         best = Best(config.checkpoint.best, folder.path, folder.history, trainer, keeper)
         run = dataclasses.replace(run, keep=best.keep, best=best.summary)
     return run
+
+
+def _copies(settings: CheckpointConfig, run_dir: Path, console: Console) -> list[Callable[[Path], None]]:
+    if settings.copy_to is None:
+        return []
+    return [partial(copy_to, Path(settings.copy_to) / run_dir.name, settings.keep, console.say)]
+
+
+def _shape(config: Config) -> "Callable[[Group], Shaped]":
+    from hocket.algorithm.samples import shape
+
+    views = config.views
+
+    def shaped(group: Group) -> "Shaped":
+        view = views.get(group.source, config)  # a replay may be of other sources
+        env_weight = view.rewards.spec("env").weight
+        return shape(group, config.algorithm, view.rollout.max_tokens, env_weight, view.pass_reward)
+
+    return shaped
 
 
 def ends(on_step: OnStep, patience: float, say: Callable[[str], None], step: int, metrics: Metrics) -> bool:
@@ -273,8 +274,7 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
-        calls = reward_calls(stack, config, lambda view: [view.eval_reward])
-        parts = Parts(config, console, calls)
+        parts = stack.enter_context(Parts(config, console, lambda view: [view.eval_reward]))
         held_out = parts.held_out()
         if not held_out:
             raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")
@@ -298,11 +298,9 @@ def roll_out(arguments: Sequence[str]) -> None:
     with (
         Console(config.trainer.steps) as console,
         owning(config.run_dir, console.say, wait=False),
-        ExitStack() as stack,
+        Parts(config, console, lambda view: view.rewards.functions) as parts,
     ):
-        calls = reward_calls(stack, config, lambda view: view.rewards.functions)
         checkpoints.make_room(config.run_dir, console.say)
-        parts = Parts(config, console, calls)
         _, _, stream = parts.load(compare=False)
 
         async def run() -> None:

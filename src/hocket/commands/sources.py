@@ -21,11 +21,8 @@ from hocket.rollout.episode import Limits
 from hocket.rollout.players import Players
 from hocket.types import Prompt, Rollout, Score
 
-Calls = Mapping[str, RewardCalls]
-"""What calls the rewards of each source."""
 
-
-def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Iterable[str]]) -> Calls:
+def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Iterable[str]]) -> dict[str, RewardCalls]:
     """Return what calls the rewards that `names` finds in each source's config; sources with the same ones share it."""
     made = dict[str, RewardCalls]()
     found = dict[str, RewardCalls]()
