@@ -82,7 +82,7 @@ async def test_the_trainer_transformers_and_the_reward_give_the_same_scores(
     assert records[-1]["eval/rewards/margins"] > records[0]["eval/rewards/margins"]
     config = make_config("rm", str(folder), tmp_path, f"data.source={rows}", "data.chat_template=true", *settings[-1:])
     config = config.model_copy(update={"model": config.model.beside(None)})
-    stage = stage_of(config, "rm")
+    stage = stage_of("rm", config.rm)
     with Trainer(config, objective=stage.objective(config.model)) as trainer:
         samples = driver.flat(stage.load(config.data, trainer.tokenizer, 99))
         own = [sum(scores) for scores in trainer.logprobs(samples)]
@@ -147,7 +147,7 @@ def test_other_margins_are_other_rows_to_a_resumed_run() -> None:
 @pytest.mark.parametrize("command", ["rm", "dpo"])
 def test_a_step_can_be_rehearsed_on_any_number_of_sequences(model: str, tmp_path: Path, command: str) -> None:
     config = make_config(command, model, tmp_path, "trainer.zero_stage=2")
-    with Trainer(config, objective=stage_of(config, command).objective(config.model)) as trainer:
+    with Trainer(config, objective=stage_of(command, getattr(config, command)).objective(config.model)) as trainer:
         memory.rehearse(trainer.models.learners[0], 9, trainer.ranks, longest=4)  # raises where a weight moves
 
 

@@ -103,7 +103,9 @@ def led(
     for name, settings in variants.items():
         config = make_config(model, *settings)
         trainer = Trainer(
-            config, ranks=ranks, objective=stage_of(config, stage).objective(config.model) if stage else None
+            config,
+            ranks=ranks,
+            objective=stage_of(stage, getattr(config, stage)).objective(config.model) if stage else None,
         )
         if not trainer.is_main:
             trainer.follow()

@@ -10,9 +10,8 @@ STAGES: Registry[Any] = Registry("stage", sft="hocket.stages.sft", rm="hocket.st
 """Classes of `driver.Stage`, whose arguments are the keys that a section has beside those of StageConfig."""
 
 
-def stage_of(config: Config, command: str) -> Any:
-    options = getattr(config, command).model_extra or {}
-    return STAGES.bind(command, options, section=command, keys=StageConfig.model_fields)()
+def stage_of(command: str, section: StageConfig) -> Any:
+    return STAGES.bind(command, section.model_extra or {}, section=command, keys=StageConfig.model_fields)()
 
 
 def staged(config: Config) -> Any:
@@ -20,4 +19,4 @@ def staged(config: Config) -> Any:
     named = sorted(STAGES.names & config.model_fields_set)
     if len(named) > 1:
         raise ConfigError(f"a plan is of one command: leave all but one of the sections {', '.join(named)} out")
-    return stage_of(config, named[0]).objective(config.model) if named else None
+    return stage_of(named[0], getattr(config, named[0])).objective(config.model) if named else None

@@ -66,13 +66,16 @@ def run(config: Config, command: str) -> None:
     """Train a stage on the rows of data.source and write RUN/model; every rank calls it."""
     if not torch.cuda.is_available():
         machine.keep_freed_memory()
-    stage: Stage = stage_of(config, command)
+    stage: Stage = stage_of(command, getattr(config, command))
     objective = stage.objective(config.model)
     if int(os.environ.get("RANK", "0")) > 0:
         Trainer(config, objective=objective).follow()
         return
     if config.data.sources:
         raise ConfigError(f"data.sources is for train: {command} has one data.source; join the rows to one file")
+    output = config.run_dir / "model"
+    if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
+        raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
     load_plugins(config.plugins)  # data.source may be a task of one
     with owning(config.run_dir, print, wait=config.checkpoint.resume):
         _train(config, command, stage, objective)
@@ -81,22 +84,11 @@ def run(config: Config, command: str) -> None:
 def _train(config: Config, command: str, stage: Stage, objective: Objective) -> None:
     saved = checkpoints.find(config, print, command=command)
     output = config.run_dir / "model"
-    if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
-        raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
-    of_model = (tokenizers.load(config.model.path), tokenizers.context_length(config.model))
-    rows = stage.load(config.data, *of_model)
-    held_out: list[Row] = []
-    if (data := config.held_out_data) is not None:
-        limit = min(config.eval.num_prompts, data.limit or config.eval.num_prompts)
-        held_out = stage.load(data.model_copy(update={"limit": limit}), *of_model)
+    rows, held_out = _load(stage, config)
     last = saved.step if saved else 0
-    settings = getattr(config, command)
-    size = settings.batch_size
-    setting = "trainer.steps"
-    most = config.trainer.steps * size
-    if settings.epochs is not None:
-        setting = f"{command}.epochs"
-        most = settings.epochs * len(rows)
+    size, epochs = getattr(config, command).batch_size, getattr(config, command).epochs
+    setting = "trainer.steps" if epochs is None else f"{command}.epochs"
+    most = config.trainer.steps * size if epochs is None else epochs * len(rows)
     steps = math.ceil(most / size)
     with (
         Console(steps) as console,
@@ -122,25 +114,21 @@ def _train(config: Config, command: str, stage: Stage, objective: Objective) -> 
         trainer.check_fits([*flat(rows), *measured])
         console.say(f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}")
         console.say(f"the first one, with what is taught in [[ ]]: {_shown(rows[0], trainer.tokenizer)}")
-        console.say(f"{setting} decides: {steps} steps of {size} {stage.rows}")
-        if size >= len(rows):
-            console.say(f"an update takes them all: lower {command}.batch_size for more")
+        takes_all = f", all of them: lower {command}.batch_size for more updates" if size >= len(rows) else ""
+        console.say(f"{setting} decides: {steps} steps of {size} {stage.rows}{takes_all}")
         if "learning_rate" not in config.trainer.model_fields_set:
-            rate = config.trainer.learning_rate
-            console.say(f"trainer.learning_rate={rate:g} is for GRPO; {stage.rate}")
+            console.say(f"trainer.learning_rate={config.trainer.learning_rate:g} is for GRPO; {stage.rate}")
         if saved is None and held_out:
             before = stage.held_out(trainer, measured)
             folder.finish(0, before)
             console.say(f"step 0/{steps}  {_said(before)}, of {len(held_out)} {stage.rows}")
         order = itertools.islice(in_epochs(rows, config.trainer.seed), last * size, most)
         start = time.perf_counter()
-        every = config.eval.every_steps
         with Checkpoints(config, trainer.state, parts, last=last) as written:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
-                batch = flat(itertools.islice(order, size))
-                metrics = trainer.step(batch, keep=folder.skipped(step))
-                if held_out and (step == steps or (every > 0 and step % every == 0)):
+                metrics = trainer.step(flat(itertools.islice(order, size)), keep=folder.skipped(step))
+                if held_out and (step == steps or step % (config.eval.every_steps or steps) == 0):
                     metrics |= stage.held_out(trainer, measured)
                 metrics |= written.copy(step, last=step == steps)
                 folder.finish(step, metrics)
@@ -153,6 +141,18 @@ def _train(config: Config, command: str, stage: Stage, objective: Objective) -> 
                 trainer.export(partial)
             done = f"all {steps} steps are done; for more of them raise {setting}; " if last >= steps else ""
             console.say(f"{done}wrote {output}")
+
+
+def _load(stage: Stage, config: Config) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on, and those held out."""
+    tokenizer = tokenizers.load(config.model.path)
+    longest = tokenizers.context_length(config.model)
+    rows = stage.load(config.data, tokenizer, longest)
+    data = config.held_out_data
+    if data is None:
+        return rows, []
+    limit = min(config.eval.num_prompts, data.limit or config.eval.num_prompts)
+    return rows, stage.load(data.model_copy(update={"limit": limit}), tokenizer, longest)
 
 
 def _measured(trainer: Trainer, rows: Sequence[Row]) -> list[dict[str, float]]:
@@ -168,7 +168,7 @@ def _with(measured: Iterable[Mapping[str, float]], rows: Iterable[Row]) -> list[
 
 
 def flat(rows: Iterable[Row]) -> list[TrainSample]:
-    return list(itertools.chain.from_iterable(rows))
+    return [*itertools.chain.from_iterable(rows)]
 
 
 def in_epochs(rows: Sequence[Row], seed: int) -> Iterator[Row]:

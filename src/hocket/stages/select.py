@@ -29,22 +29,21 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     if per_prompt < 1:
         raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
     config, tools, told, num = _read(run)
-    if min_reward is None:
-        min_reward = fmean(map(_reward, told))
+    least = fmean(map(_reward, told)) if min_reward is None else min_reward
     best = defaultdict[str, dict[str, Row]](dict)  # of each prompt: what is said → row
     for row in sorted(told, key=_reward, reverse=True):
-        if row["reward"] >= min_reward:
+        if row["reward"] >= least:
             best[row["prompt_id"]].setdefault(repr(_said(row)), row)
     chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
     if not chosen:
-        highest = f"the highest is {max(map(_reward, told)):g}"
-        raise ConfigError(f"no rollout of {run} has a reward of at least {min_reward:g}: {highest}")
+        highest = max(map(_reward, told))
+        raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: the highest is {highest:g}")
     mean = fmean(map(_reward, chosen))
-    what = f"{len(chosen)} of {num} rollouts, of {len(best)} prompts; rewards from {min_reward:.3g}, mean {mean:.3g}"
+    what = f"{len(chosen)} of {num} rollouts, of {len(best)} prompts; rewards from {least:.3g}, mean {mean:.3g}"
     rate = max(config.trainer.learning_rate, SFT_RATE)
     options = f"sft.epochs=3 trainer.learning_rate={rate:g} "
     rows = [_demonstration(row, {**tools[_source(row)], **_pictures(row, run)}) for row in chosen]
-    return _write(output, rows, what, config, "sft", options)
+    return _write(output, rows, what, config.model.path, "sft", options)
 
 
 def select_pairs(run: Path, output: Path) -> str:
@@ -66,7 +65,7 @@ def select_pairs(run: Path, output: Path) -> str:
         raise ConfigError(f"no group of {run} has different answers with different rewards: none is preferred")
     what = f"{len(pairs)} pairs of {len(groups)} groups, whose answers and rewards differ; "
     what += f"{num - len(told)} of {num} rollouts have no score, no end or no text"
-    return _write(output, pairs, what, config, "dpo")
+    return _write(output, pairs, what, config.model.path, "dpo")
 
 
 def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
@@ -142,8 +141,8 @@ def _pictures(row: Row, run: Path) -> Row:
     return found
 
 
-def _write(output: Path, rows: Sequence[Row], what: str, config: Config, command: str, options: str = "") -> str:
+def _write(output: Path, rows: Sequence[Row], what: str, model: str, command: str, options: str = "") -> str:
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in rows))
     plain = " data.chat_template=false" if isinstance(rows[0].get("prompt"), str) else ""
-    names = f"data.source={output} model.path={config.model.path}{plain} {options}run.dir=NEW"
+    names = f"data.source={output} model.path={model}{plain} {options}run.dir=NEW"
     return f"{output}: {what}\nto train on them: {door()} {command} {names}"
