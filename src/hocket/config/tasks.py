@@ -23,9 +23,9 @@ class DataConfig(Section):
     section: ClassVar[str] = "data"
     otherwise: ClassVar[str] = ""  # other advice, where its rows are of no use
     source: str = "task:sort"
-    """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME, gym:NAME (hubs.md)."""
+    """Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME, gym:NAME, verifiers:NAME (hubs.md)."""
     options: dict[str, Any] = Field({})
-    """Options of gym:NAME, such as its difficulty: {min_digits: 2}."""
+    """Options of gym:NAME or verifiers:NAME, such as its difficulty: {min_digits: 2}."""
     split: str = "train"
     """Split of a Hugging Face dataset or of a built-in task."""
     prompt_column: str = "prompt"
@@ -48,7 +48,7 @@ class DataConfig(Section):
     """Hosts from which URLs of images are fetched, in rows and by servers (vision.md)."""
 
     def refuse(self) -> None:
-        is_file = self.source.partition(":")[0] not in ("hf", "task", "gym")
+        is_file = self.source.partition(":")[0] not in ("hf", "task", "gym", "verifiers")
         if is_file and self.split != type(self).model_fields["split"].default:
             raise ValueError(
                 f"split={self.split}: leave it out of a file, which has none; eval.data names held-out rows"

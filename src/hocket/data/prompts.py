@@ -75,7 +75,7 @@ def load_prompts(
 
 
 def _prompts(data: DataConfig, renderer: "Renderer", source: str) -> Iterator[Prompt]:
-    is_file = not data.source.startswith(("task:", "hf:", "gym:"))
+    is_file = not data.source.startswith(("task:", "hf:", "gym:", "verifiers:"))
 
     def render(place: str, columns: Mapping[str, Any]) -> Rendered[Prompt]:
         columns, pictures = renderer.seen(columns)

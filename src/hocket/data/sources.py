@@ -12,7 +12,7 @@ from typing import Any
 
 from hocket.common.registry import Registry
 from hocket.config import DataConfig
-from hocket.data import gym
+from hocket.data import gym, verifiers
 from hocket.data.cache import sha256_of
 from hocket.errors import DataError
 
@@ -40,7 +40,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
         path = Path(data.source).expanduser()
         place = str(path)
         if path.suffix not in FILES:
-            known = "file.jsonl, file.json, file.parquet, gym:NAME, hf:NAME and task:NAME"
+            known = "file.jsonl, file.json, file.parquet, gym:NAME, verifiers:NAME, hf:NAME and task:NAME"
             advice = "convert it; a name on the hub needs hf:"
             raise DataError(f"{data.section}.source={data.source} is none of {known}: {advice}")
         if not path.is_file():
@@ -120,7 +120,7 @@ def _parquet(path: Path) -> Rows:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
-NAMED = {"task": _task, "hf": _stored, "gym": gym.rows}  # by what stands before ":"
+NAMED = {"task": _task, "hf": _stored, "gym": gym.rows, "verifiers": verifiers.rows}  # by what stands before ":"
 FILES = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 
 
