@@ -19,6 +19,8 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from answering import answering
 from shared import parser
@@ -39,16 +41,19 @@ from hocket.client.pool import Deadline
 from hocket.client.server import ServerClient
 from hocket.common.files import write_atomically
 from hocket.config import AlgorithmConfig
+from hocket.envs.base import SingleTurn
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
 from hocket.observe.rows import lines_of
 from hocket.protocol import Completion, GenerateRequest, SamplingParams, StreamEnd, StreamLine
 from hocket.rollout.collect import Seat
-from hocket.rollout.episode import single_turn
+from hocket.rollout.episode import Episode, Limits, TokenBudget
 from hocket.trainer.batching import TrainBatch, divide, unpack
 from hocket.types import Group, Prompt, Score
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 64, 16, 200, 150_000
 SAMPLING = SamplingParams(max_tokens=1 << 14, seed=0)
+BLIND: Any = SimpleNamespace(seen=lambda columns: (columns, ()))
+LIMITS = Limits(max_turns=1, max_length=1 << 20, timeout_s=600.0)
 Sampled = tuple[list[int], list[float], str]  # what the engine gives: token ids, log-probs, text
 
 
@@ -113,7 +118,7 @@ async def play(port: int, prompts: Sequence[Prompt], stage: Stages) -> list[Grou
                 async def ask(turn: Turn, place: int = number * GROUP_SIZE + index) -> Completion:
                     return lines[place].completion
 
-                rollouts.append(await single_turn(prompt, seat, ask=ask))
+                rollouts.append(await Episode(prompt, seat, SingleTurn, ask, BLIND, LIMITS, TokenBudget()).play())
             scores = tuple(Score(total=float(index % 2), parts={"r": 1.0}) for index in range(GROUP_SIZE))
             groups.append(Group(id=f"step 1/{number}", rollouts=tuple(rollouts), scores=scores, draw=number))
     return groups

@@ -16,6 +16,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from answering import answering
@@ -33,10 +34,12 @@ import torch
 from batches import scoring
 from hocket.client.batcher import Batcher
 from hocket.client.pool import Deadline, ServerPool
+from hocket.envs.base import SingleTurn
 from hocket.observe.rows import lines_of
 from hocket.protocol import Completion, Health, SamplingParams, StreamEnd
 from hocket.rollout.collect import Batch, Plan, collect
-from hocket.rollout.episode import single_turn
+from hocket.rollout.episode import Limits
+from hocket.rollout.players import Players
 from hocket.trainer.batching import divide
 from hocket.types import Prompt, Rollout, Score, TrainSample
 
@@ -91,7 +94,11 @@ async def gather(port: int, rollouts: int, tokens: int) -> tuple[float, Batch]:
         deadline=Deadline(600.0),
     )
     async with ServerPool([f"http://127.0.0.1:{port}"]) as pool:
-        play = functools.partial(single_turn, ask=Batcher(pool).ask)
+        limits = Limits(max_turns=1, max_length=1 << 20, timeout_s=600.0)
+        blind: Any = SimpleNamespace(seen=lambda columns: (columns, ()))
+        ask = Batcher(pool).ask
+        players = Players(pool=pool, ask=ask, make=SingleTurn, renderer=blind, decode=str, limits=limits)
+        play = players.single_turns()
         start = time.process_time()
         batch = await collect(plan, lambda n: {i: left.pop(i) for i in list(left)[:n]}, play, scoring(score))
         return time.process_time() - start, batch

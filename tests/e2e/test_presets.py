@@ -23,16 +23,20 @@ from hocket import config as config_module
 from hocket.algorithm.choices import check
 from hocket.algorithm.samples import KlController, shape
 from hocket.client.batcher import Turn
+from hocket.client.pool import ServerPool
 from hocket.commands.runs import Parts
 from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.config.algorithm import PRESETS, PresetName
+from hocket.data.prompts import renderer_of
+from hocket.envs.base import SingleTurn
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion, SamplingParams
 from hocket.rewards import RewardCalls, RewardScorer
-from hocket.rollout.episode import single_turn
+from hocket.rollout.episode import Limits
+from hocket.rollout.players import Players
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -144,7 +148,14 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         copy: Any = Copy(trainer, config.model.path)
         parts = Parts(config, console)
         parts.calls[""] = calls
-        play = functools.partial(single_turn, ask=copy.ask)
+        play = Players(
+            pool=ServerPool([]),
+            ask=copy.ask,
+            make=SingleTurn,
+            renderer=renderer_of(config.data, trainer.tokenizer),
+            decode=trainer.tokenizer.decode,
+            limits=Limits(max_turns=1, max_length=parts.longest, timeout_s=60),
+        ).single_turns()
         _, held_out, stream = parts.load()
         return await Run(
             config=config,

@@ -26,7 +26,7 @@ from hocket.errors import ServerError
 from hocket.protocol import Completion, ToolCall
 from hocket.rewards.base import bind
 from hocket.rollout.collect import Seat
-from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
+from hocket.rollout.episode import Episode, Limits, TokenBudget
 from hocket.types import FinishReason, Group, Message, Prompt, Rollout
 
 END, ASSISTANT = 1, 4
@@ -99,7 +99,7 @@ class Wordy(Environment):
 
 
 async def played(
-    make: Callable[[], Environment] | None,  # None: single turns
+    make: Callable[[], Environment],
     renderer: Renderer,
     engine: FakeEngine,
     *,
@@ -112,8 +112,6 @@ async def played(
     limits, tokens = limits or Limits(max_turns=6, max_length=256, timeout_s=5.0), TokenBudget(lambda: budget)
 
     async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        if make is None:
-            return await single_turn(prompt, seat, ask=engine.ask)
         return await Episode(prompt, seat, make, engine.ask, renderer, limits, tokens).play()
 
     chats: list[tuple[Message, ...]] = [({"role": "user", "content": f"{i:03}"},) for i in range(num_prompts)]
@@ -234,7 +232,7 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
             turn.deadline._at = 0.0
             raise ServerError("it has not finished in time", code="timeout")
 
-    groups = await played(None if single else lambda: Endless(closed), renderer, Stuck(), num_prompts=12)
+    groups = await played(SingleTurn if single else lambda: Endless(closed), renderer, Stuck(), num_prompts=12)
     (late,) = [group.rollouts[0] for group in groups if "rollout.timeout_s" in str(group.scores[0].error)]
     error = "the episode was not over within 60 s (rollout.timeout_s): it has not finished in time"
     assert (late.prompt.id, late.error, late.sequences[0].turns, late.num_sampled) == ("p7", error, 0, 0)
@@ -247,7 +245,9 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
 async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(renderer: Renderer, single: bool) -> None:
     closed: collections.Counter[int] = collections.Counter()
     with pytest.raises(ServerError, match="the engine died"):
-        await played(None if single else lambda: Endless(closed), renderer, FakeEngine(fail_after=20), num_prompts=30)
+        await played(
+            SingleTurn if single else lambda: Endless(closed), renderer, FakeEngine(fail_after=20), num_prompts=30
+        )
     assert closed == ({} if single else {1: 30})
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -445,7 +445,6 @@ async def test_other_episodes_go_on_while_a_text_is_encoded(
 
 async def test_an_environment_without_rewards_leaves_them_to_the_reward_functions(renderer: Renderer) -> None:
     (group,) = await played(SingleTurn, renderer, FakeEngine(), num_prompts=1)
-    assert await played(None, renderer, FakeEngine(), num_prompts=1) == [group]  # the short way gives the same
     (rollout,), done = group.rollouts, sampled(seed_of(77, 0, 1), 8)
     assert (rollout.id, rollout.reward, rollout.sequences[0].turns, group.scores[0].total) == ("s/0/0", None, 1, 1.0)
     assert (rollout.text, rollout.finish_reason) == (done.text, done.finish_reason)

@@ -16,10 +16,11 @@ from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.prompts import Renderer, renderer_of
 from hocket.envs import Action, Environment, Observation, Step
+from hocket.envs.base import SingleTurn
 from hocket.protocol import AgentCall, Completion
 from hocket.rollout.agents import join
 from hocket.rollout.collect import Seat
-from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
+from hocket.rollout.episode import Episode, Limits, TokenBudget
 from hocket.types import Image, Message, Prompt, Rollout
 
 RED, BLUE = picture(1), picture(2, 64, 20)
@@ -77,9 +78,9 @@ def check_places(images: tuple[Image, ...], token_ids: Any) -> None:
     assert len(found) == 4 * len(images)
 
 
-async def test_a_turn_carries_the_pictures_of_its_prompt(prompt: Prompt) -> None:
+async def test_a_turn_carries_the_pictures_of_its_prompt(prompt: Prompt, renderer: Renderer) -> None:
     recorder = Recorder()
-    rollout = await single_turn(prompt, SEAT, ask=recorder.ask)
+    rollout = await play(SingleTurn, prompt, renderer, recorder.ask)
     assert recorder.turns[0].images == rollout.sequences[0].images == prompt.images
     assert recorder.turns[0].token_ids == prompt.token_ids
 

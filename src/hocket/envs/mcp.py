@@ -78,7 +78,7 @@ class Server:
             if cursor is None:
                 break
         session.closing.set()
-        await session.task
+        await asyncio.wait({session.task})
         return schemas
 
 

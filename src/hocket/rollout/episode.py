@@ -70,39 +70,6 @@ def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
     return len(prompt.token_ids) + sampling.max_tokens
 
 
-def model_turn(
-    prompt: Prompt, seat: Seat, number: int, read: Transcript, sampling: SamplingParams | None = None
-) -> Turn:
-    """Return turn `number` of an episode, from 1; the rest of one that goes on has its own."""
-    return Turn(
-        token_ids=tuple(read.token_ids),
-        images=tuple(read.images),
-        sampling=sampling or seat.sampling,
-        seed=seed_of(seat.sampling.seed, seat.number, number),
-        deadline=seat.deadline,
-        group=seat.group,
-        place=f"{seat.id} (prompt {prompt.id})",
-    )
-
-
-def late(failed: ServerError, seat: Seat) -> str:
-    """Return the error of an episode that its deadline ended; raise any other."""
-    if not seat.deadline.over:
-        raise failed
-    return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
-
-
-async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
-    """Play an Episode of SingleTurn at a third of its cost. The prompt must leave room for the turn."""
-    transcript = Transcript(prompt.token_ids, prompt.opening, prompt.images)
-    error = None
-    try:
-        transcript.add_completion(await ask(model_turn(prompt, seat, 1, transcript)))
-    except ServerError as failed:
-        error = late(failed, seat)
-    return Rollout(id=seat.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)
-
-
 def _check_images(images: Iterable[Image]) -> None:
     from hocket.common.images import check_all
 
@@ -146,7 +113,10 @@ class Episode:
         except EpisodeError as failed:
             error = f"environment: {failed}"
         except ServerError as failed:
-            error = late(failed, self.seat)
+            if not self.seat.deadline.over:
+                raise
+            limit = f"{self.seat.deadline.seconds:g} s (rollout.timeout_s)"
+            error = f"the episode was not over within {limit}: {failed}"
         finally:
             self._hold(0)
         return Rollout(
@@ -211,8 +181,16 @@ class Episode:
         stop = usual.stop if observation.stop is None else observation.stop
         self._hold(len(self.transcript.token_ids) + most)
         self._num_asked += 1
-        sampling = usual.model_copy(update={"max_tokens": most, "stop": stop})
-        return await self.ask(model_turn(self.prompt, self.seat, self._num_asked, self.transcript, sampling))
+        turn = Turn(
+            token_ids=tuple(self.transcript.token_ids),
+            images=tuple(self.transcript.images),
+            sampling=usual.model_copy(update={"max_tokens": most, "stop": stop}),
+            seed=seed_of(usual.seed, self.seat.number, self._num_asked),
+            deadline=self.seat.deadline,
+            group=self.seat.group,
+            place=f"{self.seat.id} (prompt {self.prompt.id})",
+        )
+        return await self.ask(turn)
 
     async def _close(self) -> None:
         self._left_s = self.limits.timeout_s

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from hocket.client.pool import ServerPool
 from hocket.data.prompts import Renderer
@@ -11,12 +10,12 @@ from hocket.envs.base import Environment
 from hocket.errors import ConfigError
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Play
-from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget, single_turn
+from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Players:
-    """Plays single turns, turns with an environment, or agents."""
+    """Plays turns with an environment, or agents."""
 
     pool: ServerPool
     ask: Ask
@@ -26,11 +25,10 @@ class Players:
     limits: Limits
 
     def single_turns(self) -> Play:
-        """Prompts leave room for a turn; the engine queues turns itself."""
-        return partial(single_turn, ask=self.ask)
+        return self.episodes(TokenBudget())  # the engine queues them itself
 
-    def episodes(self) -> Play:
-        budget = self._budget()
+    def episodes(self, budget: TokenBudget | None = None) -> Play:
+        budget = budget or self._budget()
         return lambda prompt, seat: Episode(
             prompt, seat, self.make, self.ask, self.renderer, self.limits, budget
         ).play()
