@@ -111,7 +111,7 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
     openenv="hocket.envs.openenv",
     step="hocket.envs.step",
-    verifiers="hocket.envs.verifiers",
+    verifiers="hocket.rollout.verifiers",
 )
 
 

@@ -47,7 +47,7 @@ class TestWithThePackage:
 
         http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
         shared = openai.AsyncOpenAI(base_url="http://a", api_key="none", http_client=http)  # type: ignore[arg-type]  # alike
-        monkeypatch.setattr("hocket.envs.verifiers._client", lambda: shared)
+        monkeypatch.setattr("hocket.rollout.verifiers._client", lambda: shared)
         environment = bind("verifiers", {"env": "verifiers_tasks", "args": {"task": task, "rows": 9}})()
         row = next(read_rows(load(None, self.source(task)).data))[1]
         given = {"messages": tuple(row["prompt"]), "text": "", "answer": row["answer"], "meta": row}
