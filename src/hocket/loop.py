@@ -143,7 +143,9 @@ class Run:
             measured, groups = await self.evaluation.run(f"eval {step}", generated)
         await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
         async with self.publisher.training(publishes=False):
-            metrics |= await self.evaluation.check(groups, self.config.rollout, self.publisher.check_rollouts)
+            metrics |= await self.evaluation.check(
+                groups, self.config.rollout.temperature, self.publisher.check_rollouts
+            )
             kept = await run_in_thread(self.keep, step, measured)
         return metrics | measured | kept
 

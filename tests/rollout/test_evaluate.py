@@ -8,7 +8,7 @@ from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.rollout.evaluate import Evaluation, checked, pass_at_k
+from hocket.rollout.evaluate import Comparable, Evaluation, pass_at_k
 from hocket.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
@@ -79,16 +79,32 @@ async def test_answers_whose_logprobs_are_of_the_trainers_temperature_can_be_che
 ) -> None:
     one = evaluation(sampling=SamplingParams(temperature=temperature, seed=5))
     _, groups = await one.run("eval")
-    parts = [[rollout.text for mine in part for rollout in mine] for part in one.comparable(groups, of_training)]
+    parts: list[list[str]] = []
+
+    async def check(part: Comparable, trains: None) -> dict[str, float]:
+        parts.append([rollout.text for mine in part for rollout in mine])
+        return {}
+
+    assert await one.check(groups, of_training, check) == {}
     assert parts == [[f"{number}{letter}" for number in range(4) if letter] for letter in (greedy, sampled)]
 
 
-def test_of_an_evaluation_the_larger_gap_counts_and_the_draw_of_the_sampled_answers_alone() -> None:
-    greedy = {"sampling/logprob_gap": 2.0, "sampling/surprise": 1.0, "sampling/z": 9.0}
-    sampled = {"sampling/logprob_gap": 1.0, "sampling/surprise": 1.0, "sampling/z": 3.0}
-    assert checked(greedy, sampled) == {"eval/logprob_gap": 2.0, "eval/z": 3.0}
-    assert checked(greedy, {"sampling/z": 0.0}) == {"eval/logprob_gap": 2.0}
-    assert checked({}, {}) == {}
+@pytest.mark.parametrize(
+    ("sampled", "expected"),
+    [
+        ({"sampling/logprob_gap": 1.0, "sampling/surprise": 1.0, "sampling/z": 3.0}, {"eval/z": 3.0}),
+        ({"sampling/z": 0.0}, {}),
+    ],
+)
+async def test_of_an_evaluation_the_larger_gap_counts_and_the_draw_of_the_sampled_answers_alone(
+    sampled: dict[str, float], expected: dict[str, float]
+) -> None:
+    found = iter([{"sampling/logprob_gap": 2.0, "sampling/surprise": 1.0, "sampling/z": 9.0}, sampled])
+
+    async def check(part: Comparable, trains: None) -> dict[str, float]:
+        return next(found)
+
+    assert await evaluation().check([], 1.0, check) == {"eval/logprob_gap": 2.0} | expected
 
 
 def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -> None:

@@ -22,6 +22,7 @@ _OWNED = {
     "zero_optimization.stage": "trainer.zero_stage",
     "zero_optimization.offload_optimizer": "trainer.offload_optimizer",
 }
+_ZERO = "zero_optimization."
 _PASSED = {
     "communication_data_type",
     "comms_logger",
@@ -30,16 +31,20 @@ _PASSED = {
     "memory_breakdown",
     "steps_per_print",
     "wall_clock_breakdown",
-    "zero_optimization.allgather_bucket_size",
-    "zero_optimization.allgather_partitions",
-    "zero_optimization.contiguous_gradients",
-    "zero_optimization.enable_sanity_checks",
-    "zero_optimization.ignore_unused_parameters",
-    "zero_optimization.overlap_comm",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.reduce_scatter",
-    "zero_optimization.sub_group_size",
-    "zero_optimization.use_multi_rank_bucket_allreduce",
+} | {
+    f"{_ZERO}{name}"
+    for name in (
+        "allgather_bucket_size",
+        "allgather_partitions",
+        "contiguous_gradients",
+        "enable_sanity_checks",
+        "ignore_unused_parameters",
+        "overlap_comm",
+        "reduce_bucket_size",
+        "reduce_scatter",
+        "sub_group_size",
+        "use_multi_rank_bucket_allreduce",
+    )
 }
 _RENAMED = {
     "gradient_clipping": "trainer.max_grad_norm",
@@ -52,7 +57,6 @@ _MEANT: dict[str, dict[str, Any]] = {  # what a value means here; {}: it needs n
     "bf16.enabled=True": {"model.dtype": "bfloat16"},
     "bf16.enabled=False": {},
     "fp16.enabled=True": {"model.dtype": "float16"},
-    "fp16.enabled=False": {},
     "optimizer.type=Adam": {},
     "optimizer.type=AdamW": {},
     "zero_optimization={}": {},
@@ -61,7 +65,6 @@ _MEANT: dict[str, dict[str, Any]] = {  # what a value means here; {}: it needs n
     "zero_optimization.offload_optimizer.pin_memory=True": {},
     "zero_optimization.offload_optimizer.pin_memory=False": {},
 }
-_ZERO = "zero_optimization."
 _STAGE_3 = f"{_ZERO}stage3_"  # what begins so is passed on, too
 
 

@@ -105,10 +105,14 @@ def reference() -> str:
     rows = (
         (f"`{key}`", f"`{_default(field)}`", field.description.replace("\n", " "))
         for key, field in _fields()
-        if field.description and not key.startswith("eval.data.")  # as in data
+        if field.description and not key.startswith(_AS_ELSEWHERE)
     )
     settings = markdown.table(("key", "default", "what it does"), rows)
     return f"{settings}\n\n{names_table()}"
+
+
+_AS_ELSEWHERE = ("eval.data.", "rm.", "dpo.")
+"""Sections whose keys are those of data, or of sft."""
 
 
 def _fields(model: Any = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

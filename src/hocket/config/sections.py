@@ -197,9 +197,9 @@ class TrainerConfig(Section):
 
 class StageConfig(Section):
     batch_size: int = Field(64, ge=1)
-    """Demonstrations, or pairs, per optimiser step."""
+    """Demonstrations per optimiser step; rm and dpo: pairs."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over them. Default: trainer.steps steps."""
+    """Passes over them, likewise. Default: trainer.steps steps."""
 
 
 class PairsConfig(StageConfig, extra="allow"):

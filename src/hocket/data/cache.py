@@ -40,6 +40,9 @@ class Prompts(Sequence[Prompt]):
         """Return what prompts share that ask the same, but for white space."""
         return [key_of(prompt) for prompt in self]
 
+    def select(self, indices: Iterable[int]) -> "Prompts":
+        return Prompts(self[index] for index in indices)
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -54,15 +57,17 @@ class Prompts(Sequence[Prompt]):
 
 
 class KeptPrompts(Prompts):
-    """The prompts of a table with at most `longest` tokens, made when asked for."""
+    """The prompts of a table, made when asked for."""
 
-    def __init__(self, table: Any, longest: int) -> None:
-        self.lengths: list[int] = table["length"][:]  # of all
-        self._rows = table.select([row for row, length in enumerate(self.lengths) if length <= longest])
-        self.fingerprint = _sha256("".join(self._rows["digest"]))
+    def __init__(self, table: Any) -> None:
+        self._rows = table
+        self.fingerprint = _sha256("".join(table["digest"]))
 
     def keys(self) -> list[str]:
         return list(self._rows["key"])
+
+    def select(self, indices: Iterable[int]) -> Prompts:
+        return KeptPrompts(self._rows.select(indices))
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -72,26 +77,18 @@ class KeptPrompts(Prompts):
         return Prompt(token_ids=tuple(row["token_ids"]), images=images, **_others(row["others"]))
 
 
-def load(
-    origin: Callable[[], object | None], longest: int, prepare: Callable[[], Iterator[Prompt]]
-) -> tuple[Prompts, list[int]]:
+def load(origin: object | None, longest: int, prepare: Callable[[], Iterator[Prompt]]) -> tuple[Prompts, list[int]]:
     """Return the prompts of at most `longest` tokens, and the lengths of all.
 
-    `origin` returns what they follow from but the code; None: not worth keeping.
+    `origin`: what they follow from but the code; None: not worth keeping.
     """
-    known = origin()
-
-    def rows() -> Iterator[dict[str, Any]]:
-        yield from map(_row, prepare())
-        if origin() != known:
-            raise OSError("the data changed while it was read")
-
-    if known is not None:
+    if origin is not None:
         from datasets.exceptions import DatasetGenerationError
 
         try:
-            kept = KeptPrompts(_table(_key(known), rows), longest)
-            return kept, kept.lengths
+            table = _table(_key(origin), lambda: map(_row, prepare()))
+            lengths: list[int] = table["length"][:]
+            return KeptPrompts(table).select(_short(lengths, longest)), lengths
         except (OSError, RuntimeError, ValueError, DatasetGenerationError) as error:
             cause = error.__cause__ or error
             if isinstance(cause, DataError):
@@ -99,7 +96,11 @@ def load(
             log.warning("can't keep the prepared prompts for the next start: %s", cause)
     prompts = list(prepare())
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    return Prompts(prompt for prompt in prompts if len(prompt.token_ids) <= longest), lengths
+    return Prompts(prompts[row] for row in _short(lengths, longest)), lengths
+
+
+def _short(lengths: Sequence[int], longest: int) -> list[int]:
+    return [row for row, length in enumerate(lengths) if length <= longest]
 
 
 def sha256_of(path: Path) -> str:
@@ -113,7 +114,7 @@ def _key(origin: object) -> str:
     return _sha256(repr([code, versions, origin]))[:32]
 
 
-def _table(key: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> Any:
+def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
     import datasets
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket" / "prompts"

@@ -3,7 +3,6 @@
 The number of a draw alone decides its source, so that a resumed run draws the same, whatever was retired.
 """
 
-import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,23 +11,6 @@ from hocket.data.cache import Prompts, key_of
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
-
-
-class Selected(Prompts):
-    """Some prompts of a source, by index; made when asked for."""
-
-    def __init__(self, prompts: Prompts, indices: Sequence[int]) -> None:
-        self._rows = prompts
-        self._indices = indices
-        self.fingerprint = hashlib.sha256(repr([prompts.fingerprint, *indices]).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        return self._rows[self._indices[index]]
 
 
 def unlike(
@@ -50,7 +32,7 @@ def unlike(
             what = f"data.exclude_overlap leaves no prompt of {name or 'data.source'}"
             raise DataError(f"{what}: other held-out rows are needed")
         if exclude and len(kept) < len(keys):
-            left[name] = Selected(prompts, kept)
+            left[name] = prompts.select(kept)
     if num_twice:
         say(f"{num_twice:,} of {num:,} training prompts repeat another one")
     if num_tested:

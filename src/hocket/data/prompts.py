@@ -61,16 +61,14 @@ def load_prompts(
         what = f"the chat template begins the model's turn with {opening!r}, but ends no prompt so"
         raise DataError(f"{what}; add {advice} at the end of the template")
 
-    def origin() -> tuple[object, ...] | None:
-        content = identity(data, has_images=renderer.contents is not str)
+    origin: tuple[object, ...] | None = None
+    content = identity(data, has_images=renderer.contents is not str)
+    if content is not None:
         template = tokenizer.chat_template
-        if content is None:
-            return None
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
         today = time.strftime("%F") if "strftime_now" in str(template) else None
         known = (source, content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
-        return *known, *renderer.origin()
-
+        origin = *known, *renderer.origin()
     return cache.load(origin, max_prompt_tokens, lambda: _prompts(data, renderer, source))
 
 

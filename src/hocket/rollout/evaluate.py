@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from hocket.client.pool import Deadline
-from hocket.config import RolloutConfig
 from hocket.observe.metrics import by_source
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import RewardScorer, refuse_failing
@@ -64,27 +63,22 @@ class Evaluation:
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
         return measured(batch.groups, self.rewards, self.threshold), batch.groups
 
-    def comparable(self, groups: Sequence[Group], temperature: float) -> tuple[Comparable, Comparable]:
-        """Return the greedy rollouts, and the sampled ones, whose log-probs are of this temperature."""
-        greedy = [group.rollouts[:1] for group in groups if temperature == 1]  # the engine's of greedy tokens
-        sampled = [group.rollouts[1:] for group in groups if temperature == self.sampling.temperature]
-        return greedy, sampled
-
     async def check(
-        self, groups: Sequence[Group], training: RolloutConfig, check: Callable[[Comparable, None], Awaitable[Metrics]]
+        self, groups: Sequence[Group], temperature: float, check: Callable[[Comparable, None], Awaitable[Metrics]]
     ) -> Metrics:
-        """Check what is comparable with training; return eval/*."""
-        greedy, sampled = self.comparable(groups, training.temperature)
-        return checked(await check(greedy, None), await check(sampled, None))
+        """Check the rollouts whose log-probs are of training's `temperature`; the engine's of greedy tokens are of 1.
 
-
-def checked(greedy: Metrics, sampled: Metrics) -> Metrics:
-    """Return as eval/* what checks of comparable rollouts found; greedy tokens are no draw."""
-    gaps = [found["sampling/logprob_gap"] for found in (greedy, sampled) if "sampling/logprob_gap" in found]
-    metrics = {"eval/logprob_gap": max(gaps)} if gaps else {}
-    if "sampling/surprise" in sampled:
-        metrics["eval/z"] = sampled["sampling/z"]
-    return metrics
+        Return eval/* metrics: greedy tokens are no draw, and have no eval/z.
+        """
+        greedy = await check([group.rollouts[:1] for group in groups if temperature == 1], None)
+        sampled = await check(
+            [group.rollouts[1:] for group in groups if temperature == self.sampling.temperature], None
+        )
+        gaps = [found["sampling/logprob_gap"] for found in (greedy, sampled) if "sampling/logprob_gap" in found]
+        metrics = {"eval/logprob_gap": max(gaps)} if gaps else {}
+        if "sampling/surprise" in sampled:
+            metrics["eval/z"] = sampled["sampling/z"]
+        return metrics
 
 
 def measured(groups: Sequence[Group], rewards: Mapping[str, str], threshold: float) -> Metrics:

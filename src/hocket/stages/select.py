@@ -4,6 +4,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,7 @@ SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 
 
 Row = Mapping[str, Any]
+_reward = itemgetter("reward")
 
 
 def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
@@ -107,10 +109,6 @@ def _is_whole(row: Row) -> bool:
     is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
     has_all = "others" not in row  # of an episode, not of its last sequence alone
     return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat and has_all
-
-
-def _reward(row: Row) -> float:
-    return float(row["reward"])
 
 
 def _turns(row: Row) -> list[Row]:
