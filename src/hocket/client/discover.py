@@ -31,13 +31,8 @@ def _in_file(path: str) -> list[str]:
         text = file.read(MAX_CHARACTERS)
     if len(text) == MAX_CHARACTERS:
         raise ValueError(f"it has {MAX_CHARACTERS:,} characters or more: is it the right file?")
-    lines = [line.partition("#")[0].strip().rstrip("/") for line in text.splitlines()]
-    for number, url in enumerate(lines, 1):
-        try:
-            _ = url and web_url(url)
-        except ValueError as error:
-            raise ValueError(f"line {number}: {error}; write http://10.0.0.1:8000") from error
-    return [*filter(None, lines)]
+    urls = (line.partition("#")[0].strip().rstrip("/") for line in text.splitlines())
+    return [web_url(url) for url in urls if url]
 
 
 def _at_name(name_and_port: str) -> list[str]:

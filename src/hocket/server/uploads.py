@@ -6,7 +6,6 @@ import fcntl
 import itertools
 import re
 import shutil
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ FOLDER = "uploaded-weights"
 SILENCE_S = 60.0
 _NAME = r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}"
 _UPLOAD = re.compile(rf"{_NAME}/(\w[\w.-]{{0,99}}\.safetensors|adapter_config\.json|manifest\.json|COMPLETE)", re.ASCII)
-_OURS = re.compile(rf"\.?(?P<name>{_NAME})(\.partial)?", re.ASCII)
+_OURS = re.compile(rf"\.?{_NAME}(\.partial)?", re.ASCII)
 
 
 def install(app: FastAPI, engine: Engine) -> None:
@@ -49,24 +48,20 @@ class Uploads:
         self._folder = root / FOLDER  # until it is taken
         self._free = (root / f"{FOLDER}-{number}" for number in itertools.count(1))
         self._lock: IO[str] | None = None
-        # By version; gone once no request receives it, or waits for it.
-        self._receiving: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._making_room = asyncio.Lock()
+        self._receiving = asyncio.Lock()  # one file at a time: each of several could fill the room left by the others
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
         """Write a file of a version, all files together up to `max_bytes`."""
         if not _UPLOAD.fullmatch(f"{name}/{file}"):
             hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
-        # One file at a time: each of several could fill the room left by the others.
-        async with self._receiving.setdefault(name, asyncio.Lock()):
+        async with self._receiving:
             try:
                 self._take_folder()
                 folder = self._folder / name
                 partial = partial_of(folder)
                 if not partial.exists():
-                    async with self._making_room:
-                        await asyncio.to_thread(self._make_room)
+                    await asyncio.to_thread(self._make_room)
                     partial.mkdir(parents=True)
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
@@ -109,10 +104,9 @@ class Uploads:
             raise ApiError(408, "body_timeout", message, "send the version again") from error
 
     def _make_room(self) -> None:
-        """Keep what comes now and, of the others, the newest and the newest complete one: the server may hold it."""
-        found = ((path, _OURS.fullmatch(path.name)) for path in self._folder.glob("*"))
-        others = [path for path, ours in found if ours and ours["name"] not in self._receiving]
-        others.sort(key=lambda path: path.stat().st_mtime)
-        complete = [path for path in others if not path.name.startswith(".")]
-        for old in {*others} - {*others[-1:], *complete[-1:]}:
+        """Keep, beside what comes now, the newest version and the newest complete one: the server may hold it."""
+        ours = [path for path in self._folder.glob("*") if _OURS.fullmatch(path.name)]
+        ours.sort(key=lambda path: path.stat().st_mtime)
+        complete = [path for path in ours if not path.name.startswith(".")]
+        for old in {*ours} - {*ours[-1:], *complete[-1:]}:
             shutil.rmtree(old, ignore_errors=True)

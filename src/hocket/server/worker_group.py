@@ -38,8 +38,7 @@ class GroupReceiver:
     def hocket_load_group(self, message: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
         """Load what the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
         source = CollectiveSource.model_validate_json(message)
-        assert self.hocket_group is not None, "the engine has it join first"
-        name, joined = self.hocket_group
+        name, joined = self.hocket_group or ("", Future())
         assert name == source.group.name, "the engine has it join first"
         group = joined.result()
 

@@ -46,12 +46,8 @@ class Versions:
     def begin(self, held: int) -> None:
         """Set the first number above the run's and `held`, the servers' highest."""
         if not self._begun:
-            self.current = max(held, self.current)
-            self.advance()
-
-    def advance(self) -> None:
-        self._begun = True
-        self.current += 1
+            self._begun = True
+            self.current = max(held, self.current) + 1
 
     def state(self) -> dict[str, int]:
         return {"version": self.current}

@@ -58,7 +58,7 @@ class Publisher:
 
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server; within `training`."""
-        self.versions.advance()
+        self.versions.current += 1
         metrics = await self._deliver_and_check(self.pool.up, came=False)
         return metrics | {"sync/servers": float(len(self.pool.up)), "sync/version": float(self.versions.current)}
 
