@@ -49,7 +49,7 @@ EXAMPLES: dict[str, Any] = {  # that are answered well, or would be
     "/v1/completions": {"model": "m", "prompt": "cba", "max_tokens": 4},
     "/tokenize": {"model": "m", "prompt": "cba"},
     "/detokenize": {"model": "m", "tokens": [1, 2]},
-    "/sleep": {}, "/wake_up": {}, "/heartbeat": {}, "/reload_weights": {}, "/v1/responses": {"input": "a"},
+    "/sleep": {}, "/heartbeat": {}, "/reload_weights": {}, "/v1/responses": {"input": "a"},
 }  # fmt: skip
 OTHER_PATHS = ("/", "/health", "/metrics", "/docs", "/openapi.json", "/upload/a/b", "/data",
     "/events?since=[]", "/curves?run=9&first=0&last=1", "/rollouts?run=0&name=..", "/tokens?run=0&name=a&id=b",

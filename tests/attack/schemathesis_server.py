@@ -33,7 +33,6 @@ ROUTES = (
     "/sessions",
     "/sleep",
     "/upload",
-    "/wake_up",
 )
 CLI = ("-m", "schemathesis.cli", "run", "--phases", "examples,coverage,fuzzing", "--no-shrink", "--workers=4")
 

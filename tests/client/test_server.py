@@ -23,7 +23,6 @@ from hocket.protocol import (
     StreamLine,
     Toolbox,
     ToolCall,
-    WakeRequest,
 )
 
 HEALTH = fakes.health(session="s1", version=3).model_dump(mode="json")
@@ -184,7 +183,6 @@ ASLEEP = fakes.health(status="asleep")
     [
         ("/reload_weights", RELOAD, fakes.reloaded(4, "cc")),
         ("/sleep", SleepRequest(level=2), ASLEEP),
-        ("/wake_up", WakeRequest(), ASLEEP),
         ("/sessions", SESSION, SessionResponse(id="ab", key="its own", model="m")),
     ],
 )

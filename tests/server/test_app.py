@@ -154,7 +154,6 @@ async def test_a_sampling_parameter_in_the_wrong_place_is_told_the_right_one(htt
 RELOAD = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
 WRONG: list[tuple[str, Any]] = [
     ("/sleep", {"level": True}),
-    ("/wake_up", {"level": 1}),
     ("/reload_weights", {**RELOAD, "version": 0}),
     ("/reload_weights", {**RELOAD, "source": {"kind": "pickle", "name": "v1"}}),
     ("/reload_weights", {**RELOAD, "source": {"kind": "nccl", "group": {"name": "g"}, "turn": 1, "buckets": [[]]}}),
@@ -239,7 +238,7 @@ async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) ->
 async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
     routes = {"generate": "Generate", "reload_weights": "Reload"}
-    routes |= {"sleep": "Sleep", "wake_up": "Wake", "sessions": "Session", "heartbeat": "Heartbeat"}
+    routes |= {"sleep": "Sleep", "sessions": "Session", "heartbeat": "Heartbeat"}
     for path, model in routes.items():
         body = schema["paths"][f"/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{model}Request"}

@@ -20,7 +20,6 @@ from hocket.protocol import (
     SessionRequest,
     SleepRequest,
     TensorLayout,
-    WakeRequest,
     manifest,
 )
 from hocket.server import worker
@@ -292,24 +291,19 @@ async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_
     engine: Engine, llm: FakeLLM, kit: Any
 ) -> None:
     for _ in range(2):  # twice is as once
-        assert (await sleeper(engine).sleep(SleepRequest(level=1, in_flight="drain"))).status == "asleep"
-    for _ in range(2):
-        assert (await sleeper(engine).wake_up(WakeRequest())).status == "ready"
-    await sleeper(engine).sleep(SleepRequest(level=2))
+        assert (await sleeper(engine).sleep(SleepRequest(level=2, in_flight="drain"))).status == "asleep"
     await engine.reload(request())
     await sleeper(engine).sleep(SleepRequest(level=1))
     assert (await refusal(engine.reload(request(compare=True))))[1] == "asleep"
     assert (await engine.reload(request())).version == 1  # it is held already
     assert engine.health().status == "ready"
     assert llm.calls == [
-        *[("pause", "wait"), ("sleep", 1, "keep"), ("wake", "weights", "kv_cache")],
-        *[("pause", "keep"), ("sleep", 2, "keep"), ("wake", "weights")],
+        *[("pause", "wait"), ("sleep", 2, "keep"), ("wake", "weights")],
         *[("hocket_load_disk",), ("version", "1"), ("wake", "kv_cache")],
         *[("pause", "keep"), ("sleep", 1, "keep"), ("wake", "weights", "kv_cache")],
     ]
     unshared = sleeper(kit.make_engine(llm, f"model.path={MODEL}"))
     assert (await refusal(unshared.sleep(SleepRequest())))[1] == "no_sleep_mode"
-    assert (await unshared.wake_up(WakeRequest())).status == "ready"
 
 
 async def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_generating(
@@ -318,7 +312,6 @@ async def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_ge
     await sleeper(engine).sleep(SleepRequest(level=1))
     llm.failing = {"second worker": "no room"}
     assert (await refusal(engine.reload(request())))[1] == "reload_failed"
-    assert (await refusal(sleeper(engine).wake_up(WakeRequest())))[:2] == (409, "no_weights")
     assert engine.health().status == "failed"
     llm.failing = {}
     await sleeper(engine).sleep(SleepRequest(level=2))  # half awake: it is paused already
@@ -341,7 +334,7 @@ async def test_an_engine_that_cannot_come_back_to_the_gpu_has_failed_and_says_so
     await sleeper(engine).sleep(SleepRequest(level=1))
     llm.failing = {"wake": failure}
     for _ in range(2):  # and nothing brings it back
-        _, code, message = await refusal(sleeper(engine).wake_up(WakeRequest()))
+        _, code, message = await refusal(engine.reload(request()))
         assert (code, message.endswith(cause)) == ("sleep_failed", True)
     health = engine.health()
     assert health.error is not None
@@ -370,7 +363,6 @@ async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine
         admit("second"),
         engine.reload(request(trainer="second")),
         sleeper(engine).sleep(SleepRequest(trainer="second")),
-        sleeper(engine).wake_up(WakeRequest(trainer="second")),
         engine.heartbeat(HeartbeatRequest(trainer="second")),
     ):
         assert (await refusal(call))[1] == "other_trainer"

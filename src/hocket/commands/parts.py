@@ -297,10 +297,11 @@ class Parts(AbstractContextManager["Parts"]):
             versions.first = DeltaWriter(versions).write
         disk = DiskTransport(versions, config.sync_root, config.sync, say)
         publisher = Publisher(versions=versions, pool=servers, transport=disk)
-        if config.launch.share_gpu:
+        has_servers = config.pipeline.replay is None
+        if config.launch.share_gpu and has_servers:
             disk.on_written = trainer.offload
-            publisher.trainer_turn = partial(shared_gpu, trainer, servers, config.sync, config.model.lora is not None)
-        elif config.sync.backend == "nccl" and config.pipeline.replay is None:
+            publisher.trainer_turn = partial(shared_gpu, trainer, publisher, config.sync, config.model.lora is not None)
+        elif config.sync.backend == "nccl" and has_servers:
             fast = CollectiveTransport(trainer, config.sync)
             self.stack.callback(fast.close)
             publisher.transport = WithFallback(fast, disk, say)
@@ -313,7 +314,7 @@ class Parts(AbstractContextManager["Parts"]):
             alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
         )
         publisher.check = proof.check
-        if config.sync.check_share and config.pipeline.replay is None:
+        if config.sync.check_share and has_servers:
             # An answer's tokens have a say in whether it is trained, or in the rewards of those before it
             of_group = any(reward.of_group for calls in self.calls.values() for reward in calls.rewards.values())
             fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)

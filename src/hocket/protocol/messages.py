@@ -80,7 +80,7 @@ class Code(NamedTuple):
     gone: bool = False  # its process has ended, and holds no GPU memory
     final: bool = False  # a version gets there in no other way either
     again: bool = False  # the server will answer the request later
-    curable: bool = False  # a reload or a wake-up may bring the engine back
+    curable: bool = False  # a reload may bring the engine back
     unharmed: bool = False  # the engine goes on as before
 
 
@@ -345,20 +345,13 @@ class ReloadRequest(Request[ReloadResponse]):
 
 
 class SleepRequest(Request[Health]):
-    """POST /sleep: the engine leaves the GPU until a reload or /wake_up, when kept requests go on."""
+    """POST /sleep: the engine leaves the GPU until a reload, if only of what it holds; kept requests then go on."""
 
     route = "/sleep"
     answer = Health
     # 1 keeps the weights on the CPU; after 2 only a reload brings the engine back.
     level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
     in_flight: InFlight = "keep"
-
-
-class WakeRequest(Request[Health]):
-    """POST /wake_up: the engine comes back."""
-
-    route = "/wake_up"
-    answer = Health
 
 
 class HeartbeatRequest(Request[Health]):

@@ -22,7 +22,6 @@ def install(app: FastAPI, engine: Engine) -> None:
     sleeper = engine.residence = Sleeper(engine)
     routes = router()
     routes.post("/sleep")(sleeper.sleep)
-    routes.post("/wake_up")(sleeper.wake_up)
     app.include_router(routes)
 
 
@@ -52,18 +51,6 @@ class Sleeper(Residence):
                 if request.level == 2:
                     engine.held = None
                     engine.base_replaced = True
-        return engine.health()
-
-    async def wake_up(self, request: protocol.WakeRequest) -> protocol.Health:
-        """Bring the engine back with the weights that it had."""
-        engine = self._engine
-        async with engine.lock:
-            engine.holder.hear(request.trainer)
-            engine.require_alive()
-            if self.reason is not None and engine.held is None:
-                message = "the engine dropped its weights when it fell asleep, or they failed to load"
-                raise ApiError(409, "no_weights", message, "POST /reload_weights, which wakes it up")
-            await self.wake()
         return engine.health()
 
     async def rise(self) -> bool:

@@ -13,7 +13,8 @@ from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import SleepRequest, WakeRequest, meaning
+from hocket.protocol import SleepRequest, meaning
+from hocket.sync.publish import Publisher
 from hocket.types import Metrics
 
 if TYPE_CHECKING:
@@ -22,28 +23,24 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def shared_gpu(
-    trainer: "Trainer", pool: ServerPool, sync: SyncConfig, keep: bool, publishes: bool
+    trainer: "Trainer", publisher: Publisher, sync: SyncConfig, keep: bool, publishes: bool
 ) -> AsyncIterator[Metrics]:
-    """Give the trainer the GPU; without new weights the server gets it back.
+    """Give the trainer the GPU; without new weights the server gets it back with the version that it holds.
 
     `keep`: the server keeps its own on the CPU, as new ones are adapters.
     """
     metrics: Metrics = {}
     with timed(metrics, "time/turn"):
-        await put_to_sleep(pool, sync, keep=keep or not publishes)
+        await put_to_sleep(publisher.pool, sync, keep=keep or not publishes)
         await run_in_thread(trainer.onload)
     yield metrics
     if not publishes:
-        await run_in_thread(trainer.offload)
-        await _ask(pool, WakeRequest(), sync)
+        await publisher.deliver(publisher.pool.up)
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
     """Have servers leave the GPU; without `keep` their weights must be sent again."""
-    await _ask(pool, SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight), sync)
-
-
-async def _ask(pool: ServerPool, request: SleepRequest | WakeRequest, sync: SyncConfig) -> None:
+    request = SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight)
     for member in pool.members:
         try:
             await member.server.ask(request, timeout_s=sync.timeout_s)
