@@ -42,7 +42,7 @@ def test_a_malformed_completion_is_refused(change: dict[str, object]) -> None:
         Completion.model_validate_json(json.dumps({**COMPLETION, **change}))
 
 
-GROUP: dict[str, object] = {"name": "g", "host": "::1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
+GROUP: dict[str, object] = {"name": "g", "host": "::1", "port": 5, "device": None, "timeout_s": 1.0}
 RELOAD: dict[str, object] = {"version": 1, "source": {"kind": "disk", "name": "v" * 512}}
 BAD: list[tuple[type[Strict], dict[str, object], dict[str, list[object]]]] = [
     (GenerateRequest, {"prompts": [[5]]}, {"prompts": [[], [[-1]]], "n": [0], "stream": [1], "logprobs": [5]}),
@@ -52,7 +52,7 @@ BAD: list[tuple[type[Strict], dict[str, object], dict[str, list[object]]]] = [
     (ReloadRequest, RELOAD, {"version": [True], "in_flight": ["forget"]}),
     (ReloadRequest, RELOAD, {"source": [{"kind": "disk", **name} for name in ({}, {"name": ""}, {"name": "v" * 513})]}),
     (CollectiveSource, {"group": GROUP, "turn": 1, "buckets": [[]]}, {"buckets": [[]], "turn": [0]}),
-    (GroupAddress, GROUP, {"port": [0, 65536], "backend": ["mpi"], "timeout_s": [0.0]}),
+    (GroupAddress, GROUP, {"port": [0, 65536], "timeout_s": [0.0]}),
 ]
 
 

@@ -83,7 +83,7 @@ def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_come
     buckets = [[item.model_dump() for item in bucket] for bucket in kit.Source.of(server.model).layouts]
 
     def load(port: int, name: str, timeout_s: float) -> Any:
-        address = {"host": "127.0.0.1", "port": port, "backend": "gloo", "device": None, "timeout_s": timeout_s}
+        address = {"host": "127.0.0.1", "port": port, "device": None, "timeout_s": timeout_s}
         source = {"kind": "nccl", "group": {"name": name, **address}, "turn": 1, "buckets": buckets}
         return server.client.post("/reload_weights", json={"version": server.new_version(), "source": source})
 

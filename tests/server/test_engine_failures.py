@@ -141,7 +141,7 @@ async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refuse
 ) -> None:
     held, *others = await asyncio.gather(*(engine.reload(request()) for _ in range(3)))
     assert others == [held] * 2  # the same seconds, too
-    group = GroupAddress(name="g", host="127.0.0.1", port=1, backend="gloo", device=None, timeout_s=1.0)
+    group = GroupAddress(name="g", host="127.0.0.1", port=1, device=None, timeout_s=1.0)
     foreign = CollectiveSource(group=group, turn=1, buckets=[[TensorLayout(name="x", dtype="float32", shape=[1])]])
     for bad, said in (
         (request(source=DiskSource(name="nowhere")), "there is no 'nowhere'"),

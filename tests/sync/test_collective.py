@@ -173,7 +173,7 @@ async def test_every_worker_of_every_server_gets_every_tensor_bit_by_bit() -> No
 
 def test_a_worker_that_is_still_joining_does_not_keep_its_process_from_ending() -> None:
     store = weight_group.make_store("127.0.0.1", 60)  # nobody else joins
-    address = GroupAddress(host="127.0.0.1", port=store.port, name="g", backend="gloo", device=None, timeout_s=600)
+    address = GroupAddress(host="127.0.0.1", port=store.port, name="g", device=None, timeout_s=600)
     code = f"""
 import torch
 from hocket.server.worker import WorkerExtension

@@ -305,8 +305,7 @@ class GroupAddress(Strict):
     name: str = Field(min_length=1, max_length=128)  # new for every attempt
     host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
-    backend: Literal["nccl", "gloo"]
-    device: str | None  # the trainer's GPU: NCCL connects no two processes on one
+    device: str | None  # the trainer's GPU, as NCCL connects no two processes on one; None: gloo connects CPUs
     timeout_s: float = Field(gt=0)
 
 

@@ -7,11 +7,9 @@ from hocket.server import versions, vllm_api
 from hocket.server.engine import Engine, Found
 from hocket.server.errors import ApiError, cause_of
 
-REACH_S = 5.0
-"""Seconds for a first connection to the trainer."""
-JOIN_SHARE = 0.5
+REACH_S = 5.0  # for a first connection to the trainer
+JOIN_SHARE = 0.5  # of the deadline, as others wait for it
 JOIN_POLL_S = 0.05
-"""Share of the deadline for joining, as others wait for it, and seconds between looks."""
 
 
 def install(engine: Engine) -> None:

@@ -50,7 +50,7 @@ class GroupReceiver:
 
 
 def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
-    if address.backend == "gloo":
+    if address.device is None:
         return torch.device("cpu")
     if weight_group.gpu_id(own) == address.device:
         raise RuntimeError(

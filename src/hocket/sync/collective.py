@@ -124,7 +124,6 @@ class _Link:
         self._transfers = 0  # of the group so far
         self._failure: SyncError | None = None  # seen from this end
         url = urlsplit(server.url)
-        gpu = weight_group.gpu_id(self._device)
         timeout_s = transport.sync.timeout_s
         host = weight_group.address_towards(url.hostname or "", url.port or 80)
         self._store = weight_group.make_store(host, timeout_s)
@@ -132,8 +131,7 @@ class _Link:
             name=secrets.token_hex(8),
             host=host,
             port=self._store.port,
-            backend="nccl" if gpu else "gloo",
-            device=gpu,
+            device=weight_group.gpu_id(self._device),
             timeout_s=timeout_s,
         )
 
