@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,7 +97,7 @@ class Parts:
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
         run: Any = SimpleNamespace(config=self.config, console=console, check_server=lambda health: None)
         known: Any = (self.world, self.pool, {"": prompts}, [])
-        self.publisher = hocket.commands.parts.Parts.publisher(run, ExitStack(), *known)
+        self.publisher = hocket.commands.parts.Parts.publisher(run, *known)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:
