@@ -4,8 +4,7 @@ Token ids are the truth; text is for rewards and people and is never encoded aga
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -13,7 +12,6 @@ InFlight = Literal["keep", "drain", "abort"]  # while weights load, requests go 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Metrics = dict[str, float]
 Columns = Mapping[str, Sequence[float]]  # by name: a number per token, 0.0 where it was not sampled
-TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]  # gives the trainer a shared GPU
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

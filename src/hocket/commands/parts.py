@@ -118,9 +118,10 @@ class Parts(AbstractContextManager["Parts"]):
         with ExitStack() as stack:
             self.calls = reward_calls(stack, self.config, rewards)  # their processes start meanwhile
             self.tokenizer = tokenizers.load(config.model.path)
+            longest = tokenizers.longest_sequence(config.model, self.config.trainer)
+            self.longest, _ = longest
             views = self.config.views.items()
-            self.sources = {name: PromptSource(name, view, self.tokenizer, console) for name, view in views}
-            self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
+            self.sources = {name: PromptSource(name, one, self.tokenizer, longest, console) for name, one in views}
             self.stack = stack.pop_all()
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -168,7 +169,7 @@ class Parts(AbstractContextManager["Parts"]):
         config = self.config
         weights = {one.called: one.weight for one in config.data.sources if one.weight} or {"": 1.0}
         shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-        prompts = {name: self.sources[name].training(self.longest, self.longest_by) for name in weights}
+        prompts = {name: self.sources[name].training() for name in weights}
         if config.data.sources:
             for name, mine in prompts.items():
                 self.console.say(f"source {name}: {len(mine):,} prompts, {shares[name]:.1%} of the draws")
@@ -224,7 +225,7 @@ class Parts(AbstractContextManager["Parts"]):
 
     def held_out(self) -> list[Prompt]:
         """Return the prompts of the evaluation; say so if there are none."""
-        found = [source.held_out(self.longest, self.longest_by) for source in self.sources.values()]
+        found = [source.held_out() for source in self.sources.values()]
         if not any(found) and self.config.eval.num_prompts:
             self.console.say(f"nothing is evaluated: {NO_ROWS}")
         return [*itertools.chain(*found)]

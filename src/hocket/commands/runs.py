@@ -32,11 +32,10 @@ from hocket.observe.owner import owning
 from hocket.observe.rows import DAMAGED, rollout_of, sample_of, write_rollouts
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.observe.timeline import Timeline
-from hocket.protocol import GenerateRequest
+from hocket.protocol import GenerateRequest, SamplingParams
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rewards.scores import agreement
 from hocket.rollout.collect import collect
-from hocket.rollout.pipeline import sampling_params
 from hocket.rollout.transcript import Transcript
 from hocket.trainer import checkpoints
 from hocket.trainer.best import Best
@@ -143,7 +142,7 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
 async def _try_servers(parts: Parts, urls: Sequence[str], prompt: Prompt) -> None:
     """Compare servers with this run, and have each sample a token."""
     config = parts.config
-    sampling = sampling_params(config.rollout, seed=config.trainer.seed, step=1, max_tokens=1)
+    sampling = SamplingParams(max_tokens=1, seed=1)
     asked = prompt_input(prompt.token_ids, prompt.images)
     request = GenerateRequest(prompts=[asked], sampling=sampling, tools=parts.toolbox)
     for url in urls:

@@ -40,10 +40,11 @@ def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Ite
 class PromptSource:
     """Prompts, and how they are played."""
 
-    def __init__(self, name: str, config: Config, tokenizer: Any, console: Console) -> None:
+    def __init__(self, name: str, config: Config, tokenizer: Any, longest: tuple[int, str], console: Console) -> None:
         self.name = name
         self.config = config  # of the run, as this source has it
         self._tokenizer = tokenizer
+        self._longest, self._limit = longest  # tokens of a sequence, and what allows no more
         self._console = console
         self._environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.example = self._environment()  # has what all of them have
@@ -53,14 +54,14 @@ class PromptSource:
     def _tools(self) -> Sequence[Mapping[str, Any]]:
         return self.example.toolbox.tools if self.example.toolbox else ()
 
-    def training(self, longest: int, limit: str) -> Prompts:
-        """Return the training prompts. `limit`: the name of what lets a sequence have `longest` tokens."""
+    def training(self) -> Prompts:
+        """Return the training prompts."""
         answer = self.config.rollout.max_tokens
-        prompts, length = self._fitting("train", self.config.data, "rollout.max_tokens", answer, longest, limit)
+        prompts, length = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
         self.needed = length + self.example.thinking_tokens + answer
         return prompts
 
-    def held_out(self, longest: int, limit: str) -> Sequence[Prompt]:
+    def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation, maybe none."""
         data = self.config.held_out_data
         settings = self.config.eval
@@ -69,19 +70,18 @@ class PromptSource:
         setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
         if (data.source, data.split) == (self.config.data.source, self.config.data.split):
             self._console.say("eval.data has the rows of section data: these are trained on, and not held out")
-        prompts, _ = self._fitting("eval", data, setting, self.eval_tokens, longest, limit)
+        prompts, _ = self._fitting("eval", data, setting, self.eval_tokens)
         return prompts[: settings.num_prompts]
 
     @property
     def eval_tokens(self) -> int:
         return self.config.eval.max_tokens or self.config.rollout.max_tokens
 
-    def _fitting(
-        self, what: str, data: DataConfig, setting: str, answer: int, longest: int, limit: str
-    ) -> tuple[Prompts, int]:
+    def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts, int]:
         """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
         thought = self.example.thinking_tokens  # before an answer
-        room = longest - thought - answer
+        limit = self._limit
+        room = self._longest - thought - answer
         if room < 1:
             before = f", behind env.thinking_tokens={thought}," if thought else ""
             raise ConfigError(f"{setting}={answer}{before} leaves no prompt room in {limit}: lower it, or raise that")
@@ -90,7 +90,7 @@ class PromptSource:
             data, self._tokenizer, max_prompt_tokens=most, tools=self._tools, source=self.name
         )
         if len(prompts) < len(lengths):
-            fits = longest - thought - max(lengths)
+            fits = self._longest - thought - max(lengths)
             if most < room:
                 advice = f"{data.section}.max_prompt_tokens={most} leaves them out"
             elif fits > 0:

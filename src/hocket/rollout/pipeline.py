@@ -27,13 +27,11 @@ NewBatch = Callable[[Plan], Awaitable[Batch]]
 PROGRESS_S = 0.2
 
 
-def sampling_params(
-    config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None, max_tokens: int | None = None
-) -> SamplingParams:
+def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None) -> SamplingParams:
     """Return a step's sampling; (seed, step) alone decide its random numbers."""
     return SamplingParams(
         temperature=config.temperature if temperature is None else temperature,
-        max_tokens=max_tokens or config.max_tokens,
+        max_tokens=config.max_tokens,
         stop=config.stop,
         seed=seed_of(seed, step),
     )

@@ -9,7 +9,7 @@ fails stops the run.
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 from hocket.client.pool import Member, ServerPool
@@ -17,7 +17,7 @@ from hocket.client.server import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import Health, ReloadResponse
 from hocket.sync.disk import Versions
-from hocket.types import Metrics, Rollout, TrainerTurn
+from hocket.types import Metrics, Rollout
 
 Answer = ReloadResponse | HocketError  # a failure is a value: others go on
 Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]  # (servers, whether they have just come) → sync/*
@@ -44,7 +44,8 @@ class Publisher:
     versions: Versions
     pool: ServerPool
     transport: Transport
-    trainer_turn: TrainerTurn = lambda publishes: nullcontext({})
+    # Gives the trainer a shared GPU
+    trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = lambda publishes: nullcontext({})
     check: Check = unchecked
     check_rollouts: RolloutCheck = unchecked  # within `training`, before they are learnt from
     check_step: Callable[[Metrics], Metrics] = lambda metrics: {}  # before its weights are published
