@@ -155,6 +155,7 @@ async def trained(
             samples=1,
             threshold=1.0,
             sampling=SamplingParams(seed=1),
+            trained_at=config.rollout.temperature,
             timeout_s=60.0,
             max_error_rate=config.rewards.max_error_rate,
         )

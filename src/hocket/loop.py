@@ -5,7 +5,6 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -125,11 +124,10 @@ class Run:
             if publishes:
                 with timed(metrics, "time/sync"):
                     metrics |= await self.publisher.publish()  # 7 weights  sync/publish.py
-        numbers = itertools.count()  # of the groups with a signal, in the trainer
+        untrained = {one.group.id: self.trainer.untrained.get(number) for number, one in enumerate(groups)}
         for one in shaped:
-            untrained = self.trainer.untrained.get(next(numbers)) if one.reason is None else None
             if one.group.draw >= 0:
-                self.stream.settle(one.group.draw, fate(one, untrained))
+                self.stream.settle(one.group.draw, fate(one, untrained.get(one.group.id)))
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
 
@@ -143,9 +141,7 @@ class Run:
             measured, groups = await self.evaluation.run(f"eval {step}", generated)
         await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
         async with self.publisher.training(publishes=False):
-            metrics |= await self.evaluation.check(
-                groups, self.config.rollout.temperature, self.publisher.check_rollouts
-            )
+            metrics |= await self.evaluation.check(groups, self.publisher.check_rollouts)
             kept = await run_in_thread(self.keep, step, measured)
         return metrics | measured | kept
 

@@ -35,7 +35,7 @@ def evaluation(
         return Score(total=0.0, error="broke") if mark is None else Score(total=10 * mark, parts={"exact_match": mark})
 
     values: dict[str, Any] = {"rewards": {"": "exact_match"}, "samples": 1, "timeout_s": 9.0, "max_error_rate": 0.5}
-    values |= {"threshold": 1.0, "sampling": SamplingParams(temperature=0.0, seed=1)}
+    values |= {"threshold": 1.0, "trained_at": 1.0, "sampling": SamplingParams(temperature=0.0, seed=1)}
     return Evaluation(prompts=prompts, play=play, scorer=scoring(score), **(values | changes))
 
 
@@ -77,7 +77,7 @@ async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() 
 async def test_answers_whose_logprobs_are_of_the_trainers_temperature_can_be_checked(
     temperature: float, of_training: float, greedy: str, sampled: str
 ) -> None:
-    one = evaluation(sampling=SamplingParams(temperature=temperature, seed=5))
+    one = evaluation(sampling=SamplingParams(temperature=temperature, seed=5), trained_at=of_training)
     _, groups = await one.run("eval")
     parts: list[list[str]] = []
 
@@ -85,7 +85,7 @@ async def test_answers_whose_logprobs_are_of_the_trainers_temperature_can_be_che
         parts.append([rollout.text for mine in part for rollout in mine])
         return {}
 
-    assert await one.check(groups, of_training, check) == {}
+    assert await one.check(groups, check) == {}
     assert parts == [[f"{number}{letter}" for number in range(4) if letter] for letter in (greedy, sampled)]
 
 
@@ -104,7 +104,7 @@ async def test_of_an_evaluation_the_larger_gap_counts_and_the_draw_of_the_sample
     async def check(part: Comparable, trains: None) -> dict[str, float]:
         return next(found)
 
-    assert await evaluation().check([], 1.0, check) == {"eval/logprob_gap": 2.0} | expected
+    assert await evaluation().check([], check) == {"eval/logprob_gap": 2.0} | expected
 
 
 def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -> None:

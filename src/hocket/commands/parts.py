@@ -276,6 +276,7 @@ class Parts(AbstractContextManager["Parts"]):
             sampling=sampling_params(
                 config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=settings.temperature
             ),
+            trained_at=config.rollout.temperature,
             threshold=settings.threshold,
             timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),  # batches ahead come first
             max_error_rate=config.rewards.max_error_rate,

@@ -27,6 +27,7 @@ class Evaluation:
     rewards: Mapping[str, str]  # of each source its own
     samples: int  # per prompt, at a temperature above 0; its first rollout is greedy
     sampling: SamplingParams
+    trained_at: float  # temperature of training
     threshold: float  # reward from which a sample passes
     timeout_s: float
     max_error_rate: float
@@ -63,17 +64,14 @@ class Evaluation:
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
         return measured(batch.groups, self.rewards, self.threshold), batch.groups
 
-    async def check(
-        self, groups: Sequence[Group], temperature: float, check: Callable[[Comparable, None], Awaitable[Metrics]]
-    ) -> Metrics:
-        """Check the rollouts whose log-probs are of training's `temperature`; the engine's of greedy tokens are of 1.
+    async def check(self, groups: Sequence[Group], check: Callable[[Comparable, None], Awaitable[Metrics]]) -> Metrics:
+        """Check the rollouts whose log-probs are of training's temperature; the engine's of greedy tokens are of 1.
 
         Return eval/* metrics: greedy tokens are no draw, and have no eval/z.
         """
-        greedy = await check([group.rollouts[:1] for group in groups if temperature == 1], None)
-        sampled = await check(
-            [group.rollouts[1:] for group in groups if temperature == self.sampling.temperature], None
-        )
+        is_same = self.sampling.temperature == self.trained_at
+        greedy = await check([group.rollouts[:1] for group in groups if self.trained_at == 1], None)
+        sampled = await check([group.rollouts[1:] for group in groups if is_same], None)
         gaps = [found["sampling/logprob_gap"] for found in (greedy, sampled) if "sampling/logprob_gap" in found]
         metrics = {"eval/logprob_gap": max(gaps)} if gaps else {}
         if "sampling/surprise" in sampled:
