@@ -211,6 +211,10 @@ def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(kit: 
     ):
         with pytest.raises(ApiError, match=said):
             versions.check_buckets(buckets, shapes[tied])
+    versions.check_buckets([layout()[1:]], shapes[False], partial=True)  # the rest stays as it is
+    for wrong, said in ((layout(**{NAME: (3, 3)}), "64, 128"), (layout(other=(1,)), "missing in the model")):
+        with pytest.raises(ApiError, match=said):
+            versions.check_buckets([wrong], shapes[False], partial=True)
 
 
 def publish_delta(kit: Any, root: Path) -> Held:

@@ -263,3 +263,47 @@ async def test_weights_that_can_not_be_gathered_are_an_error_and_no_server_is_le
     trainer.fails = False
     assert_holds(server, (await deliver(transport, 2, server))[0], 2)
     assert server.joins == 2
+
+
+class HalfFrozen(FakeTrainer):
+    """Trains what is in the first bucket alone."""
+
+    def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
+        return super().layout(max_bytes)[: 1 if trained else None]
+
+    def stream(self, max_bytes: int, sink: Callable[..., None], *, trained: bool = False) -> None:
+        for bucket in BUCKETS[: 1 if trained else None]:
+            sink(bucket)
+
+
+async def test_frozen_weights_go_once_to_each_server_and_all_are_compared() -> None:
+    _, plain = make()
+    transport = CollectiveTransport(HalfFrozen(), plain.sync, freezes=True)  # type: ignore[arg-type]
+    first, second = FakeServer(1), FakeServer(2)
+
+    async def sent(*servers: FakeServer, compare: bool = False) -> tuple[int, list[Answer]]:
+        async with asyncio.timeout(60):
+            delivery = await transport.deliver(9, servers, compare=compare)  # type: ignore[arg-type]
+        assert {checksum for checksum, _ in delivery.answers.values()} == {CHECKSUM}  # of all weights, in any case
+        return round(delivery.metrics["sync/mebibytes"] * 2**20), [answer for _, answer in delivery.answers.values()]
+
+    trained = (16 << 20) + 8
+    for servers, compare, num_bytes in (
+        ((first,), False, NUM_BYTES),
+        ((first,), False, trained),
+        ((first,), True, NUM_BYTES),
+        ((first, second), False, NUM_BYTES),  # one has just come
+        ((first, second), False, trained),
+    ):
+        found, answers = await sent(*servers, compare=compare)
+        assert found == num_bytes
+        assert [server.reloads[-1].partial for server in servers] == [num_bytes == trained] * len(servers)
+        for answer in answers:
+            assert isinstance(answer, ReloadResponse)
+            assert (answer.checksum, answer.num_tensors) == (CHECKSUM, 5)
+    second.workers[0].hocket_held = {}  # as after a load that failed
+    _, answers = await sent(first, second)
+    assert isinstance(answers[0], ReloadResponse)
+    assert "holds no version in full" in str(answers[1])
+    assert (await sent(first, second))[0] == NUM_BYTES
+    transport.close()

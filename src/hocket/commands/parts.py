@@ -304,7 +304,7 @@ class Parts(AbstractContextManager["Parts"]):
             disk.on_written = trainer.offload
             publisher.trainer_turn = partial(shared_gpu, trainer, publisher, config.sync, config.model.lora is not None)
         elif config.sync.backend == "nccl" and has_servers:
-            fast = CollectiveTransport(trainer, config.sync)
+            fast = CollectiveTransport(trainer, config.sync, freezes=bool(config.model.freeze))
             self.stack.callback(fast.close)
             publisher.transport = WithFallback(fast, disk, say)
         proof = Proof(

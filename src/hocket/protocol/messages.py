@@ -317,6 +317,7 @@ class CollectiveSource(Strict):
     turn: int = Field(ge=1)  # number of the transfer in the group
     adapter: AdapterConfig | None = None  # None: whole weights
     buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
+    partial: bool = False  # frozen weights stay as they came with the last whole version
 
 
 class ReloadResponse(Strict):

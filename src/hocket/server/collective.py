@@ -26,7 +26,7 @@ class Broadcasts:
     async def find(self, source: protocol.CollectiveSource, version: int) -> Found:
         """Return what is announced; it comes once the workers ask for it."""
         expected = await self._engine.expected(source.adapter)
-        versions.check_buckets(source.buckets, expected)
+        versions.check_buckets(source.buckets, expected, partial=source.partial)
         if source.group.name != self._joined:
             await self._join(source.group)
         return Found(("hocket_load_group", source.model_dump_json()), "", source.adapter is None, self._leave)

@@ -85,13 +85,16 @@ def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> 
     _check_tensors(described.tensors, expected)
 
 
-def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes) -> None:
-    """Raise ApiError unless what is to come are the model's tensors, each once."""
+def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes, *, partial: bool = False) -> None:
+    """Raise ApiError unless what is to come are the model's tensors, or some of them, each once."""
     items = list(itertools.chain(*buckets))
     # Tied tensors count as different: only one is to come.
     tensors = {item.name: TensorSpec(dtype=item.dtype, shape=item.shape, checksum=item.name) for item in items}
     if len(tensors) < len(items):
         raise refused("a tensor is named twice")
+    if partial:
+        shapes = {name: shape for name, shape in expected.shapes.items() if name in tensors}
+        expected = expected._replace(shapes=shapes)
     _check_tensors(tensors, expected)
 
 

@@ -213,6 +213,7 @@ def _left_out(worker: Any) -> list[str]:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import layerwise, meta
 
+    stays = bool(getattr(worker, "hocket_kept", {}))  # what does not come
     complete = set[int]()
     left = dict[str, set[int]]()
     for name, layer in _layers(worker):
@@ -223,6 +224,8 @@ def _left_out(worker: Any) -> list[str]:
         wanted = sum(meta.get_tensor_load_numel(own[name]) for name in own.keys() - meta.SKIP_LOAD_TENSORS)
         if isinstance(layer, VocabParallelEmbedding):
             wanted = min(wanted, 1)  # it may be padded
+        if stays and info.load_numel == 0:
+            wanted = 0
         if not info.can_load() or layerwise.is_deferred_attention_layer(layer) or info.load_numel >= wanted:
             complete |= ids
         else:

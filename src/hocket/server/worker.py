@@ -3,7 +3,7 @@
 vLLM mixes `WorkerExtension` into its worker. Importing this module ties a process started for it to its parent.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +20,9 @@ from hocket.server.worker_group import GroupReceiver
 
 class WorkerExtension(GroupReceiver):
     """Methods for `collective_rpc`. Messages are JSON: vLLM carries plain types only."""
+
+    hocket_held: Mapping[str, TensorSpec] = {}  # of the version that the model holds in full
+    hocket_kept: Mapping[str, TensorSpec] = {}  # of that from which the rest stays, if only trained weights come
 
     @answered
     def hocket_load_disk(self, folder: str, checksum: str = "", compare: bool = False) -> dict[str, Any]:
@@ -43,7 +46,11 @@ class WorkerExtension(GroupReceiver):
         checksum: str,
         compare: bool,
         give_up: Callable[[], None] = lambda: None,
+        partial: bool = False,
     ) -> dict[str, Any]:
+        if partial and not self.hocket_held:
+            raise RuntimeError("only trained weights are to come, and this server holds no version in full")
+        self.hocket_kept = self.hocket_held if partial else {}
         with _ahead(parts, give_up) as made:
             answer = self._hocket_load(made, adapter, compare)
         if checksum not in ("", answer["checksum"]):
@@ -51,13 +58,15 @@ class WorkerExtension(GroupReceiver):
         return answer
 
     def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
-        specs: dict[str, TensorSpec] = {}
+        specs = dict(self.hocket_kept)
         weights = _tensors(parts, specs)
         different = list[str]()
         if compare:
             different = vllm_weights.compare(self, weights, adapter)
         else:
+            self.hocket_held = {}  # until all has come
             vllm_weights.load(self, weights, adapter)
+            self.hocket_held = specs
         return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs), "different": different}
 
 

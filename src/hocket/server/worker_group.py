@@ -46,7 +46,7 @@ class GroupReceiver:
             self.hocket_group = None
             group.close()
 
-        return self._hocket_take(_receive(group, source), source.adapter, checksum, compare, leave)
+        return self._hocket_take(_receive(group, source), source.adapter, checksum, compare, leave, source.partial)
 
 
 def _device_for(address: GroupAddress, own: torch.device) -> torch.device:

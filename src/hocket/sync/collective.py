@@ -38,7 +38,9 @@ READY_SHARE = 0.5  # of sync.timeout_s for a server to begin to receive
 class CollectiveTransport:
     trainer: "Trainer"
     sync: SyncConfig
+    freezes: bool = False  # some weights stay as they are: each server is sent these once
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
+    _specs: dict[str, protocol.TensorSpec] = dataclasses.field(default_factory=dict)  # of what was sent last
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         start = time.perf_counter()
@@ -46,10 +48,12 @@ class CollectiveTransport:
             self._links.pop(left).close()
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]
-        await asyncio.gather(*(link.begin(version, compare) for link in links))
+        partial = self.freezes and not compare and all(link.holds_frozen for link in links)
+        buckets = self.trained if partial else self.buckets
+        await asyncio.gather(*(link.begin(version, compare, buckets) for link in links))
         prepared = time.perf_counter()
         try:
-            checksum = await run_in_thread(self._send, version, links)
+            checksum = await run_in_thread(self._send, version, links, buckets)
         except BaseException:  # of the trainer: nothing will come
             for link in links:
                 link.close()
@@ -57,7 +61,7 @@ class CollectiveTransport:
             raise
         answers = [(checksum, await link.outcome() if isinstance(link, _Link) else link) for link in joined]
         metrics = {
-            "sync/mebibytes": sum(map(weight_group.num_bytes, self.buckets)) / 2**20,
+            "sync/mebibytes": sum(map(weight_group.num_bytes, buckets)) / 2**20,
             "sync/prepare_s": prepared - start,
             "sync/transfer_s": time.perf_counter() - prepared,
         }
@@ -67,12 +71,16 @@ class CollectiveTransport:
     def buckets(self) -> list[list[protocol.TensorLayout]]:
         return self.trainer.layout(weight_group.BUCKET_BYTES)
 
+    @functools.cached_property
+    def trained(self) -> list[list[protocol.TensorLayout]]:
+        return self.trainer.layout(weight_group.BUCKET_BYTES, trained=True)
+
     def close(self) -> None:
         for link in self._links.values():
             link.close()
 
-    def _send(self, version: int, links: "Sequence[_Link]") -> str:
-        specs: dict[str, protocol.TensorSpec] = {}
+    def _send(self, version: int, links: "Sequence[_Link]", buckets: list[list[protocol.TensorLayout]]) -> str:
+        specs = self._specs  # of the frozen ones from before
         numbers = itertools.count(1)
         running: Iterator[None] = iter(())  # a bucket on its way to each server
         with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
@@ -82,10 +90,11 @@ class CollectiveTransport:
                 flat, added = weight_group.pack(named, self.trainer.device)
                 specs.update(added)
                 list(running)
-                name = f"bucket {next(numbers)}/{len(self.buckets)} of version {version}"
+                name = f"bucket {next(numbers)}/{len(buckets)} of version {version}"
                 running = threads.map(lambda link: link.send(name, flat), links)
 
-            self.trainer.stream(weight_group.BUCKET_BYTES, sink)
+            only = {} if buckets is self.buckets else {"trained": True}
+            self.trainer.stream(weight_group.BUCKET_BYTES, sink, **only)
             list(running)
         return manifest.total_checksum(specs)
 
@@ -113,6 +122,7 @@ class _Link:
     def __init__(self, transport: CollectiveTransport, server: ServerClient, health: protocol.Health) -> None:
         self.session = health.session
         self.is_closed = False
+        self.holds_frozen = False  # it was sent a whole version
         self.unreachable = False
         self.group: weight_group.WeightGroup | None = None  # once joined
         self.answer: asyncio.Task[Answer]
@@ -141,7 +151,7 @@ class _Link:
         if self.group is not None:
             self.group.close()
 
-    async def begin(self, version: int, compare: bool) -> None:
+    async def begin(self, version: int, compare: bool, buckets: list[list[protocol.TensorLayout]]) -> None:
         """Tell the server what will come; wait until its workers are ready or it answers."""
         start = time.monotonic()
         transport = self._transport
@@ -151,7 +161,8 @@ class _Link:
             group=self._address,
             turn=self._transfers,
             adapter=transport.trainer.adapter,
-            buckets=transport.buckets,
+            buckets=buckets,
+            partial=buckets is not transport.buckets,
         )
         request = protocol.ReloadRequest(
             version=version, source=source, in_flight=transport.sync.in_flight, compare=compare
@@ -215,6 +226,7 @@ class _Link:
         if self._failure is not None:
             self.close()  # or the workers would go on waiting
         answer = await self.answer
+        self.holds_frozen |= isinstance(answer, protocol.ReloadResponse)
         if self._failure is not None and isinstance(answer, ServerError) and answer.status is None:
             return SyncError(f"{self._failure}; {answer}")
         return answer

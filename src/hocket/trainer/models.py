@@ -304,14 +304,14 @@ class Models:
             for name, tensor in bucket
         ]
 
-    def _buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield on rank 0 the published weights: all, or an adapter's."""
+    def _buckets(self, max_bytes: int, trained: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield on rank 0 the published weights: of an adapter, or if only these are wanted, the trained ones."""
         yield from self.engine.buckets(max_bytes)
-        if self.policy.weights.adapter is None:
+        if not trained and self.policy.weights.adapter is None:
             yield from self.engine.frozen_buckets(max_bytes)
 
-    def stream(self, max_bytes: int, sink: Any = None) -> None:
-        for bucket in self._buckets(max_bytes):
+    def stream(self, max_bytes: int, trained: bool, sink: Any = None) -> None:
+        for bucket in self._buckets(max_bytes, trained):
             sink(self.policy.as_published(bucket))
 
     def state(self, sink: Any = None) -> dict[str, Any]:

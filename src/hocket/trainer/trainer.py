@@ -263,17 +263,20 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         named = self._together(Models.export)
         return self.policy.write(folder, named, self.tokenizer, self.models.setup.dtype)
 
-    def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
+    def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
         """Describe the buckets that `stream` will give."""
         buckets = self.engine.layout(max_bytes)
-        if self.adapter is None:
+        if not trained and self.adapter is None:
             buckets += self.engine.layout(max_bytes, frozen=True)
         return [weight_group.layout(self.policy.as_published(bucket)) for bucket in buckets]
 
-    def stream(self, max_bytes: int, sink: Sink) -> None:
-        """Give `sink` the weights in buckets of about max_bytes. Its error leaves the trainer usable."""
+    def stream(self, max_bytes: int, sink: Sink, *, trained: bool = False) -> None:
+        """Give `sink` the weights, or the trained ones, in buckets of about max_bytes.
+
+        Its error leaves the trainer usable.
+        """
         with _deferring(sink) as take:
-            self._together(Models.stream, max_bytes, sink=take)
+            self._together(Models.stream, max_bytes, trained, sink=take)
 
     def state(self, sink: Sink) -> dict[str, Any]:
         """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; return the rest for JSON."""
