@@ -24,7 +24,7 @@ from hocket.errors import ConfigError, ServerError, door
 from hocket.observe.console import SHORT, Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
-from hocket.protocol import Health, Toolbox
+from hocket.protocol import Health
 from hocket.protocol.manifest import model_shapes
 from hocket.rewards.scorer import RewardScorer
 from hocket.rollout.collect import Play
@@ -136,10 +136,6 @@ class Parts(AbstractContextManager["Parts"]):
     def needed(self) -> int:
         """Tokens of the longest training prompt and a completion."""
         return max(source.needed for source in self.sources.values())
-
-    @property
-    def toolbox(self) -> Toolbox | None:
-        return next(filter(None, (source.example.toolbox for source in self.sources.values())), None)
 
     def trainer(self, saved: Saved | None = None) -> "Trainer":
         from hocket.trainer.state import SavedTensors

@@ -144,7 +144,8 @@ async def _try_servers(parts: Parts, urls: Sequence[str], prompt: Prompt) -> Non
     config = parts.config
     sampling = SamplingParams(max_tokens=1, seed=1)
     asked = prompt_input(prompt.token_ids, prompt.images)
-    request = GenerateRequest(prompts=[asked], sampling=sampling, tools=parts.toolbox)
+    toolboxes = [source.example.toolbox for source in parts.sources.values()]
+    request = GenerateRequest(prompts=[asked], sampling=sampling, tools=next(filter(None, toolboxes), None))
     for url in urls:
         async with ServerClient(url, token=config.token) as server:
             parts.check_server(await server.health())

@@ -114,11 +114,11 @@ class Config(Section):
         means = ["greedy"]
         if self.eval.temperature != 0:
             means += ["sampled", *(f"pass@{1 << power}" for power in range(self.eval.samples.bit_length()))]
-        known = [*means, "zero_or_one", "reward_errors", "length_mean", "truncated"]
-        known += [f"{name}/{mean}" for name in sets if name for mean in means]
-        if best.removeprefix("eval/") not in known or not best.startswith("eval/"):
-            names = ", ".join(f"eval/{name}" for name in known)
-            raise ValueError(f"checkpoint.best={best} is no metric of this evaluation, which has {names}")
+        of_each = [f"{name}/{mean}" for name in sets if name for mean in means]
+        names = (*means, "zero_or_one", "reward_errors", "length_mean", "truncated", *of_each)
+        known = [f"eval/{name}" for name in names]
+        if best not in known:
+            raise ValueError(f"checkpoint.best={best} is no metric of this evaluation, which has {', '.join(known)}")
 
     @property
     def views(self) -> "dict[str, Config]":
