@@ -1,7 +1,6 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,8 +158,9 @@ def test_witnesses_are_a_fair_draw_where_answers_have_no_say_in_who_is_one(
         config=config, single_turns=True, console=SimpleNamespace(say=print, alarmed=()), check_server=None
     )
     own.tokenizer = SimpleNamespace(decode=decode)
-    calls: Any = SimpleNamespace(rewards={"one": SimpleNamespace(of_group=of_group)})
-    found = parts.Parts.publisher(own, ExitStack(), own, ServerPool(()), [PROMPT], calls, [])
+    own.calls = {"": SimpleNamespace(rewards={"one": SimpleNamespace(of_group=of_group)})}
+    prompts: Any = {"": [PROMPT]}
+    found = parts.Parts.publisher(own, own, ServerPool(()), prompts, [])
     assert found.check_step.__self__.fair is fair  # type: ignore[attr-defined]
 
 
