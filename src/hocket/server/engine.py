@@ -26,6 +26,7 @@ DEAD = protocol.ErrorBody(code="engine_dead", message="the engine's process ende
 STOPPING = protocol.ErrorBody(
     code="shutting_down", message="the server is shutting down", hint="send the request again when it is back"
 )
+MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}  # of sync.in_flight, as vLLM names them
 HOLD_S = 60.0
 """Seconds of silence after which another trainer may have the server: heartbeats come every few seconds."""
 
@@ -320,7 +321,7 @@ class Engine:
     async def pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
         """Stop generation. Raises ApiError where running requests take too long."""
         try:
-            await self.in_time(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache))
+            await self.in_time(self.llm.pause_generation(mode=MODES[in_flight], clear_cache=clear_cache))
         except TimeoutError as late:
             message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self.timeout_s:g}"
             try:

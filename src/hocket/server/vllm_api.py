@@ -31,7 +31,6 @@ from hocket.protocol import SamplingParams, Toolbox, ToolCall, VersionSpan
 from hocket.server.errors import ApiError, cause_of, encodable, invalid
 from hocket.server.vllm_arguments import app_arguments, is_cpu_build
 from hocket.server.vllm_weights import adapter_request
-from hocket.types import InFlight
 
 logger = logging.getLogger("hocket")
 
@@ -253,12 +252,6 @@ def load() -> dict[str, Any]:
         values = [sample.value for sample in family.samples]  # of each engine
         found[names[family.name]] = int(sum(values)) if family.name.endswith("waiting") else max(values)
     return found
-
-
-async def pause(llm: Any, in_flight: InFlight, *, clear_cache: bool = True) -> None:
-    """Stop generation; new requests wait. Keys and values of these weights are dropped, unless they stay."""
-    modes = {"keep": "keep", "drain": "wait", "abort": "abort"}
-    await llm.pause_generation(mode=modes[in_flight], clear_cache=clear_cache)
 
 
 SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
