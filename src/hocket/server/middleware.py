@@ -23,7 +23,7 @@ BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
 HEAD_TIMEOUT_S = 20.0  # for request line and headers, or the rest of what is answered already
-MAX_CONNECTIONS = 4096  # without an admitted request, of one address: a trainer has 512, its agents some of their own
+MAX_CONNECTIONS = 4096  # without an admitted request, of one address: a trainer and its agents have as many as requests
 ADMITTED = "hocket_admitted"  # in the state of a request's scope
 
 
