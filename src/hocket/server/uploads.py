@@ -61,7 +61,7 @@ class Uploads:
                 folder = self._folder / name
                 partial = partial_of(folder)
                 if not partial.exists():
-                    await asyncio.to_thread(self._make_room)
+                    await asyncio.to_thread(self._make_room, name)
                     partial.mkdir(parents=True)
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
@@ -103,10 +103,10 @@ class Uploads:
             message = f"nothing came for {SILENCE_S:g} s"
             raise ApiError(408, "body_timeout", message, "send the version again") from error
 
-    def _make_room(self) -> None:
-        """Keep, beside what comes now, the newest version and the newest complete one: the server may hold it."""
-        ours = [path for path in self._folder.glob("*") if _OURS.fullmatch(path.name)]
-        ours.sort(key=lambda path: path.stat().st_mtime)
-        complete = [path for path in ours if not path.name.startswith(".")]
-        for old in {*ours} - {*ours[-1:], *complete[-1:]}:
+    def _make_room(self, name: str) -> None:
+        """Keep what comes now and, of the others, the newest and the newest complete one: the server may hold it."""
+        others = [path for path in self._folder.glob("*") if _OURS.fullmatch(path.name) and name not in path.name]
+        others.sort(key=lambda path: path.stat().st_mtime)
+        complete = [path for path in others if not path.name.startswith(".")]
+        for old in {*others} - {*others[-1:], *complete[-1:]}:
             shutil.rmtree(old, ignore_errors=True)
