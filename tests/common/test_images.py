@@ -81,11 +81,21 @@ def test_a_broken_or_huge_file_is_refused_by_name(name: str) -> None:
         images.decoded(data)
 
 
-def test_a_prompt_has_so_many_images_of_so_many_bytes() -> None:
-    images.check_all([b"one"] * images.MAX_IMAGES)
-    for files in ([b"one"] * (images.MAX_IMAGES + 1), [bytes(images.MAX_TOTAL // 2 + 1)] * 2):
+def test_a_prompt_has_so_many_images_of_so_many_bytes_and_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = file_of()
+    images.check_all([one] * images.MAX_IMAGES)
+    for files, limit, value in (
+        ([one] * (images.MAX_IMAGES + 1), "MAX_IMAGES", images.MAX_IMAGES),
+        ([one] * 2, "MAX_BYTES_TOGETHER", 2 * len(one) - 1),
+        ([one] * 2, "MAX_PIXELS_TOGETHER", 15),
+    ):
+        monkeypatch.setattr(images, limit, value)
         with pytest.raises(images.LargeImageError, match="leave some out"):
             images.check_all(files)
+        monkeypatch.undo()
+    assert images.decoded(one, left=8).size == (4, 2)
+    with pytest.raises(images.LargeImageError, match="with it a prompt has more than"):
+        images.decoded(one, left=7)
 
 
 def test_what_is_no_base64_is_refused() -> None:

@@ -21,7 +21,8 @@ from hocket.config import DataConfig
 from hocket.data import cache, sources
 from hocket.data.cache import KeptPrompts, Prompts
 from hocket.data.curriculum import Shuffle
-from hocket.data.prompts import Renderer, load_prompts
+from hocket.data.prompts import load_prompts
+from hocket.data.renderer import Renderer
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError
 

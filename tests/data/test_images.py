@@ -197,11 +197,11 @@ def test_a_template_that_leaves_pictures_out_is_refused(sighted: Any, write_json
     folder(tmp_path)
     blind = AutoProcessor.from_pretrained(sighted.name_or_path).tokenizer
     blind.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-    blind.sees_images = True
+    blind.placeholder = sighted.placeholder
     source = write_jsonl({"prompt": "a", "image": "red.png"})
     with pytest.raises(DataError, match="1 images for 0 places in the text as the chat template writes it"):
         load(source, blind)
-    with pytest.raises(DataError, match=r"messages need data\.chat_template: true"):
+    with pytest.raises(DataError, match=r"images need data\.chat_template: true"):
         load(source, sighted, chat_template=False)
 
 
@@ -273,7 +273,8 @@ def test_both_sides_of_a_preference_have_the_prompts_pictures(sighted: Any, writ
     ]
     pairs = load_preferences(DataConfig(source=write_jsonl(*rows)), sighted, 400)
     for pair in pairs:
-        assert (pair.chosen, pair.rejected) == (pairs[0].chosen, pairs[0].rejected)
+        for one, other in ((pair.chosen, pairs[0].chosen), (pair.rejected, pairs[0].rejected)):
+            assert (one.token_ids, one.mask) == (other.token_ids, other.mask)
         assert [image.data for image in (*pair.chosen.images, *pair.rejected.images)] == [RED, RED]
 
 

@@ -16,7 +16,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from hocket.config import DataConfig, HeldOutConfig
-from hocket.data.prompts import Renderer, TooLongError, load_prompts, renderer_of
+from hocket.data.prompts import load_prompts, renderer_of
+from hocket.data.renderer import Renderer, TooLongError
 from hocket.data.sources import TASKS
 from hocket.errors import DataError
 from hocket.types import Prompt

@@ -13,7 +13,8 @@ from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline, ServerPool
 from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
-from hocket.data.prompts import Renderer, renderer_of
+from hocket.data.prompts import renderer_of
+from hocket.data.renderer import Renderer
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
 from hocket.observe.metrics import rollout_metrics

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rewards.test_model import TEMPLATE, made
 
 from eyes import picture
 from hocket.common.images import data_url
@@ -27,7 +28,7 @@ Scorers = Callable[..., RewardScorer]
 
 
 def seeing(rollout: Rollout, *files: bytes) -> Rollout:
-    images = tuple(Image(data=data, start=i, length=1, placeholder=1) for i, data in enumerate(files))
+    images = tuple(Image(file=data, start=i, length=1, placeholder=1) for i, data in enumerate(files))
     return dataclasses.replace(rollout, prompt=dataclasses.replace(rollout.prompt, images=images))
 
 
@@ -69,3 +70,12 @@ async def test_judges_get_pictures_as_openai_has_them(
     urls = [part["image_url"]["url"] for part in first if part["type"] == "image_url"]
     assert urls == [data_url(RED), data_url(BLUE)]
     assert isinstance(text, str)
+
+
+async def test_a_reward_model_gives_no_score_where_there_is_an_image(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
+    scorer = scorer_of({"reward_model": {"path": made(tmp_path, "Qwen2", template=TEMPLATE)}})
+    seen, read = await scorer.score_group([seeing(make_rollout(), RED), make_rollout()])
+    assert "reads text alone, and the prompt has images: leave out rewards.functions.reward_model" in str(seen.error)
+    assert read.error is None

@@ -18,7 +18,8 @@ from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.common.tasks import seed_of
 from hocket.config import DataConfig, RewardSpec
-from hocket.data.prompts import Renderer, renderer_of
+from hocket.data.prompts import renderer_of
+from hocket.data.renderer import Renderer
 from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import SingleTurn, drop_oldest
 from hocket.envs.tools import Tools

@@ -1,6 +1,8 @@
 """Pictures in episodes: of the prompt, of an environment that draws, and of agents' calls."""
 
+import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from hocket.client.pool import Deadline
 from hocket.common.images import decoded
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
-from hocket.data.prompts import Renderer, renderer_of
+from hocket.data.prompts import renderer_of
+from hocket.data.renderer import Renderer
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.envs.base import SingleTurn
 from hocket.protocol import AgentCall, Completion
@@ -136,7 +139,6 @@ async def test_states_with_other_pictures_are_other_states(prompt: Prompt, rende
         ({"type": "image"}, "0 images for 1 places"),
         ({"type": "image", "image": "/etc/passwd"}, "is outside"),
         ({"type": "video"}, "must be of type text, image or image_url"),
-        ({"type": "text", "text": "<image>"}, "0 images for 1 places"),
     ],
 )
 async def test_a_bad_picture_of_an_environment_ends_its_episode_alone(
@@ -150,9 +152,52 @@ async def test_a_bad_picture_of_an_environment_ends_its_episode_alone(
     assert len(rollout.sequences[0].images) == 2  # as far as it came
 
 
+async def test_the_word_for_an_image_is_text_in_what_an_environment_says(prompt: Prompt, renderer: Renderer) -> None:
+    class Saying(Drawing):
+        says = ({"type": "text", "text": "no <image> here"},)
+
+        async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+            self.left = 2
+            return Observation(text="<image>?")
+
+    rollout = await play(Saying, prompt, renderer, Recorder().ask)
+    (sequence,) = rollout.sequences
+    assert rollout.error is None
+    check_places(sequence.images, sequence.token_ids)
+    assert [message["content"] for message in sequence.dialogue] == [
+        "< image>?",
+        "E",
+        "no < image> here",
+        "E",
+    ]
+
+
+async def test_an_episode_ends_as_truncated_where_the_policy_says_the_image_token(
+    prompt: Prompt, renderer: Renderer
+) -> None:
+    async def ask(turn: Turn) -> Completion:
+        return fakes.completion(70, prompt.images[0].placeholder, logprobs=(-0.5, -0.5), version=1, text="E")
+
+    rollout = await play(Drawing, prompt, renderer, ask)
+    (sequence,) = rollout.sequences
+    assert (rollout.error, sequence.turns, sequence.finish_reason) == (None, 1, "length")
+
+
+async def test_pictures_in_files_are_read_when_they_are_shown(
+    prompt: Prompt, renderer: Renderer, tmp_path: Path
+) -> None:
+    path = tmp_path / "seen.png"
+    path.write_bytes(RED)
+    first = dataclasses.replace(prompt, images=(dataclasses.replace(prompt.images[0], file=path),))
+    recorder = Recorder()
+    rollout = await play(SingleTurn, first, renderer, recorder.ask)
+    path.unlink()
+    assert recorder.turns[0].images == rollout.sequences[0].images == prompt.images
+
+
 def test_calls_of_an_agent_go_on_from_each_other_only_with_the_same_pictures() -> None:
     rng = random.Random(0)
-    red, blue = (Image(data=data, start=1, length=2, placeholder=9) for data in (RED, BLUE))
+    red, blue = (Image(file=data, start=1, length=2, placeholder=9) for data in (RED, BLUE))
 
     def call(asked: list[int], *images: Image) -> AgentCall:
         done = fakes.completion(rng.randrange(100, 999), logprobs=(-0.5,), version=1, text="x")
@@ -163,7 +208,7 @@ def test_calls_of_an_agent_go_on_from_each_other_only_with_the_same_pictures() -
         return [*one.prompt_token_ids, *one.completion.token_ids]
 
     first = call([5, 9, 9, 6], red)
-    later = Image(data=BLUE, start=6, length=2, placeholder=9)
+    later = Image(file=BLUE, start=6, length=2, placeholder=9)
     goes_on = call([*answered(first), 7, 9, 9, 8], red, later)
     other = call([*answered(goes_on), 4], blue, later)  # the same tokens, another picture
     kept, new = (one.sequence() for one in join([first, goes_on, other], decode=str))

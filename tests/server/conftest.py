@@ -125,7 +125,6 @@ def make_llm() -> Any:
     return SimpleNamespace(
         errored=False,
         in_flight=0,
-        renderer=SimpleNamespace(mm_processor=None),
         model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB_SIZE, max_model_len=32, dtype="torch.float32"),
         vllm_config=SimpleNamespace(
             device_config=SimpleNamespace(device_type="cpu"),
@@ -169,7 +168,7 @@ def idle_engine() -> Any:
     engine = Engine.__new__(Engine)
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
     engine.llm, engine.root, engine.sources = make_llm(), Path("/nowhere"), {}
-    engine.sampler = SimpleNamespace(eyes=None)  # type: ignore[assignment]
+    engine.sampler = SimpleNamespace(eyes=None, placeholder=None)  # type: ignore[assignment]
     engine.health = fakes.health  # type: ignore[method-assign]
     return engine
 

@@ -22,10 +22,11 @@ class FakeEngine(Engine):
     """Completes each job with its own index, last job first."""
 
     def __init__(self, reader: Sampler) -> None:
-        self.version, self.model, self.llm = 3, "fake", SimpleNamespace(renderer=SimpleNamespace(mm_processor=None))
+        self.version, self.model, self.llm = 3, "fake", SimpleNamespace()
         self.root, self.sources = Path("/nowhere"), {}
         self.reader = reader
         self.sampler: Any = self
+        self.placeholder = None
         self.reason: ErrorBody | None = None
         self.break_after: int | None = None
         self.ends = ""  # every text

@@ -2,7 +2,6 @@
 
 import base64
 import copy
-import dataclasses
 import io
 import random
 import threading
@@ -49,7 +48,7 @@ class Seeing(Altering):
         images, start = list[Image](), 0
         for data, before in zip(files, text.split("<image>"), strict=False):
             start += len(self.processor.tokenizer(before, add_special_tokens=False)["input_ids"])
-            images.append(Image(data=data, start=start, length=7, placeholder=self.processor.image_token_id))
+            images.append(Image(file=data, start=start, length=7, placeholder=self.processor.image_token_id))
             start += 7
         return whole, tuple(images)
 
@@ -148,21 +147,34 @@ def test_ids_that_are_expanded_already_are_refused_with_the_fix(seeing: Seeing) 
 
 
 @pytest.mark.engine
-def test_a_placeholder_that_the_policy_sampled_is_a_token_like_any_other(seeing: Seeing) -> None:
-    files = [GOOD, eyes.picture(1)]
-    whole, images = seeing.expanded(LOOK, files)
-    sampled = images[0].placeholder
-    cut = images[1].start
-    token_ids = [sampled, *whole[:cut], sampled, sampled, *whole[cut:], sampled]
-    moved = (
-        dataclasses.replace(images[0], start=images[0].start + 1),
-        dataclasses.replace(images[1], start=images[1].start + 3),
-    )
-    answer = seeing.server.generate(prompts=[prompt_input(token_ids, moved)], sampling={"max_tokens": 6, "seed": 2})
-    ((done,),) = answer["completions"]
-    assert done["prompt_token_ids"] == token_ids
+def test_ids_beyond_the_vocabulary_are_refused_beside_images(seeing: Seeing) -> None:
+    placeholder = seeing.processor.image_token_id
+    prompt = {"token_ids": [5, placeholder, 10**6], "images": [coded(GOOD)]}
+    answer = seeing.server.client.post("/generate", json={"prompts": [prompt]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "token_out_of_vocabulary")
 
-    assert max(seeing.deltas(token_ids, moved, done, seeing.server.model)) < 1e-5
+
+@pytest.mark.engine
+def test_the_images_of_a_prompt_have_so_many_pixels_together(seeing: Seeing) -> None:
+    large = coded(saved("PNG", Pictures.new("L", (8192, 4096))))
+    prompt = {"token_ids": [5, *[seeing.processor.image_token_id] * 5], "images": [large] * 5}
+    answer = seeing.server.client.post("/generate", json={"prompts": [prompt]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "bad_image")
+    assert (
+        "number 4 of its images: with it a prompt has more than 134,217,728 pixels" in answer.json()["error"]["message"]
+    )
+
+
+@pytest.mark.engine
+def test_the_image_token_ends_an_answer_and_is_refused_in_an_agent_s_texts(seeing: Seeing) -> None:
+    server = seeing.server
+    placeholder = seeing.processor.image_token_id
+    answer = server.generate(prompts=[[5, 6, 7]] * 8, n=64, sampling={"max_tokens": 60, "seed": 1, "temperature": 2.0})
+    for done in (done for prompt in answer["completions"] for done in prompt):
+        assert placeholder not in done["token_ids"][:-1]
+    _, agent = server.open_session(max_calls=8, max_tokens=6, seed=3)
+    with pytest.raises(Exception, match="stands for an image, and the prompt has it without one"):
+        agent.chat.completions.create(model="x", messages=[{"role": "user", "content": "an <image> here"}])
 
 
 @pytest.mark.engine

@@ -24,7 +24,6 @@ WINDOW_S = 0.002  # for which turns wait for company
 DOUBLES = 8  # requests in flight on the least busy server that double this time
 MAX_DOUBLINGS = 9  # to a second
 MAX_TURNS = MAX_PROMPTS  # in one request
-MAX_IMAGE_BYTES = 24 << 20  # of its turns: a server takes 64 MiB, and base64 is a third longer
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -46,10 +45,6 @@ class Turn:
     @property
     def tokens(self) -> int:
         return len(self.token_ids) + self.sampling.max_tokens
-
-    @property
-    def image_bytes(self) -> int:
-        return sum(len(image.data) for image in self.images)
 
     def check(self, completion: Completion, url: str) -> None:
         """Raise ServerError unless the server did what it was asked."""
@@ -116,7 +111,8 @@ class Batcher:
             groups[group].append(turn)
             sizes[group] += turn.tokens
         load = {member: member.in_flight for member in up}
-        alike: dict[tuple[Member, SamplingParams, Deadline], list[Turn]] = defaultdict(list)
+        # A request's turns have the same images: those of one prompt have room in it.
+        alike: dict[tuple[Member, SamplingParams, Deadline, tuple[Image, ...]], list[Turn]] = defaultdict(list)
         for (deadline, name), size in sizes.most_common():
             homes = self._homes.setdefault(deadline, {})
             member = min(load, key=load.__getitem__)
@@ -126,10 +122,10 @@ class Batcher:
             homes[name] = member, first_size
             load[member] += size
             for turn in groups[deadline, name]:
-                alike[member, turn.sampling, deadline].append(turn)
-        for (member, _, _), mine in sorted(alike.items(), key=lambda item: item[0][2].left_s):
-            for part in _parts(mine):
-                yield member, part
+                alike[member, turn.sampling, deadline, turn.images].append(turn)
+        for (member, *_), mine in sorted(alike.items(), key=lambda item: item[0][2].left_s):
+            for start in range(0, len(mine), MAX_TURNS):
+                yield member, mine[start : start + MAX_TURNS]
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server play turns; those that it loses wait again."""
@@ -166,15 +162,14 @@ class Batcher:
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
         """Answer turns as completions come, and take them out of `todo`."""
-        prompts: dict[tuple[tuple[int, ...], tuple[Image, ...], int], list[Turn]] = defaultdict(list)
-        counts = Counter[tuple[tuple[int, ...], tuple[Image, ...]]]()
+        prompts: dict[tuple[tuple[int, ...], int], list[Turn]] = defaultdict(list)
+        counts = Counter[tuple[int, ...]]()
         for turn in turns:
-            key = turn.token_ids, turn.images  # image tokens of different images are equal
-            prompts[*key, counts[key] // MAX_SAMPLES].append(turn)
-            counts[key] += 1
+            prompts[turn.token_ids, counts[turn.token_ids] // MAX_SAMPLES].append(turn)
+            counts[turn.token_ids] += 1
         by_prompt = list(prompts.values())
         request = GenerateRequest(
-            prompts=[prompt_input(token_ids, images) for token_ids, images, _ in prompts],
+            prompts=[prompt_input(token_ids, turns[0].images) for token_ids, _ in prompts],
             sampling=turns[0].sampling,
             seeds=[[turn.seed for turn in mine] for mine in by_prompt],
             session=member.session,
@@ -190,20 +185,6 @@ class Batcher:
                     turn.answer.set_result(line.completion)
         if todo:
             raise ServerError(f"{member.url}/generate ended {len(todo)} completions too early", code="protocol")
-
-
-def _parts(turns: Iterable[Turn]) -> Iterator[list[Turn]]:
-    """Divide turns into what one request holds."""
-    part = list[Turn]()
-    left = MAX_IMAGE_BYTES
-    for turn in turns:
-        left -= turn.image_bytes
-        if part and (left < 0 or len(part) == MAX_TURNS):
-            yield part
-            part = []
-            left = MAX_IMAGE_BYTES - turn.image_bytes
-        part.append(turn)
-    yield part
 
 
 def _fail(turns: Iterable[Turn], error: Exception) -> None:

@@ -149,18 +149,10 @@ def prompt_input(token_ids: Sequence[int], images: Sequence[Image]) -> protocol.
     """Return a prompt as servers take it: each image's placeholder for its tokens, and the images beside."""
     if not images:
         return list(token_ids)
-    short = list[int]()
-    files = list[str | None]()
-    end = 0
-    for image in images:
-        between = token_ids[end : image.start]
-        short += [*between, image.placeholder]
-        files += [None] * between.count(image.placeholder)  # sampled, which makes no image
-        files.append(base64.b64encode(image.data).decode())
-        end = image.start + image.length
-    rest = token_ids[end:]
-    files += [None] * rest.count(images[-1].placeholder)
-    return protocol.ImagePrompt(token_ids=[*short, *rest], images=files)
+    short = list(token_ids)
+    for image in reversed(images):
+        short[image.start : image.start + image.length] = [image.placeholder]
+    return protocol.ImagePrompt(token_ids=short, images=[base64.b64encode(image.data).decode() for image in images])
 
 
 def _parse(model: type[A], response: httpx.Response) -> A:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import http.client
+import math
 import urllib.request
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 20 << 20  # of a file
 MAX_PIXELS = 1 << 25
 MAX_IMAGES = 32  # of a prompt
-MAX_TOTAL = 40 << 20  # bytes of these: a request has 64 MiB, and base64 is a third longer
+MAX_BYTES_TOGETHER = 40 << 20  # of a prompt's files: a request has 64 MiB, and base64 is a third longer
+MAX_PIXELS_TOGETHER = 1 << 27  # of a prompt, which a server has in memory: 400 MB
 MARKS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "webp": b"WEBP"}  # within the first twelve bytes
 FETCH_S = 30.0
 
@@ -33,8 +35,8 @@ def kind_of(data: bytes) -> str:
     return kind
 
 
-def decoded(data: bytes) -> "Image":
-    """Return a picture in RGB, upright, on white. Raise ValueError for one that is broken or too large.
+def decoded(data: bytes, left: int = MAX_PIXELS) -> "Image":
+    """Return a picture in RGB, upright, on white. Raise ValueError for one that is broken, or has too many pixels.
 
     A file says its size first: what would unpack to gigabytes is not decoded.
     """
@@ -47,6 +49,8 @@ def decoded(data: bytes) -> "Image":
         image: Image.Image = Image.open(BytesIO(data), formats=[kind_of(data).upper()])
         if image.width * image.height > MAX_PIXELS:
             raise LargeImageError(bomb)
+        if image.width * image.height > left:
+            raise LargeImageError(f"with it a prompt has more than {MAX_PIXELS_TOGETHER:,} pixels: leave it out")
         if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:  # a phone's JPEG may have more behind it
             raise ValueError("an image is animated: save one of its frames")
         image.load()
@@ -63,11 +67,17 @@ def decoded(data: bytes) -> "Image":
 
 
 def check_all(files: Collection[bytes]) -> None:
-    """Raise LargeImageError for images that are too much for a prompt."""
+    """Raise LargeImageError for good images that are too much for a prompt."""
+    if not files:
+        return
+    from PIL import Image
+
     size = sum(map(len, files))
-    if len(files) > MAX_IMAGES or size > MAX_TOTAL:
-        most = f"a prompt takes {MAX_IMAGES} of {MAX_TOTAL:,} bytes"
-        raise LargeImageError(f"{len(files)} images have {size:,} bytes together, {most}: leave some out")
+    pixels = sum(math.prod(Image.open(BytesIO(data)).size) for data in files)
+    if len(files) > MAX_IMAGES or size > MAX_BYTES_TOGETHER or pixels > MAX_PIXELS_TOGETHER:
+        most = f"a prompt takes {MAX_IMAGES} of {MAX_BYTES_TOGETHER:,} bytes and {MAX_PIXELS_TOGETHER:,} pixels"
+        what = f"{len(files)} images have {size:,} bytes and {pixels:,} pixels together"
+        raise LargeImageError(f"{what}, {most}: leave some out, or make them smaller")
 
 
 def png(image: "Image") -> bytes:
@@ -110,10 +120,9 @@ def fetched(url: str, hosts: Collection[str], setting: str) -> bytes:
         raise ValueError(f"an image is at {url:.80}, whose host is not allowed: {advice}")
     try:
         with urllib.request.build_opener(_Stays).open(url, timeout=FETCH_S) as answer:
-            found: bytes = answer.read(MAX_BYTES + 1)
+            return bytes(answer.read(MAX_BYTES + 1))
     except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"an image can't be had from {url:.80}: {error}; put the file beside the data") from error
-    return found
 
 
 def shown(messages: Iterable[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:

@@ -122,10 +122,9 @@ def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
     seal = home / "SHA256"
     number = datasets.Value("int32")
     text = datasets.Value("string")
-    image = {"data": datasets.Value("large_binary"), "start": number, "length": number, "placeholder": number}
-    images = datasets.List(image)
+    image = {"file": datasets.Value("large_binary"), "start": number, "length": number, "placeholder": number}
     features = datasets.Features(
-        token_ids=datasets.List(number), length=number, digest=text, key=text, others=text, images=images
+        token_ids=datasets.List(number), length=number, digest=text, key=text, others=text, images=datasets.List(image)
     )
     datasets.disable_progress_bars()  # there is one of the rows
     _remove_unused(folder)
@@ -156,15 +155,9 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     if repr(_others(text)) != repr(others):
         raise TypeError(f"{prompt.id} has a column that JSON can't hold as it is")
     ids = prompt.token_ids
-    images = [dataclasses.asdict(one) for one in prompt.images]
-    return {
-        "token_ids": ids,
-        "length": len(ids),
-        "digest": _digest(prompt),
-        "key": key_of(prompt),
-        "others": text,
-        "images": images,
-    }
+    images = [{**dataclasses.asdict(one), "file": one.data} for one in prompt.images]
+    known = {"digest": _digest(prompt), "key": key_of(prompt), "others": text, "images": images}
+    return {"token_ids": ids, "length": len(ids), **known}
 
 
 def _others(text: str) -> dict[str, Any]:
@@ -175,19 +168,15 @@ def _others(text: str) -> dict[str, Any]:
 
 
 def _digest(prompt: Prompt) -> str:
-    return _sha256(
-        repr(
-            [prompt.id, prompt.token_ids, prompt.answer, *(hashlib.sha256(one.data).digest() for one in prompt.images)]
-        )
-    )[:16]
+    seen = (image.sha256 for image in prompt.images)
+    return _sha256(repr([prompt.id, prompt.token_ids, prompt.answer, *seen]))[:16]
 
 
 def key_of(prompt: Prompt) -> str:
     """Return a hash of what is asked, without the system's words, and of the answer."""
     said = [message["content"] for message in prompt.messages or () if message["role"] != "system"] or [prompt.text]
     words = [str(text).split() for text in said]
-    pictures = [image.data for image in prompt.images]
-    return _sha256(repr([words, prompt.answer, pictures]))[:16]
+    return _sha256(repr([words, prompt.answer, [image.sha256 for image in prompt.images]]))[:16]
 
 
 def _sha256(text: str) -> str:

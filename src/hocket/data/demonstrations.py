@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hocket.config import DataConfig
-from hocket.data.prompts import NO_TOKEN, Rendered, Renderer, check_messages, in_parts, opening_of, renderer_of
+from hocket.data.prompts import NO_TOKEN, Rendered, in_parts, renderer_of
+from hocket.data.renderer import Renderer, check_messages, opening_of
 from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 

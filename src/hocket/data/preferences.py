@@ -11,7 +11,8 @@ from typing import Any
 
 from hocket.config import DataConfig
 from hocket.data import demonstrations
-from hocket.data.prompts import Rendered, Renderer, in_parts, renderer_of
+from hocket.data.prompts import Rendered, in_parts, renderer_of
+from hocket.data.renderer import Renderer
 from hocket.types import TokenSequence
 
 SIDES = ("chosen", "rejected")

@@ -23,7 +23,7 @@ def load(path: str, setting: str = "model.path") -> Any:
         raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
     unused = (tokenizer.pad_token_id, tokenizer.unk_token_id)  # transformers adds them
     config = _config(path, setting)
-    tokenizer.sees_images = hasattr(config, "vision_config")
+    tokenizer.placeholder = getattr(config, "image_token_id", None)  # of a model that takes images
     size = getattr(config.get_text_config(), "vocab_size", math.inf)
     largest = max((id_ for id_ in tokenizer.get_vocab().values() if id_ not in unused), default=-1)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -92,15 +92,12 @@ def _config(path: str, setting: str) -> Any:
         raise ConfigError(f"can't load a model config from {setting}={path}: {error}") from error
 
 
-def sees_images(path: str) -> bool:
-    return hasattr(_config(path, "model.path"), "vision_config")
-
-
 def end_ids(path: str, tokenizer: Any) -> set[int]:
     """Return the ids that end an answer, of tokenizer, config and generation config."""
     from transformers import GenerationConfig
 
-    named = [tokenizer.eos_token_id, getattr(_config(path, "model.path").get_text_config(), "eos_token_id", None)]
+    config = _config(path, "model.path").get_text_config()
+    named = [tokenizer.eos_token_id, tokenizer.placeholder, getattr(config, "eos_token_id", None)]
     with contextlib.suppress(OSError):  # many models have none
         named.append(GenerationConfig.from_pretrained(path).eos_token_id)
     return {one for ids in named for one in (ids if isinstance(ids, list) else [ids])}

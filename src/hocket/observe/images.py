@@ -1,5 +1,6 @@
 """Keep the pictures of a run's rollouts in its folder, each once, by its SHA-256; show them small."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -18,8 +19,7 @@ _NAME = re.compile(r"[0-9a-f]{64}\.(?:png|jpeg|webp)")
 
 def told(sequence: TokenSequence) -> list[dict[str, Any]]:
     """Return the pictures of a sequence as its row names them."""
-    places = ("start", "length", "placeholder")
-    return [{"file": file_name(one.data), **{name: getattr(one, name) for name in places}} for one in sequence.images]
+    return [{**dataclasses.asdict(one), "file": file_name(one.data)} for one in sequence.images]
 
 
 def keep(folder: Path, sequence: TokenSequence) -> None:
@@ -36,14 +36,13 @@ def keep(folder: Path, sequence: TokenSequence) -> None:
 def image_of(row: Any, folder: Path | None) -> Image:
     """Return a picture of a run's row, or that of a data URL. Raise ValueError without it."""
     if isinstance(row, str):
-        return Image(data=from_text(row), start=0, length=0, placeholder=0)
+        return Image(file=from_text(row), start=0, length=0, placeholder=0)
     if folder is None:
         raise ValueError(f"an image is named {row!r:.80}, but no run's folder has it: send a data URL")
-    try:
-        data = _path(folder, row["file"]).read_bytes()
-    except OSError as error:
-        raise ValueError(f"a picture of its rollouts is missing: {error}; bring it back from a copy") from error
-    return Image(data=data, start=row["start"], length=row["length"], placeholder=row["placeholder"])
+    path = _path(folder, row["file"])
+    if not path.is_file():
+        raise ValueError(f"a picture of its rollouts is missing: {path}; bring it back from a copy")
+    return Image(**{**row, "file": path})
 
 
 def shown(folder: Path, row: Mapping[str, Any], known: dict[str, str]) -> dict[str, str]:

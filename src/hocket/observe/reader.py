@@ -18,6 +18,7 @@ import yaml
 
 from hocket.common.files import numbered
 from hocket.observe import plugin_files
+from hocket.observe.images import shown
 from hocket.observe.metrics import alarms
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, parsed, read_text, reading, rows_of
 
@@ -122,10 +123,7 @@ class RunReader:
         found = [row | trained.get(row["id"], {}) for row in rows if group in ("", row["group_id"])]
         known: dict[str, str] = {}
         for row in found if tokens else ():
-            if row.get("images"):
-                from hocket.observe.images import shown
-
-                row["pictures"] = shown(self.folder, row, known)
+            row["pictures"] = shown(self.folder, row, known)
             row["texts"] = pieces(_tokenizer(self.folder), row["token_ids"])
         return found
 

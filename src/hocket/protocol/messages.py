@@ -52,8 +52,7 @@ class ImagePrompt(TypedDict):
     """Token ids with images, of each of which they have but its placeholder: the engine puts in the rest."""
 
     token_ids: Annotated[list[TokenId], FAIL_FAST]
-    # Of each placeholder: a file in base64, or as a data URL; None where the policy sampled that token.
-    images: Annotated[list[str | None], FAIL_FAST]
+    images: Annotated[list[str], FAIL_FAST]  # of each placeholder: a file in base64, or as a data URL
 
 
 PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[ChatMessage], FAIL_FAST] | ImagePrompt

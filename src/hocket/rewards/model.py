@@ -95,8 +95,10 @@ class ModelReward:
         return scores
 
     def _encoded(self, rollout: Rollout) -> Any:
-        """Tokenize prompt and completion. Raise NoScoreError if they are too long."""
+        """Tokenize prompt and completion. Raise NoScoreError if they are too long, or the prompt has images."""
         prompt = rollout.prompt
+        if prompt.images:
+            raise NoScoreError(f"{self.path} reads text alone, and the prompt has images: leave out {SECTION}")
         template = self._tokenizer.chat_template
         text: Any = prompt.text + rollout.text
         if template:

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any
 
 from hocket.client.pool import MAX_LOSSES, Member, ServerPool
+from hocket.common.images import shown
 from hocket.common.tasks import leave_behind, seed_of
-from hocket.data.prompts import opening_of
+from hocket.data.renderer import opening_of
 from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
 from hocket.protocol import AgentCall, SessionRequest, SessionResponse
@@ -81,7 +82,7 @@ class Agents:
         unknown = task.rewards.keys() - {call.id for call in record.calls}
         if unknown and error is None:
             error = f"it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
-        transcripts = join(record.calls, self.decode, task.rewards) or [Transcript(prompt.token_ids)]
+        transcripts = join(record.calls, self.decode, task.rewards) or [_nothing_said(prompt)]
         if error is not None and record.cut_off:
             # Dropping truncated episodes would bias the group towards short answers.
             transcripts[-1].finish_reason = "length"
@@ -128,12 +129,8 @@ class Agents:
 
 def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Task:
     messages = copy.deepcopy(prompt.messages or ())  # others play the same prompt
-    if prompt.images:
-        from hocket.common.images import shown
-
-        messages = tuple(shown(messages, [image.data for image in prompt.images]))
     return Task(
-        messages=messages,
+        messages=tuple(shown(messages, [image.data for image in prompt.images])),
         text=prompt.text,
         answer=prompt.answer,
         meta=copy.deepcopy(prompt.meta),
@@ -194,6 +191,10 @@ def join(
     return transcripts
 
 
+def _nothing_said(prompt: Prompt) -> Transcript:
+    return Transcript(prompt.token_ids, images=prompt.images)
+
+
 def _begins(transcript: Transcript, asked: "array[int]", images: Sequence[Image]) -> bool:
     """Return whether a call's prompt goes on from a sequence: tokens of different images are alike."""
     starts = asked[: len(transcript.token_ids)] == transcript.token_ids
@@ -208,7 +209,7 @@ def _rollout(
     error: str | None = None,
     rewards: Mapping[str, float] = {},
 ) -> Rollout:
-    transcripts = transcripts or [Transcript(prompt.token_ids)]
+    transcripts = transcripts or [_nothing_said(prompt)]
     if isinstance(returned, str):
         openings = {transcript.text.strip(): transcript.opening for transcript in transcripts}
         transcripts[-1].opening = openings.get(returned.strip(), "")  # of a call whose answer it is

@@ -7,21 +7,22 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from hocket.client.batcher import Turn
+from hocket.common.images import check_all
 from hocket.common.tasks import seed_of
-from hocket.data.prompts import Images, Renderer, TooLongError
+from hocket.data.renderer import Images, Renderer, TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.envs.base import History
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.transcript import Transcript
-from hocket.types import Image, Message, Prompt, Rollout, TokenSequence
+from hocket.types import Message, Prompt, Rollout, TokenSequence
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
@@ -68,15 +69,6 @@ class TokenBudget:
 
 def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
     return len(prompt.token_ids) + sampling.max_tokens
-
-
-def _check_images(images: Iterable[Image]) -> None:
-    from hocket.common.images import check_all
-
-    try:
-        check_all([image.data for image in images])
-    except ValueError as error:
-        raise EpisodeError(str(error)) from error
 
 
 @dataclasses.dataclass
@@ -154,6 +146,8 @@ class Episode:
             self.transcript.add_observation(token_ids, observation, self._images)
             completion = await self._turn(observation, room)
             self.transcript.add_completion(completion)
+            if self.renderer.placeholder in completion.token_ids:  # read again, it would be taken for an image
+                break
             action = Action(
                 text=completion.text,
                 token_ids=tuple(completion.token_ids),
@@ -174,8 +168,10 @@ class Episode:
         self.transcript.add_reward(reward)
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
-        if self.transcript.images:
-            _check_images(self.transcript.images)
+        try:
+            check_all([image.data for image in self.transcript.images])
+        except ValueError as error:
+            raise EpisodeError(str(error)) from error
         usual = self.seat.sampling
         most = min(observation.max_tokens or usual.max_tokens, room)
         stop = usual.stop if observation.stop is None else observation.stop
@@ -206,10 +202,10 @@ class Episode:
         """Return an observation without its pictures, which wait for its tokens."""
         self._images = ()
         try:
-            told, self._pictures = self.renderer.seen({"messages": [*observation.messages]})
+            observation, self._pictures = self.renderer.observed(observation)
         except ValueError as error:
             raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
-        return dataclasses.replace(observation, messages=told["messages"]) if self._pictures else observation
+        return observation
 
     async def _before(self, observation: Observation) -> list[int] | None:
         """Return the tokens that reset adds to the prompt; with messages, that is rendered anew."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from hocket.client.pool import ServerPool
-from hocket.data.prompts import Renderer
+from hocket.data.renderer import Renderer
 from hocket.envs.agents import Agent
 from hocket.envs.base import Environment
 from hocket.errors import ConfigError

@@ -17,7 +17,7 @@ from hocket.common.tasks import as_completed
 from hocket.protocol import MAX_COMPLETIONS, Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError, invalid, parse
-from hocket.types import Image, Message
+from hocket.types import Message
 
 MIN_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when asked for a lower one."""
@@ -38,20 +38,6 @@ class Job:
     request_id: str = dataclasses.field(default_factory=lambda: f"hocket-{next(_NUMBERS)}")
 
 
-class Blind:
-    """A model without eyes."""
-
-    def expand(self, token_ids: list[int], images: Sequence[str | None], where: str) -> Any:
-        """Return vLLM's prompt of token ids and what each placeholder is; None without any. Raises ApiError."""
-        if images:
-            message = f"{where}: this model takes no images"
-            raise invalid(message, "leave them out, or serve a vision-language model", code="no_images")
-
-    def places(self, prompt: Any) -> tuple[Image, ...]:
-        """Return the images of vLLM's prompt, of the request that is served."""
-        return ()
-
-
 class Sampler:
     """Sample completions, unless `require_ready` raises why the engine can't."""
 
@@ -62,7 +48,8 @@ class Sampler:
         require_ready: Callable[[], None],
         template: Mapping[str, Any],
     ) -> None:
-        self.eyes = Blind()
+        self.eyes: Any = None  # what opens images: server/images.py
+        self.placeholder = getattr(tokenizer, "placeholder", None)  # the token that stands for one
         self._llm = llm
         self._tokenizer = tokenizer
         self._require_ready = require_ready
@@ -90,7 +77,9 @@ class Sampler:
         jobs = []
         for number, (prompt, own_seeds) in enumerate(zip(request.prompts, seeds, strict=True)):
             token_ids, images = self._token_ids(prompt, f"prompts.{number}")
-            if pictured := self.eyes.expand(token_ids, images, f"prompts.{number}"):
+            pictured = None
+            if images:
+                pictured = self.eyes.expand(token_ids, images, f"prompts.{number}")
                 token_ids = pictured["prompt_token_ids"]
             sampling = request.sampling
             if request.fit:
@@ -152,7 +141,7 @@ class Sampler:
             message = f"sampling.temperature: {sampling.temperature} is below {MIN_TEMPERATURE}, the engine's lowest"
             raise invalid(message, "use 0 for greedy decoding")
 
-    def _token_ids(self, prompt: PromptInput, where: str) -> tuple[list[int], Sequence[str | None]]:
+    def _token_ids(self, prompt: PromptInput, where: str) -> tuple[list[int], Sequence[str]]:
         """Return a prompt's token ids, with one for each of its images, and these."""
         if isinstance(prompt, str):
             return list(self._reader(prompt, add_special_tokens=True)["input_ids"]), ()

@@ -7,73 +7,73 @@ from typing import Any
 
 import pydantic
 
-from hocket.common.images import MAX_IMAGES, LargeImageError, data_url, decoded, fetched, from_text
+from hocket.common.images import MAX_IMAGES, MAX_PIXELS_TOGETHER, LargeImageError, data_url, decoded, fetched, from_text
 from hocket.common.tasks import run_in_thread
 from hocket.protocol import ImagePart
 from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, invalid
-from hocket.server.generate import Blind
 from hocket.server.middleware import Guard
 from hocket.server.openai import PATH
 from hocket.types import Image
 
 CARRIED: ContextVar[Sequence[bytes]] = ContextVar("images", default=())  # by the request being served
 TEXTS = ["text", "input_text", "output_text", "refusal", "thinking", "tool_reference"]  # vLLM's types of parts
-OTHER = 0  # any token but a placeholder
 OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")  # of vLLM: other pixels than a trainer makes
 _PART = pydantic.TypeAdapter(ImagePart)
 
 
-class Sight(Blind):
-    """A model with eyes."""
+class Eyes:
+    """Opens images, and finds their places in prompts; a model that takes none refuses them."""
 
-    def __init__(self, llm: Any, placeholder: int, hosts: Collection[str]) -> None:
+    def __init__(self, llm: Any, placeholder: Any, hosts: Collection[str]) -> None:
         self._llm = llm
-        self._placeholder = placeholder
         self._hosts = hosts
+        self.placeholder = placeholder
 
-    def expand(self, token_ids: list[int], images: Sequence[str | None], where: str) -> Any:
-        if not images:
-            return None
-        places = [place for place, token in enumerate(token_ids) if token == self._placeholder]
-        if len(places) != len(images):
-            message = f"{where}: {len(places)} placeholders (token {self._placeholder}) for {len(images)} images"
+    def expand(self, token_ids: list[int], images: Sequence[str], where: str) -> Any:
+        """Return vLLM's prompt of token ids with one placeholder for each image. Raises ApiError."""
+        if max(token_ids, default=0) >= (size := self._llm.model_config.get_vocab_size()):
+            message = f"{where}: token id {max(token_ids)} is outside the vocabulary of {size}"
+            raise invalid(message, "do trainer and server use the same tokenizer?", code="token_out_of_vocabulary")
+        opened = [image for _, image in self.opened(images, where)]
+        if (count := token_ids.count(self.placeholder)) != len(images):
+            message = f"{where}: {count} placeholders (token {self.placeholder}) for {len(images)} images"
             hint = "send one placeholder for each image: the engine puts in the other tokens, also where they are there"
             raise invalid(message, hint, code="wrong_placeholders")
-        opened = [image for _, image in self.opened([text for text in images if text is not None], where)]
-        sampled = [place for place, text in zip(places, images, strict=True) if text is None]
-        hidden = token_ids.copy()
-        for place in sampled:
-            hidden[place] = OTHER
         try:
-            prompt = vllm_api.image_prompt(self._llm, hidden, opened)
+            return vllm_api.image_prompt(self._llm, token_ids, opened)
         except ValueError as error:
             raise invalid(f"{where}: {error}", "send other images", code="refused_by_engine") from error
-        for place in sampled:
-            before = sum(place > other for other in set(places).difference(sampled))
-            more = sum(span.length - 1 for span in prompt["mm_placeholders"]["image"][:before])
-            prompt["prompt_token_ids"][place + more] = self._placeholder
-        return prompt
 
     def places(self, prompt: Any) -> tuple[Image, ...]:
+        """Return the images of vLLM's prompt, of the request that is served. Raises ApiError."""
+        ids = prompt["prompt_token_ids"]
         spans = prompt.get("mm_placeholders", {}).get("image", ())
+        seen = sum(ids[span.offset : span.offset + span.length].count(self.placeholder) for span in spans)
+        if ids.count(self.placeholder) > seen:  # a trainer would take it for an image
+            message = f"token {self.placeholder} stands for an image, and the prompt has it without one"
+            raise invalid(message, "leave its word out of texts", code="wrong_placeholders")
         return tuple(
-            Image(data=data, start=span.offset, length=span.length, placeholder=self._placeholder)
+            Image(file=data, start=span.offset, length=span.length, placeholder=self.placeholder)
             for data, span in zip(CARRIED.get(), spans, strict=True)
         )
 
     def opened(self, texts: Sequence[str], where: str) -> list[tuple[bytes, Any]]:
-        """Return files and what is in them. Raises ApiError."""
+        """Return the files of a prompt and what is in them. Raises ApiError."""
+        if self.placeholder is None:
+            message = f"{where}: this model takes no images"
+            raise invalid(message, "leave them out, or serve a vision-language model", code="no_images")
         if len(texts) > MAX_IMAGES:
             message = f"{where}: {len(texts)} images are more than the {MAX_IMAGES} of one prompt"
             raise ApiError(413, "too_many_images", message, "send fewer")
-        found = []
+        found = list[tuple[bytes, Any]]()
         for number, text in enumerate(texts):
+            left = MAX_PIXELS_TOGETHER - sum(image.width * image.height for _, image in found)
             try:
                 is_url = "://" in text[:16]
                 data = fetched(text, self._hosts, "data.image_hosts") if is_url else from_text(text)
-                found.append((data, decoded(data)))
+                found.append((data, decoded(data, left)))
             except ValueError as error:
                 status = 413 if isinstance(error, LargeImageError) else 400
                 hint = "an image is a PNG, JPEG or WebP file in base64, or such a data URL"
@@ -83,10 +83,9 @@ class Sight(Blind):
 
 def install(guard: Guard, engine: Engine, hosts: Collection[str]) -> None:
     """Have the sampler take images, and the guard check those on their way to vLLM's routes."""
-    placeholder = vllm_api.image_token(engine.llm)
-    eyes = None
-    if placeholder is not None:
-        engine.sampler.eyes = eyes = Sight(engine.llm, placeholder, hosts)
+    placeholder = engine.sampler.placeholder
+    engine.sampler.eyes = eyes = Eyes(engine.llm, placeholder, hosts)
+    engine.llm.stops = [] if placeholder is None else [placeholder]  # read again, it would be taken for an image
 
     async def check(path: str, content: bytes) -> bytes | None:
         if not content or not PATH.fullmatch(path):
@@ -98,17 +97,15 @@ def install(guard: Guard, engine: Engine, hosts: Collection[str]) -> None:
     guard.checks.append(check)
 
 
-def _checked(eyes: Sight | None, content: bytes) -> tuple[list[bytes], bytes]:
+def _checked(eyes: Eyes, content: bytes) -> tuple[list[bytes], bytes]:
     """Return the files in a body, and the body with them in the place of URLs: vLLM loads none. Raises ApiError."""
     body = json.loads(content)
     found = list(_images(body))
     if not found:
         return [], content
-    if eyes is None:
-        raise invalid("messages: this model takes no images", "leave them out", code="no_images")
+    files = [data for data, _ in eyes.opened([one["url"] for one in found], "messages")]
     if wrong := [name for name in OPTIONS if body.get(name)]:
         raise invalid(f"{', '.join(wrong)}: a trainer would see other pixels", "leave it out")
-    files = [data for data, _ in eyes.opened([one["url"] for one in found], "messages")]
     for one, data in zip(found, files, strict=True):
         one["url"] = data_url(data)
     return files, json.dumps(body).encode()

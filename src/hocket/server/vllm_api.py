@@ -132,6 +132,7 @@ def _admitting_llm(num_slots: int) -> Any:
 
     class AdmittingLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         require_ready: Callable[[], None] = staticmethod(lambda: None)
+        stops: Sequence[int] = ()  # further tokens that end each answer
         sample: Sample = staticmethod(lambda ask, prompt, params, request_id: ask(params, request_id))
         last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
@@ -143,6 +144,7 @@ def _admitting_llm(num_slots: int) -> Any:
 
             def ask(params: Any, request_id: str) -> AsyncGenerator[Any, None]:
                 self.require_ready()
+                params.stop_token_ids = [*(params.stop_token_ids or ()), *self.stops]
                 return self.admitted(generate(prompt, params, request_id, **kwargs))
 
             return self.sample(ask, prompt, sampling_params, request_id)
@@ -325,15 +327,6 @@ def call_params(params: Any, sampling: SamplingParams) -> Any:
 def version_spans(output: Any) -> tuple[VersionSpan, ...]:
     """Return (weight version, start, end) over the tokens of vLLM's CompletionOutput."""
     return tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
-
-
-def image_token(llm: Any) -> int | None:
-    """Return the token that stands for an image; None where the model takes none."""
-    if llm.renderer.mm_processor is None:
-        return None
-    processor = llm.renderer.mm_processor.info.get_hf_processor()
-    token = getattr(processor, "image_token", None)
-    return None if token is None else int(processor.tokenizer.convert_tokens_to_ids(token))
 
 
 def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:

@@ -40,7 +40,7 @@ EYES: dict[str, Any] = {
     "mm_processor_cache_gb": 0,
     "mm_hasher_algorithm": "sha256",  # vLLM's own wants a package that its CPU build has not
 }
-"""Arguments for a model that takes images."""
+"""Arguments that a model which takes images is served with."""
 
 
 def is_cpu_build() -> bool:
@@ -110,8 +110,7 @@ def engine_arguments(config: Config) -> Namespace:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     chosen = {name: value for name, value in settings.items() if value is not None}
-    eyes = EYES if tokenizers.sees_images(model.path) else {}
-    return Namespace(**_build_defaults(config) | eyes | chosen | engine)
+    return Namespace(**EYES | _build_defaults(config) | chosen | engine)
 
 
 def app_arguments(args: Namespace) -> Namespace:

@@ -154,6 +154,7 @@ class DeepSpeedEngine:
 
     def __init__(self, module: nn.Module, setup: Setup, *, name: str) -> None:
         self.stage = setup.stage
+        self.module: Any = module
         self._name = name
         self._config = config = setup.config
         self._dtype = setup.dtype

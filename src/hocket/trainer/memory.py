@@ -24,7 +24,7 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
 from hocket.trainer.weights import head_of, sees
-from hocket.types import Image, TokenSequence, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
 Models = Iterable[tuple[ModelConfig, type[Policy], bool]]  # each with its kind, and whether it learns
@@ -199,25 +199,18 @@ def row_tokens(shape: Shape, *, on_gpu: bool) -> float:
 
 
 def fit_micro_batch(
-    learners: Sequence[Learner],
-    ranks: Ranks,
-    part: RowPart = WHOLE,
-    *,
-    leaves: float,
-    longest: int,
-    image: Image | None = None,
+    learners: Sequence[Learner], ranks: Ranks, part: RowPart = WHOLE, *, leaves: float, longest: int
 ) -> int:
     """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes of others.
 
-    k times as many tokens take at most k times the memory. `longest`: positions of the longest sequence. `image`: of a
-    model that sees; sequences are full of it.
+    k times as many tokens take at most k times the memory. `longest`: positions of the longest sequence.
     """
     size = CHUNK_TOKENS
     for learner in learners:  # the first run allocates what libraries keep
-        rehearse(learner, size, ranks, longest, part, image)
+        rehearse(learner, size, ranks, longest, part)
     room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves)
     for _ in range(MAX_TRIES):
-        peak = max(_peak_bytes(learner, size, ranks, longest, part, image) for learner in learners)
+        peak = max(_peak_bytes(learner, size, ranks, longest, part) for learner in learners)
         fits = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak)))
         if size <= fits < WORTH_A_TRY * size:
             return size
@@ -230,15 +223,19 @@ def fit_micro_batch(
     )
 
 
-def rehearse(
-    learner: Learner, num_positions: int, ranks: Ranks, longest: int, part: RowPart = WHOLE, image: Image | None = None
-) -> None:
-    """Run made-up sequences with a gradient that is not finite: nothing changes."""
+def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int, part: RowPart = WHOLE) -> None:
+    """Run made-up sequences, full of images if the model sees, with a gradient that is not finite: nothing changes."""
+    vision = learner.engine.module.vision
+    span = [0, *[vision.token] * vision.blank.length] if vision else [0]
     samples = []
     for start in range(0, num_positions, longest):
-        zeros = (0.0,) * (min(longest, num_positions - start) + 1)
-        ids, images = _full_of(image, len(zeros))
-        sequence = TokenSequence(token_ids=ids, mask=(True,) * len(ids), logprobs=zeros, images=images)
+        length = min(longest, num_positions - start) + 1
+        zeros = (0.0,) * length
+        count = (length - 1) // len(span)  # the last token is not read
+        ids = span * count + [0] * (length - count * len(span))
+        starts = range(1, count * len(span), len(span)) if vision else ()
+        images = tuple(dataclasses.replace(vision.blank, start=start) for start in starts)
+        sequence = TokenSequence(token_ids=ids, mask=(True,) * length, logprobs=zeros, images=images)
         samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
     [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(make(ranks.device, part)).loss * math.nan, last=True)
@@ -246,24 +243,11 @@ def rehearse(
         raise TrainerError("a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number")
 
 
-def _full_of(image: Image | None, length: int) -> tuple[list[int], tuple[Image, ...]]:
-    """Return this number of tokens, with an image behind each that is none of an image's."""
-    ids = [0] * length
-    if image is None:
-        return ids, ()
-    starts = range(1, length - image.length, image.length + 1)
-    for start in starts:
-        ids[start : start + image.length] = [image.placeholder] * image.length
-    return ids, tuple(dataclasses.replace(image, start=start) for start in starts)
-
-
-def _peak_bytes(
-    learner: Learner, num_positions: int, ranks: Ranks, longest: int, part: RowPart, image: Image | None
-) -> int:
+def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int, part: RowPart) -> int:
     torch.cuda.synchronize(ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
     before = torch.cuda.memory_allocated(ranks.device)
-    rehearse(learner, num_positions, ranks, longest, part, image)
+    rehearse(learner, num_positions, ranks, longest, part)
     torch.cuda.synchronize(ranks.device)
     return torch.cuda.max_memory_allocated(ranks.device) - before
 

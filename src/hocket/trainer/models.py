@@ -174,8 +174,7 @@ class Models:
         )
         self.fitted_for = seed_of(used, leaves, self.ranks.size, torch.cuda.get_device_name(self.ranks.device))
         longest = tokenizers.context_length(config.model) - 1
-        image = self.policy.vision and self.policy.vision.blank
-        return memory.fit_micro_batch(self.learners, self.ranks, self.part, leaves=leaves, longest=longest, image=image)
+        return memory.fit_micro_batch(self.learners, self.ranks, self.part, leaves=leaves, longest=longest)
 
     def run(self, work: Callable[..., Any], args: Sequence[Any], **own: Any) -> Any:
         """Run a method of this class as this rank's part of common work."""

@@ -30,9 +30,7 @@ class Vision:
         self.token: int = model.config.image_token_id
         self._processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         blank = png(new("RGB", (BLANK_PIXELS, BLANK_PIXELS), "white"))
-        self.blank = Image(data=blank, start=2, length=0, placeholder=self.token)
-        self._shown: Tensor | None = None  # [row] for each position, one whose token's embedding it gets
-        model.get_input_embeddings().register_forward_hook(self._embedded)
+        self.blank = Image(file=blank, start=2, length=0, placeholder=self.token)
 
     def look(self, model: Any) -> Image:
         """Return the blank, behind two tokens, once it is known how many it has: before any other forward pass."""
@@ -50,32 +48,29 @@ class Vision:
 
     def inputs(self, model: Any, ids_br: Tensor, segments: Segments, images: Sequence[Image]) -> dict[str, Any]:
         """Return the arguments for a row, and, if it has no image, the blank behind it."""
-        device = ids_br.device
-        size = ids_br.shape[1]
         if not images:
-            images = [dataclasses.replace(self.blank, start=size)]
+            images = [dataclasses.replace(self.blank, start=ids_br.shape[1])]
             ids_br = torch.cat([ids_br, ids_br.new_full((1, self.blank.length), self.token)], dim=1)
             segments = _with_one_more(segments, self.blank.length)
-        pixels = self._pixels(images, device)
-        ids_r = ids_br[0].cpu()
-        places_r = torch.arange(len(ids_r))
-        is_image_r = torch.zeros(len(ids_r), dtype=torch.bool)
-        for image in images:
-            is_image_r[image.start : image.start + image.length] = True
-        is_image_r &= ids_r == self.token
-        # The policy may sample the token, too: to the model that is not an image, but has the embedding of its token.
-        sampled_r = (ids_r == self.token) & ~is_image_r
-        self._shown = places_r.where(~sampled_r, is_image_r.nonzero()[0]).to(device)
-        ids_r = ids_r.where(~sampled_r, 0)
+        pixels = self._pixels(images, ids_br.device)
         positions = segments.positions_br
         if _has_mrope(model):
-            positions = _mrope(model, ids_r, is_image_r, segments, images, pixels["image_grid_thw"].cpu()).to(device)
-        return {"input_ids": ids_r[None].to(device), "position_ids": positions, "segments": segments, **pixels}
+            positions = self._mrope(model, ids_br[0].cpu(), segments, images, pixels["image_grid_thw"].cpu())
+        return {"input_ids": ids_br, "position_ids": positions.to(ids_br.device), "segments": segments, **pixels}
 
-    def _embedded(self, module: Any, ids: Any, embeddings_brh: Tensor) -> Tensor:
-        shown = self._shown
-        self._shown = None
-        return embeddings_brh if shown is None else embeddings_brh.index_select(1, shown)
+    def _mrope(
+        self, model: Any, ids_r: Tensor, segments: Segments, images: Sequence[Image], grids_n3: Tensor
+    ) -> Tensor:
+        """Return the positions of time, height and width, [3, 1, row]."""
+        seen = torch.arange(len(ids_r)) if segments.shared is None else segments.shared
+        starts_n = torch.tensor([image.start for image in images])
+        own = []
+        for places, length in zip(torch.split(seen, list(segments.ends)), segments.lengths, strict=True):
+            grids = grids_n3[torch.isin(starts_n, places)]
+            ids_bt = ids_r[places][None]
+            found, _ = model.base_model.get_rope_index(ids_bt, (ids_bt == self.token).int(), image_grid_thw=grids)
+            own.append(found[..., -length:])
+        return torch.cat(own, dim=-1)
 
     def _pixels(self, images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
         made = self._processor([[decoded(image.data) for image in images]], return_tensors="pt")
@@ -93,18 +88,3 @@ def _with_one_more(segments: Segments, length: int) -> Segments:
         shared = torch.cat([shared, sum(segments.lengths) + torch.arange(length)])
     starts = (*segments.starts, 0) if segments.starts else ()
     return dataclasses.replace(segments, lengths=(*segments.lengths, length), starts=starts, shared=shared)
-
-
-def _mrope(
-    model: Any, ids_r: Tensor, is_image_r: Tensor, segments: Segments, images: Sequence[Image], grids_n3: Tensor
-) -> Tensor:
-    """Return the positions of time, height and width, [3, 1, row]."""
-    seen = torch.arange(len(ids_r)) if segments.shared is None else segments.shared
-    starts_n = torch.tensor([image.start for image in images])
-    own = []
-    for places, length in zip(torch.split(seen, list(segments.ends)), segments.lengths, strict=True):
-        grids = grids_n3[torch.isin(starts_n, places)]
-        types_bt = is_image_r[places][None].int()
-        found, _ = model.base_model.get_rope_index(ids_r[places][None], types_bt, image_grid_thw=grids)
-        own.append(found[..., -length:])
-    return torch.cat(own, dim=-1)

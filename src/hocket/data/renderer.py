@@ -1,0 +1,237 @@
+"""Render rows and messages to text, and encode it."""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import UnionType
+from typing import Any
+
+from hocket.config import DataConfig
+from hocket.errors import DataError
+from hocket.types import Image, Message, text_of
+
+PROBE = "hocket-0123456789"  # the made-up turn that shows what the template writes around one
+TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
+OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+Tools = Sequence[Mapping[str, Any]]
+Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
+Images = tuple[Image, ...]
+
+
+class TooLongError(ValueError):
+    """A text has more tokens than allowed."""
+
+
+def opening_of(prompt: str) -> str:
+    """Return the thought, open or closed, that a prompt ends with; "" without one."""
+    found = OPENING.search(prompt)
+    return found[0] if found else ""
+
+
+def check_messages(messages: Any, column: str, contents: type | UnionType = str) -> None:
+    if not (isinstance(messages, list) and messages):
+        raise ValueError(f"column {column!r} must be text or a list of messages, got {messages!r:.80}")
+    for index, message in enumerate(messages):
+        kinds = {"role": str, "content": contents}
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), kinds[key]) for key in kinds):
+            what = f"message {index} of column {column!r}"
+            raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
+
+
+class Renderer:
+    """Render rows and messages with a chat template, which writes all special tokens, and encode them."""
+
+    contents: type | UnionType = str  # of messages
+    placeholder: int | None = None  # the token that stands for an image
+
+    def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
+        self._data = data
+        self._tokenizer = tokenizer
+        self._tools = list(tools) or None
+        self.check()
+
+    def check(self) -> None:
+        if self._tokenizer.chat_template is None:
+            setting = f"{self._data.section}.chat_template=false"
+            advice = f"put one as chat_template.jinja into its folder, or set {setting}"
+            raise DataError(f"the tokenizer has no chat template: {advice} for plain text")
+
+    def row(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return a row's text and the fields of its Prompt."""
+        data = self._data
+        text, messages = self.prompt(columns)
+        said = columns[data.prompt_column]
+        if messages is not None:
+            said = text_of(next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])["content"])
+        return text, {
+            "messages": messages,
+            "text": said,
+            "opening": opening_of(text),
+            "options": data.template_options,
+            "answer": self._answer(columns),
+            "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
+        }
+
+    def prompt(self, columns: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
+        """Return a row's prompt as text, and the chat that it renders; None: plain text."""
+        column = self._data.prompt_column
+        value = self.column(columns, "prompt_column")
+        if isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"column {column!r} is empty")
+            return self.asked(value)
+        check_messages(value, column, self.contents)
+        if value[-1]["role"] == "assistant":
+            raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
+        return self.render(value), tuple(value)
+
+    def asked(self, text: str) -> tuple[str, tuple[Message, ...] | None]:
+        messages = self.chat(text)
+        return self.render(messages), messages
+
+    def chat(self, text: str) -> tuple[Message, ...]:
+        said = (("system", self._data.system_prompt), ("user", text))
+        return tuple({"role": role, "content": content} for role, content in said if content is not None)
+
+    def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
+        """Return columns without pictures, and the pictures."""
+        return columns, ()
+
+    def expanded(
+        self, token_ids: list[int], pictures: Sequence[Any], *, whole: bool = True
+    ) -> tuple[list[int], Images]:
+        """Return token ids with those of the pictures, and these."""
+        return token_ids, ()
+
+    def observed(self, observation: Any) -> tuple[Any, Sequence[Any]]:
+        """Return an environment's observation without its pictures, and the pictures."""
+        return observation, ()
+
+    def origin(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Return what prompts follow from beside the rows."""
+        return []
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.encode(texts)
+
+    def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
+        """Return each text's token ids, none added; raise TooLongError early if one exceeds `at_most`."""
+        if any(len(text) > at_most * self._most_characters for text in texts):
+            raise TooLongError(f"a text has more than {at_most} tokens")
+        encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return encoded
+
+    def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
+        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
+        from jinja2 import TemplateError
+
+        given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
+        given |= self._data.template_options if options is None else options
+        try:
+            text: str = self._tokenizer.apply_chat_template(list(messages), **given | more)
+        # A template is a program: besides its own refusals it fails in these ways.
+        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return text
+
+    def missing_opening(self) -> str:
+        """Return what stands before a model's turn, if the template ignores `add_generation_prompt`."""
+        try:
+            asked = self.render(TURN[:1])
+            plain = self.render(TURN[:1], add_generation_prompt=False)
+            before, found, _ = self.render(TURN, add_generation_prompt=False).partition(PROBE)
+        except ValueError:  # the rows will tell
+            return ""
+        opening = before.removeprefix(asked)
+        return opening if found and asked == plain and opening != before and opening.strip() else ""
+
+    @functools.cached_property
+    def _most_characters(self) -> int:
+        # Of four characters, a tokenizer may compose or leave out three.
+        return 4 * max(map(len, self._tokenizer.get_vocab()))
+
+    def following(
+        self, messages: Sequence[Message], options: Options = None, *, ended: int | None, at_most: float = math.inf
+    ) -> list[int]:
+        """Return the tokens between a turn of the model and its next one, with `messages`.
+
+        They are what the template writes after a made-up turn: it may rewrite the real one, and the model need not
+        write a text as the tokenizer would. `ended`: the token that ended the model's turn; None, where it was cut
+        off, adds the template's own. Raise ValueError if the template can't render them, or TooLongError.
+        """
+        _, found, after = self.render([*TURN, *messages], options).partition(PROBE)
+        if not found:
+            raise ValueError("the chat template does not show what the model said before")
+        (token_ids,) = self.encode([after], at_most=at_most)
+        return token_ids[1:] if token_ids[:1] == [ended] else token_ids
+
+    @functools.cached_property
+    def after_turn(self) -> str:
+        return self.render(TURN, add_generation_prompt=False).rpartition(PROBE)[2]
+
+    def end_of_turn(self) -> int:
+        """Return the token that ends an answer: the chat template's own, else the tokenizer's EOS."""
+        eos: int | None = self._tokenizer.eos_token_id
+        after = self.encode([self.after_turn])[0][:1]
+        if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
+            return after[0]
+        if eos is None:
+            raise DataError("the tokenizer has no end-of-sequence token: no response could ever end")
+        return eos
+
+    def _answer(self, columns: Mapping[str, Any]) -> str | None:
+        column = self._data.answer_column
+        pattern = self._data.answer_pattern
+        if column is None:
+            return None
+        value = self.column(columns, "answer_column", ", or to null where there is no answer")
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"column {column!r} must be text or a number, got {value!r:.80}")
+        answer = str(value)
+        if not answer.strip():
+            raise ValueError(f"column {column!r} is empty")
+        if pattern is None:
+            return answer
+        match = pattern.search(answer)
+        if match and match[1] and match[1].strip():
+            return match[1].strip()
+        what = f"data.answer_pattern {pattern.pattern!r} finds no answer in column {column!r}"
+        raise ValueError(f"{what}: {answer!r:.80}")
+
+    def column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
+        name = getattr(self._data, setting)
+        if name not in columns:
+            there = ", ".join(map(repr, columns))
+            raise ValueError(
+                f"no column {name!r}, only {there}: set {self._data.section}.{setting} to one of these{hint}"
+            )
+        return columns[name]
+
+
+class PlainText(Renderer):
+    """Take prompts as they are, behind the token that the tokenizer puts before text."""
+
+    after_turn = ""
+
+    def check(self) -> None:
+        if self._tools:
+            raise DataError("tools are shown by the chat template; set data.chat_template: true")
+
+    def asked(self, text: str) -> tuple[str, None]:
+        return text, None
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        token_ids = self.encode(texts)
+        bos = [self._tokenizer.bos_token_id]
+        if self._tokenizer("")["input_ids"][:1] != bos:
+            return token_ids
+        return [ids if ids[:1] == bos else bos + ids for ids in token_ids]
+
+    def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
+        if getattr(self._tokenizer, "placeholder", None) is not None and {"image", "images"} & columns.keys():
+            raise ValueError("images need data.chat_template: true")
+        return columns, ()
+
+    def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
+        raise ValueError("messages need data.chat_template: true")
