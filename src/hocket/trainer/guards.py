@@ -80,8 +80,10 @@ def out_of_memory(
             work = {"forward": "forward pass", "backward": "backward pass"}.get(frame.f_code.co_name, work)
     smaller = max(longest, micro_batch_tokens // 2)
     fixes = {
-        f"trainer.micro_batch_tokens={smaller} (now {micro_batch_tokens})": 0 < longest <= smaller < micro_batch_tokens,
+        f"trainer.micro_batch_tokens={smaller} (now {micro_batch_tokens})": longest > 0
+        and 10 * smaller <= 9 * micro_batch_tokens,
         "trainer.gradient_checkpointing=true": longest > 0 and not config.gradient_checkpointing,
+        "trainer.gradient_checkpointing=long": longest > 0 and config.gradient_checkpointing is True,
         "trainer.offload_optimizer=true": on_gpu and not config.offload_optimizer,
         "trainer.zero_stage=3 on more ranks": True,
         "model.lora={}": True,
