@@ -80,6 +80,8 @@ OF_WEIGHTS: dict[str, Lie] = {
     "swapped_norms": _swapped("layers.0.input_layernorm", "layers.0.post_attention_layernorm"),
     "swapped_layers": _swapped("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"),
     "permuted_rows": _permuted,
+    "vision_off": _scaled("vision_model.encoder.layers.0.mlp.fc1.weight", 0.9),
+    "frozen_vision": _frozen("vision_model.encoder.layers.1.self_attn.q_proj.weight"),
 }
 OF_LOGPROBS: dict[str, Callable[[list[float]], list[float]]] = {
     "wrong_logprobs": lambda logprobs: [value * random.uniform(0.95, 1.05) for value in logprobs],

@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
+Outcomes = dict[tuple[str, ...], tuple[int, str]]
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
     "model.path=checkpoints/tiny-sort",
@@ -73,26 +75,54 @@ LIES: dict[tuple[str, ...], tuple[int, str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tuple[int, str]]:
-    """The version and the error that ended each run, all on one server: a process of its own has the trainer."""
-    task = json.dumps([str(tmp_path_factory.mktemp("lies") / "server"), SETTINGS, list(LIES)])
+SEEING = ("model.path=checkpoints/tiny-shapes", "data.source=task:shapes", "rollout.temperature=1")
+OF_VISION: dict[tuple[str, ...], tuple[int, str]] = {
+    ("truth", "trainer.learning_rate=2e-4"): (0, ""),
+    ("frozen_vision 3", TINY): (7, "the model differs in model.vision_model.encoder.layers.1.self_attn."),
+    ("vision_off", TINY): (1, "the model differs in model.vision_model.encoder.layers.0.mlp.fc1.weight (1 in all)"),
+    ("vision_off 3-3", TINY, "sync.check_every=0"): (3, GAP),
+}
+
+
+def played(folder: Path, settings: Sequence[str], lies: Iterable[tuple[str, ...]]) -> Outcomes:
+    """Returns the version and the error that ended each run, on one server: a process of its own has the trainer."""
+    task = json.dumps([str(folder / "server"), settings, list(lies)])
     command = [sys.executable, "tests/lies.py", "play", task]
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     lines = [line.removeprefix("OUTCOME ") for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
-    assert len(lines) == len(LIES), done.stdout[-3000:] + done.stderr[-3000:]
-    return {lie: tuple(json.loads(line)) for lie, line in zip(LIES, lines, strict=True)}
+    assert len(lines) == len(list(lies)), done.stdout[-3000:] + done.stderr[-3000:]
+    return {lie: tuple(json.loads(line)) for lie, line in zip(lies, lines, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return played(tmp_path_factory.mktemp("lies"), SETTINGS, LIES)
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_vision(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return played(tmp_path_factory.mktemp("lies"), (*SETTINGS, *SEEING), OF_VISION)
+
+
+def hold(found: tuple[int, str], expected: tuple[int, str], lie: str) -> None:
+    version, said = found
+    latest, part = expected
+    begins = int(lie.partition(" ")[2].partition("-")[0] or latest) if latest else 0
+    assert begins <= version <= latest, said
+    for piece in part.split("PORT"):
+        assert piece in said
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie[0].replace(" ", "-"))
-def test_a_server_that_lies_stops_the_run(
-    outcomes: dict[tuple[str, ...], tuple[int, str]], lie: tuple[str, ...]
+def test_a_server_that_lies_stops_the_run(outcomes: Outcomes, lie: tuple[str, ...]) -> None:
+    hold(outcomes[lie], LIES[lie], lie[0])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("lie", OF_VISION, ids=lambda lie: lie[0].replace(" ", "-"))
+def test_a_server_that_lies_about_a_vision_tower_stops_the_run(
+    outcomes_of_vision: Outcomes, lie: tuple[str, ...]
 ) -> None:
-    found, said = outcomes[lie]
-    latest, part = LIES[lie]
-    begins = int(lie[0].partition(" ")[2].partition("-")[0] or latest) if latest else 0
-    assert begins <= found <= latest, said
-    for piece in part.split("PORT"):
-        assert piece in said
+    hold(outcomes_of_vision[lie], OF_VISION[lie], lie[0])
