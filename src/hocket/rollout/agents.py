@@ -111,14 +111,11 @@ class Agents:
 
     async def _run(self, task: Task, seat: Seat) -> tuple[float | str | None, str | None]:
         """Return what the agent returns, and why it fails."""
-        limits = {
-            f"env.timeout_s={self.limits.timeout_s:g}": self.limits.timeout_s,
-            "rollout.timeout_s": seat.deadline.left_s,
-        }
-        first = min(limits, key=limits.__getitem__)
+        own_s, left_s = self.limits.timeout_s, seat.deadline.left_s
+        first = f"env.timeout_s={own_s:g}" if own_s <= left_s else "rollout.timeout_s"
         running = asyncio.create_task(_contained(self.agent, task))
         try:
-            in_time, _ = await asyncio.wait([running], timeout=limits[first])
+            in_time, _ = await asyncio.wait([running], timeout=min(own_s, left_s))
         finally:  # also where the episode itself is cancelled
             ended = await _cancel(running)
         if not in_time:
