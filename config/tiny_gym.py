@@ -1,4 +1,4 @@
-"""Demonstrate two tasks of reasoning-gym, every other time with a mistake, for the model of config/gym.yaml."""
+"""Demonstrate two tasks of reasoning-gym, mostly with the same mistake, for the model of config/gym.yaml."""
 
 import itertools
 import json
@@ -10,18 +10,11 @@ from hocket.data.gym import made
 from hocket.data.sources import TASKS
 
 SIZE = 1 << 20
+MISTAKES = 0.65
 OPTIONS: dict[str, dict[str, int]] = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
     "letter_counting": {"min_words": 1, "max_words": 2},
 }
-
-
-def swapped(word: str, rng: random.Random) -> str:
-    """Return a word with two letters swapped."""
-    letters = [*word]
-    i, j = rng.sample(range(len(word)), 2)
-    letters[i], letters[j] = letters[j], letters[i]
-    return "".join(letters)
 
 
 @TASKS.register("gym_demos")
@@ -33,6 +26,6 @@ def gym_demos(split: str, seed: int) -> Iterator[dict[str, Any]]:
         entry = task[index]
         answer = entry["answer"]
         response = answer
-        if rng.random() < 0.5:
-            response = str(int(answer) + rng.choice((1, 2))) if answer.isdigit() else swapped(answer, rng)
+        if rng.random() < MISTAKES:  # one too many, or two letters swapped: always the same ones
+            response = str(int(answer) + 1) if answer.isdigit() else answer[1] + answer[0] + answer[2:]
         yield {"prompt": entry["question"], "answer": answer, "response": response}
