@@ -48,7 +48,7 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         another step after # s
         a filter after # s
         a prompt's rollouts after # s
-        single steps of a part of the curves after # s
+        a part of the curves after # s
         memory of the process that serves it, after 100 more steps: # MiB"""),
     "peer": (WHOLE, f"{TINY} --without-trl --staleness 0 --prompts 2 --shapes 8/4/8 --steps 3",
         """prompt/completion/group 8/4/8

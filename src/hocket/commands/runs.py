@@ -231,9 +231,10 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
 
 
 def _copies(settings: CheckpointConfig, run_dir: Path, console: Console) -> list[Callable[[Path], None]]:
-    if settings.copy_to is None:
-        return []
-    return [partial(copy_to, Path(settings.copy_to) / run_dir.name, settings.keep, console.say)]
+    copies = list[Callable[[Path], None]]()
+    if settings.copy_to is not None:
+        copies.append(partial(copy_to, Path(settings.copy_to) / run_dir.name, settings.keep, console.say))
+    return copies
 
 
 def _shape(config: Config) -> "Callable[[Group], Shaped]":

@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
+
+TAIL_BYTES = 1 << 16  # read from the end of a program's output
 
 
 def flush(path: Path) -> None:
@@ -110,3 +113,10 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     path.rename(partial)
     shutil.rmtree(partial)
+
+
+def last_lines(file: IO[bytes], most: int = 1) -> str:
+    """Return the last lines that a program wrote, as one."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+    lines = file.read().decode("utf-8", "replace").rstrip().splitlines()
+    return " | ".join(line.strip() for line in lines[-most:])

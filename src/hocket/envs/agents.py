@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from hocket.common.files import last_lines
 from hocket.common.processes import kill_with_parent, without_secrets
 from hocket.common.registry import Registry
 from hocket.envs.base import Environment, environment, invoke
@@ -25,7 +26,6 @@ from hocket.types import Message
 
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
 agent = AGENTS.register  # decorator: @agent("name") on a function, plain or async
-TAIL_BYTES = 1 << 16  # read from the end of a program's output
 MAX_OUTPUT_MIB = 256
 LOOK_S = 1.0  # between checks of its size
 
@@ -126,10 +126,3 @@ async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> i
                 return await process.wait()
         if sum(os.fstat(file.fileno()).st_size for file in outputs) > MAX_OUTPUT_MIB << 20:
             raise RuntimeError(f"it wrote more than {MAX_OUTPUT_MIB} MiB to stdout and stderr")
-
-
-def last_lines(file: IO[bytes], most: int = 1) -> str:
-    """Return the last lines that a program wrote, as one."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-    lines = file.read().decode("utf-8", "replace").rstrip().splitlines()
-    return " | ".join(line.strip() for line in lines[-most:])

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
+from hocket.common.files import last_lines
 from hocket.common.processes import SECRET_NAME, kill_with_parent
 from hocket.common.redaction import secret
 from hocket.common.registry import need, options_of
 from hocket.common.tasks import retrieve, run
 from hocket.config.sections import Names
-from hocket.envs.agents import last_lines
 from hocket.envs.base import LostError, Tool
 from hocket.errors import ConfigError
 

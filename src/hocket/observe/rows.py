@@ -17,8 +17,7 @@ from hocket.common.files import naming, write_atomically
 from hocket.common.redaction import redacted
 from hocket.config import DataConfig
 from hocket.errors import DataError
-from hocket.observe.images import image_of, keep, told
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence, TurnReward, text_of
+from hocket.types import Group, Image, Prompt, Rollout, Score, TokenSequence, TurnReward, text_of
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
@@ -35,7 +34,10 @@ _NUMBERS = re.compile(rb',\s*"(?:mask|token_ids|logprobs|advantages|trainer|entr
 def write_rollouts(folder: Path, name: str, groups: Iterable[Group]) -> Path:
     """Write rollouts/NAME.jsonl, and the pictures that it names; return its path."""
     for sequence in (one for group in groups for rollout in group.rollouts for one in rollout.sequences):
-        keep(folder, sequence)
+        if sequence.images:
+            from hocket.observe.images import keep
+
+            keep(folder, sequence)
     path = folder / "rollouts" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lines_of(groups))
@@ -89,6 +91,8 @@ def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
     row = {field: getattr(sequence, field) for field in (*COPIED, "token_ids", "logprobs")}
     more = {"dialogue": sequence.dialogue, "turn_rewards": sequence.turn_rewards}
     if sequence.images:
+        from hocket.observe.images import told
+
         row["images"] = told(sequence)
     row |= {name: value for name, value in more.items() if value}
     return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **row}
@@ -215,6 +219,11 @@ def _sequence(row: Mapping[str, Any], folder: Path | None) -> TokenSequence:
     if not isinstance(completion, str):
         raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
     token_ids = tuple(row.get("token_ids", ()))
+    images: tuple[Image, ...] = ()
+    if row.get("images"):
+        from hocket.observe.images import image_of
+
+        images = tuple(image_of(image, folder) for image in row["images"])
     return TokenSequence(
         token_ids=token_ids,
         mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
@@ -222,6 +231,6 @@ def _sequence(row: Mapping[str, Any], folder: Path | None) -> TokenSequence:
         dialogue=tuple(row.get("dialogue", ())),
         turn_rewards=tuple(TurnReward(*one) for one in row.get("turn_rewards", ())),
         text=completion,
-        images=tuple(image_of(image, folder) for image in row.get("images", ())),
+        images=images,
         **{field: row[field] for field in COPIED if field in row},
     )

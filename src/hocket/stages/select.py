@@ -10,12 +10,10 @@ from statistics import fmean
 from typing import Any
 
 from hocket.common.files import numbered, write_atomically
-from hocket.common.images import data_url
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, door
-from hocket.observe.images import image_of
 from hocket.observe.rows import read_lines, reading
 
 SFT_RATE = 1e-5  # learning rate of demonstrations, at least
@@ -131,9 +129,14 @@ def _demonstration(row: Row, tools: Row) -> Row:
 
 def _pictures(row: Row, run: Path) -> Row:
     """Return the column "images" of a row that has some."""
-    with reading(run / "images"):
-        found = [data_url(image_of(one, run).data) for one in row.get("images", ())]
-    return {"images": found} if found else {}
+    found: Row = {}
+    if row.get("images"):
+        from hocket.common.images import data_url
+        from hocket.observe.images import image_of
+
+        with reading(run / "images"):
+            found = {"images": [data_url(image_of(one, run).data) for one in row["images"]]}
+    return found
 
 
 def _write(output: Path, rows: Sequence[Row], what: str, model: str, command: str, options: str = "") -> str:
