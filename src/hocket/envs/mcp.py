@@ -25,7 +25,7 @@ from hocket.errors import ConfigError
 OPEN_S = 30.0  # for each answer until the first call, and for a server that is gone to come back
 RETRY_S = 0.5
 MAX_PAGES = 100  # of a list of tools
-NUM_LINES = 5  # of a lost server's stderr that are told
+NUM_LINES = 5  # of a lost server's stderr, in the error
 
 
 class UnaskedError(LostError):
