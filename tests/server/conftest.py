@@ -251,8 +251,8 @@ class Server(Process):
         return answer
 
     def gaps(self, *, temperature: float = 1.0, model: Any = None, prompt: Sequence[int] = (5, 6, 7, 8)) -> list[float]:
-        """|Δ log-prob| between the server and transformers over freshly sampled tokens."""
-        sampling = {"max_tokens": 48, "temperature": temperature}
+        """|Δ log-prob| between the server and transformers over tokens sampled alike each time."""
+        sampling = {"max_tokens": 48, "temperature": temperature, "seed": 1}
         answer = self.generate(prompts=[list(prompt)], n=4, sampling=sampling)
         gaps = []
         for done in answer["completions"][0]:
