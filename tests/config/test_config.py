@@ -172,7 +172,6 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
     [
         ("algorithm.correction=[]", "algorithm.correction: must be a name, or {name: NAME, option: value}"),
         ("algorithm.ratio=sequence", "set correction=none"),
-        ("algorithm.correction_low=3", "here that is algorithm.correction={name: NAME, bounds: [LOW, HIGH]}"),
         ("algorithm.kl_in=reward", "have no effect; set kl or leave them out"),
         ("algorithm.kl_in=rewards", "algorithm.kl_in: Input should be 'loss' or 'reward' (did you mean 'reward'?)"),
         ("algorithm.kl=k2", "kl=k2 needs a weight"),
@@ -263,12 +262,6 @@ def test_every_name_from_elsewhere_leads_to_a_setting_and_is_none_here() -> None
         assert not [name for name in there.split() for key in keys if f".{key}".endswith(f".{name}")]
     names = " ".join(config.NAMES_ELSEWHERE.values()).split()
     assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize(("key", "here"), config.MOVED.items())
-def test_a_key_of_before_is_answered_with_its_new_place(key: str, here: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"unknown key {key!r}; here that is {here}")):
-        config.load(None, {key: 1})
 
 
 def test_a_reward_may_be_a_weight_alone_or_have_arguments_and_the_accuracy_is_the_pass_rate() -> None:

@@ -12,6 +12,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "data.source": "dataset_name prompt_data prompt_dataset train_files",
     "data.prompt_column": "input_key prompt_key",
     "data.answer_column": "label_key",
+    "data.chat_template={OPTION: VALUE}": "chat_template_kwargs",
     "data.max_prompt_tokens": "max_prompt_length prompt_max_len",
     "eval.data.source": "eval_dataset eval.dataset val_files",
     "eval.samples": "num_generations_eval val_kwargs.n eval.n_samples_per_prompt",
@@ -49,30 +50,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "run.dir": "output_dir default_local_dir",
     "no setting: every step is logged": "logging_steps",
 }
-MOVED = {  # earlier name → the one now
-    "algorithm.correction_low": "algorithm.correction={name: NAME, bounds: [LOW, HIGH]}",
-    "algorithm.correction_high": "algorithm.correction={name: NAME, bounds: [LOW, HIGH]}",
-    "algorithm.discount": "algorithm.baseline={name: none, discount: NUMBER}, or name: critic",
-    "algorithm.gae_lambda": "algorithm.baseline={name: critic, gae_lambda: NUMBER}",
-    "algorithm.dual_clip": "algorithm.clip={name: ppo, dual_clip: NUMBER}",
-    "algorithm.kl_horizon": "algorithm.kl_in={name: reward, target: KL, horizon: ROLLOUTS}",
-    "algorithm.kl_target": "algorithm.kl_in={name: reward, target: KL}",
-    "checkpoint.best_is": "checkpoint.best alone: errors, lengths and truncated answers count as better where fewer",
-    "data.chat_template_kwargs": "data.chat_template={OPTION: VALUE}",
-    "data.difficulty_column": "curriculum.difficulty_column, an option of sorted",
-    "launch.gpus_per_node": "launch --engine NAME --gpus-per-node N",
-    "launch.server_gpus": "the variable CUDA_VISIBLE_DEVICES, servers first",
-    "launch.trainer_gpus": "the variable CUDA_VISIBLE_DEVICES, servers first",
-    "observe.tensorboard": "observe.loggers=[tensorboard]",
-    "rollout.stop_token_ids": "rollout.stop, as text",
-    "server.max_concurrent": "server.engine={max_num_seqs: N}",
-    "server.served_model_name": "server.engine={served_model_name: NAME}",
-    "server.tool_parser": "server.engine={tool_call_parser: NAME}",
-    "sync.delta": "sync.backend=delta",
-    "trainer.collective_timeout_s": "6 x sync.timeout_s",
-    "trainer.patience": "checkpoint.best={name: METRIC, patience: N}",
-}
-_HERE = MOVED | {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
+_HERE = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
 
 def name_here(key: str) -> str | None:

@@ -14,7 +14,6 @@ from hocket.common.redaction import secret
 from hocket.config import deployment, sections, tasks
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.deepspeed import adopt
-from hocket.config.elsewhere import MOVED
 from hocket.config.sections import Section
 from hocket.errors import ConfigError
 
@@ -194,7 +193,7 @@ class Config(Section):
         """Return key → (before, now) of what an earlier `as_dict` had otherwise, but checkpoint.resume."""
         old = _by_key(Config().as_dict()) | _by_key(before)  # a new setting had its default
         new = _by_key(self.as_dict())
-        keys = (old.keys() | new.keys()) - MOVED.keys() - {"checkpoint.resume"}
+        keys = (old.keys() | new.keys()) - {"checkpoint.resume"}
         return {key: (old.get(key), new.get(key)) for key in sorted(keys) if old.get(key) != new.get(key)}
 
     @property
