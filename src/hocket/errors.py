@@ -25,6 +25,11 @@ def remedy(error: BaseException) -> str | None:
     return next((fix.format(user=os.getuid()) for fix in found), None)
 
 
+def cause_of(error: BaseException | None) -> str:
+    """Return the first line of an error: vLLM appends the traceback of its worker."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def door() -> str:
     """Return how a command of hocket begins where this one was typed."""
     name = Path(sys.argv[0]).name

@@ -13,7 +13,7 @@ import pydantic
 from hocket import protocol
 from hocket.common.redaction import redacted
 from hocket.common.tasks import run_in_thread
-from hocket.errors import ServerError, SyncError, door
+from hocket.errors import ServerError, SyncError, cause_of, door
 from hocket.protocol import manifest
 from hocket.types import Image
 
@@ -130,11 +130,8 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         except TimeoutError as error:
             raise ServerError(f"{self.url}{route} did not finish in {seconds:g} s", code="timeout") from error
         except httpx.TransportError as error:
-            cause = str(error) or type(error).__name__
-            raise ServerError(
-                f"can't reach {self.url}{route}: {cause}; start one there: {door()} serve CONFIG",
-                code="unreachable",
-            ) from error
+            message = f"can't reach {self.url}{route}: {cause_of(error)}; start one there: {door()} serve CONFIG"
+            raise ServerError(message, code="unreachable") from error
         except (httpx.DecodingError, pydantic.ValidationError) as error:
             cause = " ".join(redacted(str(error))[:200].split())
             message = f"{self.url}{route} answered what no hocket server of this version does: {cause}; {_OTHER}"

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from hocket.errors import SyncError
+from hocket.errors import SyncError, cause_of
 from hocket.protocol import TensorLayout, TensorSpec, manifest
 
 dist: Any = distributed  # its type stubs lack some public classes
@@ -157,6 +158,11 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def why_broken(error: Exception) -> str:
+    """Return the cause without the place in gloo's source with which it begins, and the joke at its end."""
+    return re.sub(r"^\[.*?\] *|\. .*", "", cause_of(error))
 
 
 def gpu_id(device: torch.device) -> str | None:

@@ -12,9 +12,10 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from hocket import protocol
+from hocket.errors import cause_of
 from hocket.server import collective, deltas, images, metrics, openai, routes, sessions, sleeper, uploads
 from hocket.server.engine import Engine
-from hocket.server.errors import ApiError, cause_of, http_error
+from hocket.server.errors import ApiError, http_error
 from hocket.server.generate import Job
 from hocket.server.middleware import Guard, unless_client_leaves
 

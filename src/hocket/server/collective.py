@@ -3,9 +3,10 @@
 import asyncio
 
 from hocket import protocol
+from hocket.errors import cause_of
 from hocket.server import versions, vllm_api
 from hocket.server.engine import Engine, Found
-from hocket.server.errors import ApiError, cause_of
+from hocket.server.errors import ApiError
 
 REACH_S = 5.0  # for a first connection to the trainer
 JOIN_SHARE = 0.5  # of the deadline, as others wait for it

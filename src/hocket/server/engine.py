@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 from hocket import protocol
 from hocket.common.tasks import cancel
 from hocket.data import tokenizer as tokenizers
-from hocket.protocol.manifest import ModelShapes, model_shapes
+from hocket.errors import cause_of
+from hocket.protocol.manifest import ModelShapes, dtype_name, model_shapes
 from hocket.server import versions, vllm_api
-from hocket.server.errors import ApiError, cause_of
+from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
 from hocket.types import InFlight
 
@@ -175,7 +176,7 @@ class Engine:
             status=self._status,
             version=self.version,
             model=self.model,
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=dtype_name(model.dtype),
             architecture=self._architecture,
             vocab_size=int(model.get_vocab_size()),  # often more than the tokenizer has tokens
             max_length=int(model.max_model_len),

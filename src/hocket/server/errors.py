@@ -80,11 +80,6 @@ async def http_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def cause_of(error: BaseException | None) -> str:
-    """Return the first line of an error: vLLM appends the traceback of its worker."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def encodable(text: str) -> str:
     """Replace half surrogate pairs, which UTF-8 can't encode, by a question mark."""
     return text.encode(errors="replace").decode()

@@ -5,8 +5,9 @@ from collections.abc import Awaitable
 from fastapi import FastAPI
 
 from hocket import protocol
+from hocket.errors import cause_of
 from hocket.server.engine import RESTART, Engine, Residence
-from hocket.server.errors import ApiError, cause_of
+from hocket.server.errors import ApiError
 from hocket.server.routes import router
 
 PARTS = ("weights", "kv_cache")

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from hocket.common.processes import die_with_parent
-from hocket.errors import TRACEBACK
+from hocket.errors import TRACEBACK, cause_of
 from hocket.protocol import SamplingParams, Toolbox, ToolCall, VersionSpan
-from hocket.server.errors import ApiError, cause_of, encodable, invalid
+from hocket.server.errors import ApiError, encodable, invalid
 from hocket.server.vllm_arguments import app_arguments, is_cpu_build
 from hocket.server.vllm_weights import adapter_request
 
@@ -376,7 +376,7 @@ def answered(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         try:
             return {"value": method(*args)}
         except Exception as error:  # noqa: BLE001 - the engine raises it again
-            return {"error": str(error) or type(error).__name__}
+            return {"error": cause_of(error)}
 
     return answer
 

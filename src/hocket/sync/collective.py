@@ -24,6 +24,7 @@ from hocket.common.tasks import run_in_thread
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import manifest, weight_group
+from hocket.protocol.weight_group import why_broken
 from hocket.sync.publish import Answer, Delivery
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class CollectiveTransport:
         except HocketError as error:
             return error
         except (OSError, RuntimeError) as error:
-            return SyncError(f"can't listen for the workers of {server.url}: {_cause(error)}")
+            return SyncError(f"can't listen for the workers of {server.url}: {why_broken(error)}")
 
 
 class _Link:
@@ -180,7 +181,7 @@ class _Link:
                 f"to drain requests first, raise sync.timeout_s"
             )
         except RuntimeError as error:
-            self._failure = SyncError(f"can't connect with the workers of {self._server.url}: {_cause(error)}")
+            self._failure = SyncError(f"can't connect with the workers of {self._server.url}: {why_broken(error)}")
         self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
 
     async def _announced(self, number: int) -> bool:
@@ -214,7 +215,7 @@ class _Link:
         try:
             group.broadcast(flat.to(group.device))
         except RuntimeError as error:
-            reason = f"the connection broke: {_cause(error)}"
+            reason = f"the connection broke: {why_broken(error)}"
             if re.search("(?i)timed ?out", str(error)):
                 seconds = self._transport.sync.bucket_timeout_s
                 reason = f"{seconds:g} s passed; is it stopped? A slower network needs a higher sync.timeout_s"
@@ -230,8 +231,3 @@ class _Link:
         if self._failure is not None and isinstance(answer, ServerError) and answer.status is None:
             return SyncError(f"{self._failure}; {answer}")
         return answer
-
-
-def _cause(error: Exception) -> str:
-    # gloo begins with a place in its source, and ends with a joke
-    return re.sub(r"^\[.*?\] *|\. .*", "", (str(error) or type(error).__name__).splitlines()[0])

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hocket.common.tasks import in_own_thread
-from hocket.errors import TrainerError
+from hocket.errors import TrainerError, cause_of
+from hocket.protocol.weight_group import why_broken
 
 T = TypeVar("T")
 FAILURE = "hocket/failure"  # the store's key for why the first rank failed
@@ -132,10 +133,9 @@ class Ranks:
                 failure = self._ask_store(self._failure, GRACE_S)
                 if failure is not None:
                     raise TrainerError(f"rank {self.rank} stopped while {doing}, for {failure}") from error
-            reason = re.sub(r"^\[.*?\] *|\. .*", "", str(error).splitlines()[0])  # gloo's source line, its jokes
             raise TrainerError(
-                f"rank {self.rank} lost the other ranks while {doing}: {reason}. Another rank has ended, and its "
-                f"output says why, or did not answer within 6 x sync.timeout_s = {self.timeout_s:g}"
+                f"rank {self.rank} lost the other ranks while {doing}: {why_broken(error)}. Another rank has ended, "
+                f"and its output says why, or did not answer within 6 x sync.timeout_s = {self.timeout_s:g}"
             ) from error
 
     def _failure(self) -> str | None:
@@ -151,7 +151,7 @@ class Ranks:
         except TimeoutError:
             raise RuntimeError(f"no answer in {seconds:g} s") from None
         except Exception as error:
-            raise RuntimeError(str(error) or type(error).__name__) from error
+            raise RuntimeError(cause_of(error)) from error
 
     def _stop_watching(self) -> None:
         self._left.set()
@@ -164,7 +164,7 @@ class Ranks:
             try:
                 failure = self._ask_store(self._failure, self.timeout_s)
             except RuntimeError as error:
-                failure = f"rank 0, or the launcher, is gone: its store does not answer ({str(error).splitlines()[0]})"
+                failure = f"rank 0, or the launcher, is gone: its store does not answer ({error})"
             if failure is not None and not self._left.wait(GRACE_S):
                 print(f"hocket: rank {self.rank} ends, for {failure}", file=sys.stderr, flush=True)
                 os._exit(1)
