@@ -21,8 +21,7 @@ from hocket.stages import STAGES, pairs
 from hocket.stages.driver import Row, Stage
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Objective
-from hocket.trainer.policy import PREFIX, compute_in_float32
-from hocket.trainer.scalar import ScalarModel
+from hocket.trainer.policy import PREFIX, ScalarModel, compute_in_float32
 from hocket.trainer.shape import Shape
 from hocket.trainer.weights import head_of
 from hocket.types import TokenSequence, TrainSample

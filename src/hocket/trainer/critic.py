@@ -16,8 +16,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.models import Column, Extra, Models
-from hocket.trainer.policy import compute_in_float32
-from hocket.trainer.scalar import ScalarModel
+from hocket.trainer.policy import ScalarModel, compute_in_float32
 from hocket.trainer.step import Learner, Update
 
 

@@ -180,6 +180,18 @@ class Policy(nn.Module):
                 raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
 
 
+class ScalarModel(Policy):
+    """A model whose head has one output: it gives positions one number each, as critics and reward models do."""
+
+    def forward(self, batch: TrainBatch) -> Any:  # in place of log-probs and entropies
+        """Return values_bt, float32, of what is read before a token; 0 where the batch's mask is false."""
+        hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
+        values_n1: Tensor = head_of(self.model)(hidden_brh[0].index_select(0, batch.row_n))
+        zeros_t = torch.zeros(batch.mask_bt.numel(), device=values_n1.device)
+        values_bt = zeros_t.index_copy(0, batch.trained_n, values_n1.squeeze(-1).float())[None]
+        return batch.segments.part.whole(values_bt)
+
+
 def skeleton(config: ModelConfig, kind: type[Policy] = Policy) -> Any:
     """Return a model as it is trained, without weights, on the meta device."""
     model = empty_model(config.path, scores=kind.scores)
