@@ -202,7 +202,7 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
 
 def placed(gpus: str, settings: list[str]) -> launch.Placement:
     values = config.load(None, settings)
-    return launch.place(values.launch, values.server.tensor_parallel_size, values.sync.backend, list(gpus))
+    return launch.place(values.launch, values.server.tensor_parallel_size, list(gpus))
 
 
 @pytest.mark.parametrize(
@@ -233,10 +233,9 @@ def test_gpus_are_divided_between_servers_and_ranks(
         ("0", ["launch.trainers=2"], "launch.trainers=2 needs 2 GPUs, and of 1 in all it has 1"),
         ("0123", ["launch.servers=4"], "launch.trainers=1 needs 1 GPUs, and of 4 in all it has 0"),
         ("01", ["server.tensor_parallel_size=4"], "launch.servers=1 needs 4 GPUs, and of 2 in all it has 2"),
-        ("0", ["sync.backend=nccl"], "GPU 0 has a server and a trainer.*launch.share_gpu=true sync.backend=disk"),
     ],
 )
-def test_too_few_gpus_and_a_gpu_for_both_sides_of_nccl_are_refused(gpus: str, settings: list[str], reason: str) -> None:
+def test_too_few_gpus_are_refused(gpus: str, settings: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         placed(gpus, settings)
 

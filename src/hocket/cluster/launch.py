@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hocket.common import environment
-from hocket.common.files import kind_of, numbered, unused
+from hocket.common.files import kind_of, last_lines, numbered, unused
 from hocket.common.machine import holder, refuse_open, url_of
 from hocket.common.processes import die_with_parent, first
 from hocket.config import Config, LaunchConfig, ObserveConfig
@@ -29,7 +29,6 @@ PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
 LONGEST_PROMPT = 80  # characters, in a command
 NUM_LINES = 15  # of a server's log, in an error
-TAIL = 1 << 16  # bytes of a log in which they are looked for
 
 
 def die_with_launcher() -> bool:
@@ -73,9 +72,8 @@ class Child(subprocess.Popen[bytes]):
         if self.log is None:
             return said
         with self.log.open("rb") as file:
-            file.seek(max(self.begin, self.log.stat().st_size - TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join([f"{said}; the end of {self.log}:", *lines[-NUM_LINES:]])
+            words = last_lines(file, NUM_LINES, begin=self.begin, between="\n")
+        return f"{said}; the end of {self.log}:\n{words}"
 
     def refuse_dead(self) -> None:
         if self.poll() is not None:
@@ -111,7 +109,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     refuse_missing(gpus)
     config.refuse_outside()
     checkpoints.refuse_taken(config.run_dir, resume=config.checkpoint.resume)
-    plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, gpus)
+    plan = place(config.launch, config.server.tensor_parallel_size, gpus)
     ports = free_ports(config.server.host, config.server.port, len(plan.servers))
     urls = ",".join(map(config.url_at, ports))
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
@@ -172,11 +170,10 @@ def listening(host: str, port: int, token: str | None) -> socket.socket:
         raise ConfigError(f"{why}; set another observe.host or observe.port") from error
 
 
-def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:
+def place(settings: LaunchConfig, size: int, gpus: Sequence[str]) -> Placement:
     """Divide this machine's GPUs: first come the servers', then the ranks'; a single one is for both.
 
-    By default servers of `size` GPUs get half of them. Raise ConfigError where they are too few, or where NCCL would
-    have to connect two processes on one GPU.
+    By default servers of `size` GPUs get half of them. Raise ConfigError where they are too few.
     """
     num_servers = settings.servers or 1
     num_ranks = settings.trainers or 1
@@ -189,11 +186,6 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
         num_servers = settings.servers or max(1, (len(gpus) - kept) // size)
         theirs = gpus[num_servers * size :]
         num_ranks = settings.trainers or max(1, len(theirs))
-    elif backend == "nccl":
-        raise ConfigError(
-            f"GPU {gpus[0]} has a server and a trainer, which NCCL can't connect: show it more GPUs "
-            "(CUDA_VISIBLE_DEVICES), or let them share this one: launch.share_gpu=true sync.backend=disk"
-        )
     for what, number, each, found in (
         ("launch.servers", num_servers, size, gpus[: num_servers * size]),
         ("launch.trainers", num_ranks, 1, theirs),

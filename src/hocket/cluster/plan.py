@@ -84,7 +84,7 @@ class Needs:
         gpus = [str(number) for number in range(num_gpus)]
         if stage is None:
             objective = configured(config)
-            where = place(config.launch, size, config.sync.backend, gpus)
+            where = place(config.launch, size, gpus)
         else:
             objective = stage
             where = Placement([], ",".join(gpus), num_gpus, apart=True)

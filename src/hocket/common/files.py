@@ -115,8 +115,8 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(partial)
 
 
-def last_lines(file: IO[bytes], most: int = 1) -> str:
-    """Return the last lines that a program wrote, as one."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+def last_lines(file: IO[bytes], most: int = 1, *, begin: int = 0, between: str = " | ") -> str:
+    """Return the last lines that a program wrote, from byte `begin` on, as one."""
+    file.seek(max(begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     lines = file.read().decode("utf-8", "replace").rstrip().splitlines()
-    return " | ".join(line.strip() for line in lines[-most:])
+    return between.join(line.strip() for line in lines[-most:])
