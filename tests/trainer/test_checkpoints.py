@@ -77,8 +77,6 @@ def test_a_checkpoint_is_the_state_after_its_step(tmp_path: Path, background: st
     saved.restore({"part": part})
     assert part.value == 80
     assert checkpoints.read(folder.with_name("step_000010")).metrics == {}  # nan is none
-    with pytest.raises(ConfigError, match="has states of part, this run has part, other"):
-        saved.restore({"part": part, "other": part})
 
 
 def test_a_due_step_that_was_not_trained_is_made_up_for_and_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
@@ -219,7 +217,6 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     older = newest.with_name("step_000008") / "state.json"  # of a version without one of the settings
     state = json.loads(older.read_text())
     del state["config"]["model"]["max_length"], state["config"]["data"]
-    state["config"]["trainer"]["collective_timeout_s"] = 1800.0  # which this version has no more
     older.write_text(json.dumps(state))
     checksum = manifest.total_checksum(manifest.specs(manifest.tensors(older.parent)), older.read_text())
     (older.parent / "COMPLETE").write_text(checksum)

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from pathlib import Path
 
+from hocket.common.machine import url_of
 from hocket.common.tasks import look_up
 from hocket.config.deployment import web_url
 from hocket.errors import ServerError
@@ -40,4 +41,4 @@ def _at_name(name_and_port: str) -> list[str]:
     found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
     family = min(entry[0] for entry in found)  # IPv4 if any: a server with both would count twice
     addresses = [str(entry[4][0]) for entry in found if entry[0] == family]
-    return [f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}" for address in addresses]
+    return [url_of(address, int(port)) for address in addresses]

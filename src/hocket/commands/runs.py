@@ -22,7 +22,7 @@ from hocket.commands.parts import NO_ROWS, Parts, Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
-from hocket.config import CheckpointConfig, Config, read_settings
+from hocket.config import Config, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, SyncError, door
@@ -203,7 +203,11 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         folder.ledger(0, [*stream.sizes(), *stream.entries()])
 
     plays = parts.plays(servers)
-    keeper = Checkpoints(config, trainer.state, kept, last=last, after=_copies(config.checkpoint, folder.path, console))
+    copies = list[Callable[[Path], None]]()
+    if config.checkpoint.copy_to is not None:
+        other = Path(config.checkpoint.copy_to, folder.path.name)
+        copies.append(partial(copy_to, other, config.checkpoint.keep, console.say))
+    keeper = Checkpoints(config, trainer.state, kept, last=last, after=copies)
     parts.stack.enter_context(keeper)
     measure = trainer.numbers if config.observe.tokens else None
     run = Run(
@@ -228,13 +232,6 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         best = Best(config.checkpoint.best, folder.path, folder.history, trainer, keeper)
         run = dataclasses.replace(run, keep=best.keep, best=best.summary)
     return run
-
-
-def _copies(settings: CheckpointConfig, run_dir: Path, console: Console) -> list[Callable[[Path], None]]:
-    copies = list[Callable[[Path], None]]()
-    if settings.copy_to is not None:
-        copies.append(partial(copy_to, Path(settings.copy_to) / run_dir.name, settings.keep, console.say))
-    return copies
 
 
 def _shape(config: Config) -> "Callable[[Group], Shaped]":

@@ -20,9 +20,9 @@ from hocket.common.files import numbered
 from hocket.observe import plugin_files
 from hocket.observe.images import shown
 from hocket.observe.metrics import alarms
+from hocket.observe.owner import SILENCE_S
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, parsed, read_text, reading, rows_of
 
-SILENCE_S = 60.0  # after which an owner without a sign of life is gone
 NUM_PHASES = 100  # newest ones that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
 _NAME = re.compile(r"(step|eval)_(\d+)")  # of a file of rollouts

@@ -60,10 +60,6 @@ class Saved:
     parts: Mapping[str, Mapping[str, Any]]  # name → state
 
     def restore(self, parts: Mapping[str, Part]) -> None:
-        if parts.keys() != self.parts.keys():
-            there = ", ".join(self.parts)
-            here = ", ".join(parts)
-            raise ConfigError(f"{self.folder} has states of {there}, this run has {here}; choose another run.dir")
         for name, part in parts.items():
             part.restore(self.parts[name])
 
