@@ -150,7 +150,12 @@ class TrainSample:
     witness: bool = False  # a fair draw: that it is trained was sure before it was sampled
 
     def __post_init__(self) -> None:
-        check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **self.columns)
+        check_lengths(token_ids=self.sequence.token_ids, **self.numbers)
+
+    @property
+    def numbers(self) -> Columns:
+        """All that the losses read, by name."""
+        return {"rollout_logprobs": self.sequence.logprobs, "advantages": self.advantages, **self.columns}
 
 
 def text_of(content: Any) -> str:

@@ -12,14 +12,12 @@ _OWNED = {
     "train_batch_size": "rollout.prompts_per_step and rollout.group_size",
     "train_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens",
-    "gradient_clipping": "trainer.max_grad_norm",
     "optimizer": "trainer.learning_rate, trainer.betas and trainer.weight_decay",
     "scheduler": "trainer.schedule and trainer.warmup_steps",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
     "torch_autocast": "model.dtype",
     "activation_checkpointing": "trainer.gradient_checkpointing",
-    "zero_optimization.stage": "trainer.zero_stage",
     "zero_optimization.offload_optimizer": "trainer.offload_optimizer",
 }
 _ZERO = "zero_optimization."

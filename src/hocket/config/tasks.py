@@ -48,8 +48,7 @@ class DataConfig(Section):
     """Hosts from which URLs of images are fetched, in rows and by servers (vision.md)."""
 
     def refuse(self) -> None:
-        is_file = self.source.partition(":")[0] not in ("hf", "task", "gym", "verifiers")
-        if is_file and self.split != type(self).model_fields["split"].default:
+        if not self.kind and self.split != type(self).model_fields["split"].default:
             raise ValueError(
                 f"split={self.split}: leave it out of a file, which has none; eval.data names held-out rows"
             )
@@ -61,6 +60,11 @@ class DataConfig(Section):
             raise ValueError("answer_pattern needs answer_column")
         if self.answer_pattern.groups < 1:
             raise ValueError("answer_pattern needs a group (...) around the answer")
+
+    @property
+    def kind(self) -> str:
+        """What is said before the colon of a source; "" of a file."""
+        return next((kind for kind in ("hf", "task", "gym", "verifiers") if self.source.startswith(f"{kind}:")), "")
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -210,9 +210,10 @@ class Config(Section):
         own = self.eval.data
         data = self.data
         given = own.model_fields_set
-        kind, _, name = data.source.partition(":")
-        is_saved = (Path(name).expanduser() / "state.json").is_file()  # without splits
-        has_split = kind in ("task", "gym", "verifiers") or (kind == "hf" and not is_saved and "split" in given)
+        has_split = data.kind != ""
+        if data.kind == "hf":
+            is_saved = Path(data.source.removeprefix("hf:")).expanduser().joinpath("state.json").is_file()  # has none
+            has_split = not is_saved and "split" in given
         is_other = "source" in given or (has_split and own.split != data.split)
         if data.sources or not (is_other and self.eval.num_prompts):
             return None

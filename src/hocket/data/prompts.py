@@ -54,12 +54,10 @@ def load_prompts(
 
 
 def _prompts(data: DataConfig, renderer: Renderer, source: str) -> Iterator[Prompt]:
-    is_file = not data.source.startswith(("task:", "hf:", "gym:", "verifiers:"))
-
     def render(place: str, columns: Mapping[str, Any]) -> Rendered[Prompt]:
         columns, pictures = renderer.seen(columns)
         text, fields = renderer.row(columns)
-        name = Path(place).name if is_file else place
+        name = place if data.kind else Path(place).name
         name = f"{source}/{name}" if source else name  # two sources may have files of one name
 
         def prompt(token_ids: list[list[int]]) -> Prompt:

@@ -32,10 +32,9 @@ _TEST_SHARE = 1 / 8
 
 def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     """Yield (place, columns) of at most `data.limit` rows, unchecked; .jsonl as bytes."""
-    kind = data.source.partition(":")[0]
     place = f"{data.source}/{data.split}"
-    if kind in NAMED:
-        rows: Rows = enumerate(NAMED[kind](data))
+    if data.kind:
+        rows: Rows = enumerate(NAMED[data.kind](data))
     else:
         path = Path(data.source).expanduser()
         place = str(path)
@@ -55,7 +54,7 @@ def identity(data: DataConfig, *, has_images: bool) -> str | None:
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
-    if data.source.startswith("hf:"):
+    if data.kind == "hf":
         loaded = _hugging_face(data)
         return str(loaded._fingerprint) if loaded.data.nbytes > small else None
     return sha256_of(path) if path.is_file() and path.stat().st_size > small else None

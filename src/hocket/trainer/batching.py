@@ -294,11 +294,10 @@ def _read(sample: TrainSample) -> np.ndarray:
 def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:
     """Return a sample's numbers, [t] each."""
     sequence = sample.sequence
-    numbers = {"rollout_logprobs": sequence.logprobs, "advantages": sample.advantages, **sample.columns}
     return {
         "token_ids": np.array(sequence.token_ids, np.int64),
         "mask": np.frombuffer(bytes(sequence.mask), np.bool_),
-        **{name: np.array(values, np.float32) for name, values in numbers.items()},
+        **{name: np.array(values, np.float32) for name, values in sample.numbers.items()},
     }
 
 

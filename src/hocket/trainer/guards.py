@@ -27,7 +27,7 @@ def first_fault(samples: Sequence[TrainSample], done: Sequence[Update]) -> str:
     found = [
         (float(np.where(np.isnan(values), np.inf, np.abs(values)).max(initial=0.0)), index, name)
         for index, sample in enumerate(samples)
-        for name, values in _numbers(sample).items()
+        for name, values in sample.numbers.items()
     ]
     size, index, column = max(found, key=lambda one: one[0])
     if size > LARGEST:
@@ -58,14 +58,9 @@ def _row(sample: TrainSample, decode: Callable[[list[int]], str]) -> dict[str, A
         "text": decode(token_ids),
         "token_ids": token_ids,
         "mask": list(map(int, sequence.mask)),
-        **_numbers(sample),
+        **{name: list(values) for name, values in sample.numbers.items()},
         "version_min": sequence.version_min,
     }
-
-
-def _numbers(sample: TrainSample) -> dict[str, list[float]]:
-    columns = {"rollout_logprobs": sample.sequence.logprobs, "advantages": sample.advantages, **sample.columns}
-    return {name: list(values) for name, values in columns.items()}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,6 @@ class Shape(NamedTuple):
     key: int  # of all heads of keys, and of values
     pair: int  # of all heads of queries, and of values: what a token and one that it sees take
     inner: int  # of the feed-forward layer
-    vocab: int
     experts: int  # that a token takes in each layer; 0: no mixture
     windows: tuple[int, ...]  # per layer: tokens that one sees, itself included
 
@@ -45,7 +44,6 @@ class Shape(NamedTuple):
             key=head * size("num_key_value_heads", heads),
             pair=heads * (size("qk_head_dim", head) + size("v_head_dim", head)),
             inner=experts * size("moe_intermediate_size", inner) if experts else inner,
-            vocab=text.vocab_size,
             experts=experts,
             windows=tuple(window if kind == "sliding_attention" else ALL for kind in kinds),
         )
