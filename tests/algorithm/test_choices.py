@@ -68,6 +68,8 @@ def test_an_own_advantage_of_the_group_has_its_options_and_is_divided_by_scale()
 def test_an_own_advantage_of_the_batch_gets_all_rewards_and_the_numbers_of_their_groups() -> None:
     found = group_advantages([1.0, 2.0, 6.0], [0, 0, 1], baseline="over_batch", scale="none")
     assert found.tolist() == [-2.0, -1.0, 4.0]
+    parts = [{"a": 1.0}, {"a": 2.0}, {"b": 3.0}]  # sources of a mixture have others
+    assert group_advantages([1.0, 2.0, 6.0], [0, 0, 1], baseline="over_batch", scale="none", parts=parts).equal(found)
 
 
 def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_spread() -> None:

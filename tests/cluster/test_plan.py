@@ -169,6 +169,16 @@ def test_a_rank_fits_where_a_sequence_does_with_the_margin_that_the_trainer_leav
     )
 
 
+def test_sources_of_a_mixture_are_reckoned_with_their_own_lengths(models: dict[str, str]) -> None:
+    def needs(*settings: str) -> plan.Needs:
+        common = (f"model.path={models['0.5B']}", "model.max_length=4096", "rollout.max_tokens=4000")
+        return plan.Needs(load(None, [*common, *settings]), 2, plan.GPUS["24GB"])
+
+    two = needs("data.sources=[{name: a, weight: 3, max_tokens: 100}, {name: b, max_tokens: 500}]")
+    assert two.seconds["rank 0"] == pytest.approx(needs("rollout.max_tokens=200").seconds["rank 0"])
+    assert two.seconds["generate"] < needs().seconds["generate"] / 4
+
+
 def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, str]) -> None:
     settings = [f"model.path={models['0.5B']}"]
     assert "8 x 80GB (H100)" in next(plan.report(settings, 8, "h100"))

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -205,6 +206,14 @@ def group(source: str, *marks: float) -> list[Group]:
         Group(id="g", rollouts=(played(prompt, "g/0"),), scores=(Score(total=mark, parts={f"of_{source}": mark}),))
         for mark in marks
     ]
+
+
+def test_a_held_out_set_without_any_score_leaves_the_others_their_numbers() -> None:
+    (failed,) = group("b", 0)
+    failed = dataclasses.replace(failed, scores=(Score(total=math.nan, error="the judge is down"),))
+    found = measured([*group("a", 1, 0), failed], {"a": "of_a", "b": "of_b"}, 1.0)
+    assert (found["eval/greedy"], found["eval/b/reward_errors"]) == (0.5, 1.0)
+    assert "eval/b/greedy" not in found
 
 
 def test_the_mean_of_held_out_sets_counts_each_once_and_has_its_own_standard_error() -> None:

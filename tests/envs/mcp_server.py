@@ -47,6 +47,18 @@ def sleep(seconds: float) -> None:
 
 
 @server.tool()
+def letters(number: int) -> str:
+    """Tells many letters."""
+    return "x" * number
+
+
+@server.tool()
+def complain(bytes: int) -> None:
+    """Writes to stderr."""
+    print("x" * bytes, file=sys.stderr, flush=True)
+
+
+@server.tool()
 def die() -> None:
     """Ends the server."""
     print("thinking\nRuntimeError: too much", file=sys.stderr, flush=True)

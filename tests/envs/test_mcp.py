@@ -147,14 +147,14 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
 
 
 @needs_mcp
-async def test_a_call_that_a_dead_server_never_received_is_made_again(environment: None) -> None:
+async def test_calls_that_a_dead_server_never_received_are_made_again(environment: None) -> None:
     port = free_port()
     with kept_up(port):
         first, second = (tools({"url": f"http://127.0.0.1:{port}/mcp", "session": "shared"}) for _ in range(2))
         (pid,) = await said(first, call("pid"))
         os.kill(int(pid), signal.SIGKILL)
         await asyncio.sleep(0.1)
-        assert (await said(second, call("pid")))[0] not in ("", pid)
+        assert {pid, *await said(second, call("pid"), call("pid"))} > {pid}
         ends = await asyncio.gather(*(said(first, call("die")) for _ in range(2)), return_exceptions=True)
         assert [type(end) for end in ends] == [LostError] * 2  # they may have been received
 
@@ -176,6 +176,43 @@ async def test_with_a_lost_server_the_turns_other_calls_end_and_the_error_has_wh
         await said(playing, call("slow_of_mcp_tests"), call("die"))
     assert ended == ["slow"]
     await playing.close()
+
+
+@needs_mcp
+@pytest.mark.parametrize("way", ["stdio", "http"])
+async def test_an_answer_of_megabytes_is_an_answer(way: str, environment: None) -> None:
+    port = free_port()
+    server = {"url": f"http://127.0.0.1:{port}/mcp"} if way == "http" else {"command": COMMAND, "env": ["PYTHONPATH"]}
+    with kept_up(port) if way == "http" else contextlib.nullcontext():
+        playing = tools(server, max_result=10**7)
+        (answer,) = await said(playing, call("letters", number=3_000_000))
+        await playing.close()
+    assert len(answer) == 3_000_000
+
+
+@needs_mcp
+async def test_a_server_that_does_not_start_again_is_lost_within_the_time_of_a_call(
+    environment: None, tmp_path: Path
+) -> None:
+    mark = tmp_path / "started"
+    command = f"sh -c 'if [ -e {mark} ]; then exec sleep 99; fi; touch {mark}; exec {COMMAND}'"
+    playing = tools({"command": command, "env": ["PYTHONPATH"]}, call_timeout_s=0.5)
+    async with asyncio.timeout(10):
+        with pytest.raises(LostError, match=r"is lost: TimeoutError"):
+            await said(playing, call("pid"))
+
+
+@needs_mcp
+async def test_what_a_server_writes_to_stderr_does_not_fill_the_disk(environment: None) -> None:
+    playing = tools({"command": COMMAND, "env": ["PYTHONPATH"]})
+    (pid,) = await said(playing, call("pid"))
+    kept = []
+    for _ in range(8):
+        await said(playing, call("complain", bytes=1 << 19))
+        kept.append(Path(f"/proc/{pid}/fd/2").stat().st_size)
+    assert max(kept) < 3 << 20
+    with pytest.raises(LostError, match=r"Connection closed \| (x+ \| )?thinking \| RuntimeError"):
+        await said(playing, call("die"))
 
 
 @pytest.mark.parametrize(

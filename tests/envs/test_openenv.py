@@ -87,7 +87,9 @@ async def test_an_episode_is_a_session_of_the_server() -> None:
         make = bind("openenv", {"url": url, "action": "guess", "observation": "hint"})
         one, other = make(), make()
         start = await one.reset(PROMPT, 2**40 + 7)
-        await other.reset(Prompt(id="q", token_ids=(1,)), 1)
+        own = await other.reset(Prompt(id="q", token_ids=(1,), meta={"reset": {"seed": 3}}), 1)
+        assert own is not None
+        assert own.messages[0]["content"] == "1 to 9, seed 3"  # of the row
         assert start is not None
         assert start.messages == [{"role": "user", "content": "1 to 5, seed 7"}]
         first, last = await one.step(action("4")), await one.step(action(" 5"))

@@ -49,8 +49,18 @@ def call(name: str, arguments: str, id: str = "") -> ToolCall:
     return ToolCall(name=name, arguments=arguments, id=id)
 
 
+@tool
+def slope_of_tests(function: str) -> str:
+    """Tells the slope.
+
+    Args:
+        function: As a formula.
+    """
+    return f"d/dx {function}"
+
+
 CUT = "\n[cut after 9 of 10 characters]"
-NAMES = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests"]
+NAMES = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests", "slope_of_tests"]
 
 
 async def results(*calls: ToolCall, timeout_s: float = 20.0) -> list[dict[str, Any]]:
@@ -86,10 +96,17 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
         call("meet_of_tests", "{}", id="functions.meet:1"),
         call("weather_of_tests", '{"city": "Köln", "days": 2}'),
         call("calculate", '{"expression": "12*34"}'),
+        call("slope_of_tests", '{"function": "x"}'),
     )
-    said = ["met", "met", '{"city": "Köln", "sun": [true, true]}', "408"]
+    said = ["met", "met", '{"city": "Köln", "sun": [true, true]}', "408", "d/dx x"]
     assert [answer["content"] for answer in answers] == said
-    assert [answer["tool_call_id"] for answer in answers] == ["call00001", "functions.meet:1", "call00003", "call00004"]
+    assert [answer["tool_call_id"] for answer in answers] == [
+        "call00001",
+        "functions.meet:1",
+        "call00003",
+        "call00004",
+        "call00005",
+    ]
     assert {answer["role"] for answer in answers} == {"tool"}
     assert await results() == []  # an answer without a call ends the episode
 

@@ -99,7 +99,9 @@ def test_failing_calls_of_tools_are_a_metric_with_an_alarm() -> None:
     def of(*results: str) -> Rollout:
         return rollout(1, "stop", 1, dialogue=tuple({"role": "tool", "content": result} for result in results))
 
-    found = rollout_metrics([group_of(of("error: there is no tool 'x'", "7"), of("8"), rollout(1, "stop", 1))])
+    first, second = of("error: there is no tool 'x'"), of("7")  # of an episode whose history was shortened
+    whole = dataclasses.replace(second, sequences=(*first.sequences, *second.sequences))
+    found = rollout_metrics([group_of(whole, of("8"), rollout(1, "stop", 1))])
     assert found["rollout/tool_errors"] == pytest.approx(1 / 3)
     assert "unknown tools, wrong arguments" in alarms(found)["rollout/tool_errors"]
     assert "rollout/tool_errors" not in rollout_metrics([group_of(rollout(1, "stop", 1))])

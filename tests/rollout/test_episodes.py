@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import dataclasses
 import math
 import random
 import threading
@@ -614,6 +615,31 @@ async def test_history_that_outgrows_the_context_goes_on_shortened_in_a_new_sequ
     assert str(num_before) * 20 in shown
     assert "1" * 20 not in shown
     assert (f"{2 * num_before} messages" in shown) == (shorten is summary)
+
+
+@pytest.mark.parametrize("greets", [False, True])
+async def test_history_is_asked_with_each_message_once(renderer: Renderer, greets: bool) -> None:
+    seen = list[list[str]]()
+    welcome = [{"role": "user", "content": "hi"}] if greets else []
+
+    class Numbered(Chatty):
+        async def reset(self, prompt: Prompt, seed: int) -> Observation:
+            return Observation(messages=welcome)
+
+        async def step(self, action: Action) -> Step:
+            return dataclasses.replace(await super().step(action), done=self.turns == 12)
+
+    async def newer(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Sequence[Message]:
+        seen.append([message["content"] for message in (*prompt[1:], *dialogue) if message["role"] == "user"])
+        return await drop_oldest(prompt, dialogue)
+
+    limits = Limits(max_turns=20, max_length=160, timeout_s=5.0, history=newer)
+    (group,) = await played(Numbered, renderer, FakeEngine(), num_prompts=1, limits=limits)
+    assert group.rollouts[0].error is None
+    assert len(seen) >= 3
+    for said in seen:
+        assert len({*said}) == len(said)
+        assert (said[0] == "hi") == greets
 
 
 async def unchanged(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Sequence[Message]:

@@ -1,5 +1,7 @@
 """Compare each rollout's reward with those of its group. Suffixes: n rollouts, g group."""
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -30,7 +32,8 @@ def group_advantages(
     if choice.per == "group":
         advantages_n = _by_group(lambda rewards_g: choice(rewards_g=rewards_g), rewards_n, ids_n)
     else:
-        parts_n = {name: rewards_n.new_tensor([part[name] for part in parts]) for name in parts[0]}
+        names = {*itertools.chain.from_iterable(parts)}  # those of another source are NaN
+        parts_n = {name: rewards_n.new_tensor([part.get(name, math.nan) for part in parts]) for name in names}
         advantages_n = torch.empty_like(rewards_n)
         advantages_n[:] = choice(rewards_n=rewards_n, group_n=ids_n, parts_n=parts_n)
     if scale == "group":

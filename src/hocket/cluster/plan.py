@@ -5,6 +5,7 @@ Seconds are good for a choice between settings, not for a promise.
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -115,10 +116,11 @@ class Needs:
         free = self.room - (rank.total - rank.activations)
         self.largest_micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token))  # tokens that fit
         self._prompt = config.data.max_prompt_tokens or PROMPT_TOKENS
+        limits = [view.rollout.max_tokens for view in config.views.values()]
+        self._longest = max(limits)
+        self._length = LENGTH * statistics.fmean(limits, [one.weight for one in config.data.sources] or None)
         if config.trainer.micro_batch_tokens == "auto":  # at least one sequence
-            tokens = min(
-                8192, max(self.largest_micro_batch, objective.unit * (self._prompt + config.rollout.max_tokens))
-            )
+            tokens = min(8192, max(self.largest_micro_batch, objective.unit * (self._prompt + self._longest)))
             rank = rank._replace(activations=per_token * tokens)
         self.rank = rank
         backend = config.sync.backend
@@ -158,7 +160,7 @@ class Needs:
         config = self._config
         rollout = config.rollout
         peak = flops.PEAKS[self._gpu.name]
-        length = LENGTH * rollout.max_tokens
+        length = self._length
         prompt = self._prompt
         count = rollout.prompts_per_step * rollout.group_size
         num_ranks = self.where.num_ranks
@@ -180,7 +182,7 @@ class Needs:
         updates = config.algorithm.updates
         passes = (config.algorithm.kl != "off") + (updates > 1)  # of log-probs alone
         seconds = {
-            "generate": prefill + iteration * max(rollout.max_tokens, mine * length / running),
+            "generate": prefill + iteration * max(self._longest, mine * length / running),
             "train": update * epochs + passes * update / 3,
             "rank 0": HOST_S * count * (prompt + length),
             "weights": self.published * (NCCL_S if self.broadcasts else DISK_S),

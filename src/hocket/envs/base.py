@@ -177,7 +177,7 @@ async def drop_oldest(prompt: Sequence[Message], dialogue: Sequence[Message]) ->
 bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_fields)
 
 
-def invoke(function: Callable[..., Any], *arguments: Any, **named: Any) -> Awaitable[Any]:
+def invoke(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Awaitable[Any]:
     """Call an async function here, a plain one in a thread of its own: one that hangs holds up no other."""
     call = functools.partial(function, *arguments, **named)
     if inspect.iscoroutinefunction(function):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import math
 import os
 import shlex
 import tempfile
@@ -22,10 +21,11 @@ from hocket.config.sections import Names
 from hocket.envs.base import LostError, Tool
 from hocket.errors import ConfigError
 
-OPEN_S = 30.0  # for each answer until the first call, and for a server that is gone to come back
+LIST_S = 30.0  # to start, and for each answer, of a server that is asked for its tools
 RETRY_S = 0.5
 MAX_PAGES = 100  # of a list of tools
 NUM_LINES = 5  # of a lost server's stderr, in the error
+MAX_STDERR = 1 << 20  # bytes that are kept of it
 
 
 class UnaskedError(LostError):
@@ -52,8 +52,9 @@ class Server:
         self.headers = {name: secret(_value(variable), f"${variable}") for name, variable in headers.items()}
         try:
             listed = run(self._listed())
-        except LostError as error:
-            raise ConfigError(f"env.mcp: {error}; try by hand whether it starts, or answers at that URL") from error
+        except (LostError, TimeoutError) as error:
+            what = str(error) or f"{self} lists no tools within {LIST_S:g} s"
+            raise ConfigError(f"env.mcp: {what}; try by hand whether it starts, or answers at that URL") from error
         unknown = set(tools) - listed.keys()
         if unknown:
             raise ValueError(f"{self} has no tools {sorted(unknown)}, only {', '.join(listed)}")
@@ -65,12 +66,11 @@ class Server:
 
     async def _listed(self) -> dict[str, Any]:
         """Return the schemas of all its tools."""
-        session = Session(self)
-        await session.opened()
+        session = Session(self, LIST_S)
         schemas = {}
         cursor = None
         for _ in range(MAX_PAGES):
-            page = await session.ask("list_tools", cursor=cursor)
+            page = await session.ask(LIST_S, "list_tools", cursor=cursor)
             for tool in page.tools:
                 function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
                 schemas[tool.name] = {"type": "function", "function": function}
@@ -95,16 +95,13 @@ class ServerTools:
             self._session.closing.set()
 
     async def _call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> str:
-        """Return what a tool answers, as text; connect first, or wait OPEN_S for a server to come back."""
-        end = time.monotonic() + OPEN_S
+        """Return what a tool answers, as text; a server that is gone has as long to come back."""
+        end = time.monotonic() + seconds
         while True:
             if self._session is None or self._session.lost:
-                self._session = Session(self._server)
-            session = self._session
+                self._session = Session(self._server, seconds)
             try:
-                await session.opened()
-                async with asyncio.timeout(seconds):
-                    result = await session.ask("call_tool", name, dict(arguments), read_timeout_seconds=math.inf)
+                result = await self._session.ask(seconds, "call_tool", name, dict(arguments))
             except UnaskedError:
                 if time.monotonic() > end:
                     raise
@@ -115,58 +112,63 @@ class ServerTools:
 
 
 class Session:
-    """A session, in a task of its own that opens and closes it; once lost it is of no use."""
+    """A session, in a task of its own that opens it, within `seconds`, and closes it; once lost it is of no use."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, seconds: float) -> None:
         self._server = server
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - stderr of a command, as long as the session
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - of a command, as long as the session
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._num_asked = 0  # at the moment
         self.closing = asyncio.Event()
-        self.task = asyncio.create_task(self._keep())
+        self.task = asyncio.create_task(self._keep(seconds))
         self.task.add_done_callback(retrieve)
 
     @property
     def lost(self) -> bool:
         return self.closing.is_set() or self.task.done()
 
-    async def _keep(self) -> None:
+    async def _keep(self, seconds: float) -> None:
+        from httpx2 import AsyncClient
         from mcp import Client, StdioServerParameters, stdio_client
-        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+        from mcp.client.streamable_http import streamable_http_client
 
         async with contextlib.AsyncExitStack() as stack:
             if self._server.command is not None:
                 command, *arguments = kill_with_parent(shlex.split(self._server.command))
                 parameters = StdioServerParameters(command=command, args=arguments, env=self._server.variables)
-                transport = stdio_client(parameters, errlog=self._errors)
+                transport = stdio_client(parameters, errlog=self._stderr)
             else:
-                http = await stack.enter_async_context(create_mcp_http_client(self._server.headers))
-                transport = streamable_http_client(self._server.url, http_client=http)
-            client = Client(transport, cache=None, read_timeout_seconds=OPEN_S)
-            self._client.set_result(await stack.enter_async_context(client))
+                http = await stack.enter_async_context(AsyncClient(headers=self._server.headers, timeout=None))
+                transport = streamable_http_client(self._server.url, http_client=http, max_sse_event_size=None)
+            async with asyncio.timeout(seconds):
+                client = await stack.enter_async_context(Client(transport, cache=None))
+            self._client.set_result(client)
             await self.closing.wait()
 
-    async def opened(self) -> None:
-        """Wait until it is open. Raise UnaskedError if it can't be."""
+    async def ask(self, seconds: float, method: str, *arguments: Any, **named: Any) -> Any:
+        """Return what a method of the client does within `seconds`, once the session is open.
+
+        Raise ValueError for wrong arguments of a tool, UnaskedError where it did not receive them, else LostError.
+        """
+        from mcp.types import INVALID_PARAMS
+
         await asyncio.wait({self.task, self._client}, return_when=asyncio.FIRST_COMPLETED)
         if not self._client.done():
             raise await self._loss(RuntimeError("it was closed"))
-
-    async def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Return what a method of the client does. Raise ValueError for wrong arguments of a tool, else LostError."""
-        from mcp.types import INVALID_PARAMS
-
+        if os.fstat(self._stderr.fileno()).st_size > MAX_STDERR:
+            self._stderr.seek(0)  # for the command, too
+            self._stderr.truncate()
         asked = asyncio.ensure_future(getattr(self._client.result(), method)(*arguments, **named))
-        self._num_asked += 1
         try:
-            await asyncio.wait({asked, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(seconds):
+                await asyncio.wait({asked, self.task}, return_when=asyncio.FIRST_COMPLETED)
             return asked.result()
+        except TimeoutError:
+            raise
         except Exception as error:
             if getattr(error, "code", None) == INVALID_PARAMS:
                 raise ValueError(str(error)) from error
             raise await self._loss(error) from error
         finally:
-            self._num_asked -= not self.closing.is_set()
             asked.cancel()
 
     async def _loss(self, error: BaseException) -> LostError:
@@ -177,11 +179,11 @@ class Session:
         await asyncio.wait({self.task}, timeout=RETRY_S)
         if self.task.done() and not self.task.cancelled():
             error = self.task.exception() or error
+        refused = BaseExceptionGroup("", [error]).split(ConnectError)[1] is None
+        unasked = not self._client.done() or (refused and self._server.shared is not None)
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        refused = isinstance(error, ConnectError) and self._num_asked == 1  # of several one may have been received
-        unasked = not self._client.done() or (refused and self._server.shared is not None)
-        why = " | ".join(filter(None, [f"{type(error).__name__}: {error}", last_lines(self._errors, NUM_LINES)]))
+        why = " | ".join(filter(None, [f"{type(error).__name__}: {error}", last_lines(self._stderr, NUM_LINES)]))
         return (UnaskedError if unasked else LostError)(f"{self._server} is lost: {why}")
 
 

@@ -31,7 +31,7 @@ class OpenEnv(Environment):
 
         self._client = GenericEnvClient(base_url=self._url)
         await self._client.connect()
-        result = await self._client.reset(seed=seed & MAX_SEED, **prompt.meta.get("reset", {}))
+        result = await self._client.reset(**{"seed": seed & MAX_SEED, **prompt.meta.get("reset", {})})
         said = self._said(result.observation)
         return Observation(messages=[{"role": "user", "content": said}]) if said else None
 

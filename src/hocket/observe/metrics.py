@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import NamedTuple
 
 from hocket.common import markdown
@@ -216,7 +216,7 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             values["rollout/sequences_mean"].append(len(rollout.sequences))
             for name, value in rollout.metrics.items():
                 told[name].append(value)
-            for message in rollout.sequences[-1].dialogue:
+            for message in chain.from_iterable(one.dialogue for one in rollout.sequences):
                 if message.get("role") == "tool":
                     values["rollout/tool_errors"].append(str(message.get("content")).startswith("error: "))
         scored = group.scored

@@ -89,7 +89,8 @@ class Episode:
         self._images: Images = ()  # made of them
         self._ended: list[TokenSequence] = []  # whose history was shortened
         self._began = [*(self.prompt.messages or ())]
-        self._since: Sequence[Message] = ()  # messages after these, in the prompt of the transcript
+        self._since: Sequence[Message] = ()  # messages after these, in the prompt of the transcript,
+        self._known = 0  # and how many of its dialogue, too
         self.reward = 0.0
         self._environment = Environment()  # until it is made
         self._left_s = self.limits.timeout_s
@@ -212,6 +213,7 @@ class Episode:
         if not observation.messages:
             return await self._text(observation)
         self._began += observation.messages
+        self._known = len(observation.messages)
         self._pictures = [*(image.data for image in self.prompt.images), *self._pictures]
         token_ids = await self._chat(self._began)
         if token_ids is None or len(token_ids) >= self.limits.max_length:
@@ -235,7 +237,7 @@ class Episode:
         has_turn = self.transcript.number < self.limits.max_turns and not step.goes_on
         if self.limits.history is None or not (is_over and has_turn):
             return token_ids
-        dialogue: Sequence[Message] = [*self._since, *self.transcript.dialogue, *step.messages]
+        dialogue: Sequence[Message] = [*self._since, *self.transcript.dialogue[self._known :], *step.messages]
         if step.text or self._pictures or self.transcript.images or any(m["role"] == "environment" for m in dialogue):
             raise EpisodeError("env.history can shorten messages alone, no texts or images: set env.history=keep")
         for _ in range(MAX_SHORTENED):
@@ -244,6 +246,7 @@ class Episode:
             if asked is not None and len(asked) + wanted <= self.limits.max_length:
                 self._ended.append(self.transcript.sequence())
                 self._since = dialogue
+                self._known = len(step.messages)
                 self.transcript = Transcript(asked, self.prompt.opening, number=self.transcript.number)
                 return []
         return token_ids

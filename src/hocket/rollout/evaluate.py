@@ -104,7 +104,7 @@ def _measured(groups: Sequence[Group], reward: str, threshold: float) -> Metrics
     metrics = {
         **_mean("greedy", greedy),
         **_mean("sampled", sampled),
-        "eval/zero_or_one": sum(mark in (0, 1) for mark in given) / len(given),
+        **({"eval/zero_or_one": statistics.fmean(mark in (0, 1) for mark in given)} if given else {}),
         "eval/reward_errors": 1 - len(given) / len(rollouts),
         "eval/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
         "eval/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
