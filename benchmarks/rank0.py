@@ -39,7 +39,7 @@ from hocket.observe.rows import lines_of
 from hocket.protocol import Completion, Health, SamplingParams, StreamEnd
 from hocket.rollout.collect import Batch, Plan, collect
 from hocket.rollout.episode import Limits
-from hocket.rollout.players import Players
+from hocket.rollout.players import player
 from hocket.trainer.batching import divide
 from hocket.types import Prompt, Rollout, Score, TrainSample
 
@@ -95,10 +95,9 @@ async def gather(port: int, rollouts: int, tokens: int) -> tuple[float, Batch]:
     )
     async with ServerPool([f"http://127.0.0.1:{port}"]) as pool:
         limits = Limits(max_turns=1, max_length=1 << 20, timeout_s=600.0)
-        blind: Any = SimpleNamespace(observed=lambda seen: (seen, ()), placeholder=None)
+        blind: Any = SimpleNamespace(observed=lambda seen: (seen, ()), placeholder=None, decode=str)
         ask = Batcher(pool).ask
-        players = Players(pool=pool, ask=ask, make=SingleTurn, renderer=blind, decode=str, limits=limits)
-        play = players.single_turns()
+        play = player(SingleTurn, pool, ask, blind, limits)
         start = time.process_time()
         batch = await collect(plan, lambda n: {i: left.pop(i) for i in list(left)[:n]}, play, scoring(score))
         return time.process_time() - start, batch

@@ -19,7 +19,7 @@ from hocket.algorithm.samples import (
 )
 from hocket.config import AdaptiveKl, AlgorithmConfig
 from hocket.data.stream import Outcome
-from hocket.types import Columns, FinishReason, Group, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Columns, FinishReason, Group, Prompt, Rollout, Score, TokenSequence, TrainSample, TurnReward
 
 MAX_TOKENS = 10
 
@@ -260,11 +260,10 @@ def test_ppo_passes_over_tokens_of_the_environment() -> None:
 
 def test_the_overlong_penalty_grows_over_the_end_of_the_longest_turn_and_is_taken_from_the_reward() -> None:
     for length, penalty in ((1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0)):
-        assert overlong_penalty(make_rollout(*[-1.0] * length), 0.4, 10) == pytest.approx(penalty)
-        assert overlong_penalty(make_rollout(*[-1.0] * length), 0.0, 10) == 0.0
-    turns = [*[-1.0] * 5, None, *[-1.0] * 8, None, None, -1.0]  # 14 tokens, but no turn with more than 8
-    for rollout in (make_rollout(*turns), joined(make_rollout(*turns), make_rollout(-0.5))):
-        assert overlong_penalty(rollout, 0.4, 10) == pytest.approx(0.5)
+        assert overlong_penalty([[TurnReward(0, length)]], 0.4, 10) == pytest.approx(penalty)
+        assert overlong_penalty([[TurnReward(0, length)]], 0.0, 10) == 0.0
+    # 14 tokens, but no turn with more than 8, also where nothing was said between two of them
+    assert overlong_penalty([[TurnReward(0, 5), TurnReward(1, 8)], [TurnReward(2, 1)]], 0.4, 10) == pytest.approx(0.5)
     algorithm = settings("overlong_share=0.4", "scale=none")
     equal = of_rollouts(make_rollout(-1.0), make_rollout(*[-1.0] * 8), rewards=[1.0, 1.0])
     assert kept([equal], algorithm) == ["g"]  # rewards 1 and 1 − 0.5

@@ -36,7 +36,7 @@ from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion, SamplingParams
 from hocket.rewards import RewardCalls, RewardScorer
 from hocket.rollout.episode import Limits
-from hocket.rollout.players import Players
+from hocket.rollout.players import player
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -148,14 +148,9 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         copy: Any = Copy(trainer, config.model.path)
         parts = Parts(config, console)
         parts.calls[""] = calls
-        play = Players(
-            pool=ServerPool([]),
-            ask=copy.ask,
-            make=SingleTurn,
-            renderer=renderer_of(config.data, trainer.tokenizer),
-            decode=trainer.tokenizer.decode,
-            limits=Limits(max_turns=1, max_length=parts.longest, timeout_s=60),
-        ).single_turns()
+        renderer = renderer_of(config.data, trainer.tokenizer)
+        limits = Limits(max_turns=1, max_length=parts.longest, timeout_s=60)
+        play = player(SingleTurn, ServerPool([]), copy.ask, renderer, limits)
         _, held_out, stream = parts.load()
         return await Run(
             config=config,

@@ -22,7 +22,7 @@ from hocket.observe.rows import rollout_of, row_of
 from hocket.protocol import Completion, SamplingParams, ToolCall
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Limits
-from hocket.rollout.players import Players
+from hocket.rollout.players import player
 from hocket.types import Group, Prompt, Rollout, Score
 from processes import ROOT
 
@@ -83,16 +83,8 @@ async def played(engine: Fake, name: str, answer: str = "12", **options: Any) ->
     seat = Seat(
         id="s/0/0", group="s/0", number=0, sampling=SamplingParams(max_tokens=20, seed=1), deadline=Deadline(60)
     )
-    players = Players(
-        pool=ServerPool([]),
-        ask=engine.ask,
-        make=make,
-        renderer=renderer,
-        decode=engine.tokenizer.decode,
-        limits=Limits(max_turns=8, max_length=400, timeout_s=20.0),
-    )
-    rollout: Rollout = await make().player(players)(prompt, seat)
-    return rollout
+    limits = Limits(max_turns=8, max_length=400, timeout_s=20.0)
+    return await player(make, ServerPool([]), engine.ask, renderer, limits)(prompt, seat)
 
 
 async def test_a_function_keeps_its_globals_for_one_episode_and_numbers_become_metrics(

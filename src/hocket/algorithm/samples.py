@@ -60,10 +60,10 @@ def shape(
     rewards: list[float] = []
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
         if score.error is None:
-            penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
+            turns = turns_of(rollout, env_weight)
+            penalty = overlong_penalty(turns, algorithm.overlong_share, max_tokens)
             sure = not (needs and are_equal(rewards))
             rewards.append(score.total - penalty)
-            turns = turns_of(rollout, env_weight)
             scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure, turns))
     equal = are_equal(rewards) and not (algorithm.by_turn and _turns_differ(scored))
     reason = None
@@ -92,14 +92,11 @@ def are_equal(rewards: Sequence[float]) -> bool:
     return len(rewards) < 2 or max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 
-def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
+def overlong_penalty(turns: Turns, overlong_share: float, max_tokens: int) -> float:
     """Return 0 up to the last overlong_share of the longest turn's max_tokens, then a line to 1 (2503.14476)."""
     last = overlong_share * max_tokens
-    if not last:
-        return 0.0
-    turns = [turn for sequence in rollout.sequences for turn in bytes(sequence.mask).split(b"\0")]
-    longest = max(map(len, turns))
-    return min(max(longest - (max_tokens - last), 0.0) / last, 1.0)
+    longest = max(turn.tokens for turn in itertools.chain(*turns))
+    return min(max(longest - (max_tokens - last), 0.0) / last, 1.0) if last else 0.0
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:

@@ -18,7 +18,7 @@ from hocket.observe.console import Console
 from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.collect import Play, Seat
 from hocket.rollout.episode import Limits
-from hocket.rollout.players import Players
+from hocket.rollout.players import player
 from hocket.types import Prompt, Rollout, Score
 
 
@@ -116,21 +116,15 @@ class PromptSource:
 
     def play(self, servers: ServerPool, longest: int) -> Play:
         env = self.config.env
-        players = Players(
-            pool=servers,
-            ask=Batcher(servers, tools=self.example.toolbox).ask,
-            make=self._environment,
-            renderer=renderer_of(self.config.data, self._tokenizer, self._tools),
-            decode=self._tokenizer.decode,
-            limits=Limits(
-                max_turns=env.max_turns,
-                max_length=longest,
-                timeout_s=env.timeout_s,
-                history=None if env.history == "keep" else environments.HISTORIES.get(env.history, "env.history: "),
-            ),
+        limits = Limits(
+            max_turns=env.max_turns,
+            max_length=longest,
+            timeout_s=env.timeout_s,
+            history=None if env.history == "keep" else environments.HISTORIES.get(env.history, "env.history: "),
         )
-        play: Play = self.example.player(players)
-        return play
+        ask = Batcher(servers, tools=self.example.toolbox).ask
+        renderer = renderer_of(self.config.data, self._tokenizer, self._tools)
+        return player(self._environment, servers, ask, renderer, limits)
 
 
 def play_each(plays: Mapping[str, Play], max_tokens: Mapping[str, int]) -> Play:

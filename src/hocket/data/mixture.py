@@ -3,6 +3,7 @@
 The number of a draw alone decides its source, so that a resumed run draws the same, whatever was retired.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,26 +19,22 @@ def unlike(
 ) -> dict[str, Prompts]:
     """Count prompts with the question and answer of another one, but for white space; leave out held-out ones."""
     tested = set(map(key_of, held_out))
-    seen = set[str]()
-    num = num_twice = num_tested = 0
-    left = dict(sources)
-    for name, prompts in sources.items():
-        keys = prompts.keys()
-        kept = [index for index, key in enumerate(keys) if key not in tested]
-        num += len(keys)
-        num_twice += len(keys) - len(set(keys) - seen)
-        num_tested += len(keys) - len(kept)
-        seen |= set(keys)
-        if exclude and not kept:
-            what = f"data.exclude_overlap leaves no prompt of {name or 'data.source'}"
-            raise DataError(f"{what}: other held-out rows are needed")
-        if exclude and len(kept) < len(keys):
-            left[name] = prompts.select(kept)
-    if num_twice:
-        say(f"{num_twice:,} of {num:,} training prompts repeat another one")
+    keys = {name: prompts.keys() for name, prompts in sources.items()}
+    every = [*itertools.chain(*keys.values())]
+    num_tested = sum(key in tested for key in every)
+    if num_twice := len(every) - len({*every}):
+        say(f"{num_twice:,} of {len(every):,} training prompts repeat another one")
     if num_tested:
         done = "left out" if exclude else "data.exclude_overlap=true leaves them out"
-        say(f"{num_tested:,} of {num:,} training prompts are held-out ones, too: {done}")
+        say(f"{num_tested:,} of {len(every):,} training prompts are held-out ones, too: {done}")
+    left = dict(sources)
+    for name, prompts in sources.items():
+        kept = [index for index, key in enumerate(keys[name]) if not exclude or key not in tested]
+        if not kept:
+            what = f"data.exclude_overlap leaves no prompt of {name or 'data.source'}"
+            raise DataError(f"{what}: other held-out rows are needed")
+        if len(kept) < len(prompts):
+            left[name] = prompts.select(kept)
     return left
 
 

@@ -112,6 +112,10 @@ class Renderer:
         """Return what prompts follow from beside the rows."""
         return []
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids)
+        return text
+
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         return self.encode(texts)
 

@@ -71,9 +71,6 @@ class Agent(Environment):
                 raise ValueError(f"there is no program {command!r}; is it installed, and on the PATH?")
             self._play = partial(_run, words)
 
-    def player(self, players: Any) -> Any:
-        return players.agents(self)
-
     async def run(self, task: Task) -> float | str | None:
         """Play one episode; cancellation ends a program."""
         returned = await self._play(task)

@@ -84,12 +84,10 @@ class Environment:
     keeps_messages = True  # what was said is in its rollouts as a chat, to be learned by sft
     thinking_tokens = 0  # before an answer of rollout.max_tokens
     gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
+    takes_turns = True  # else all episodes begin at once: the engine queues them
+    decode: Callable[[Sequence[int]], str]  # of token ids to text, by the run's tokenizer
     step_timeout_s: float = 0.0  # of each step, which env.timeout_s does not count
     metrics: Mapping[str, float] = {}  # of the episode, by name, `env/NAME`: a step has their means
-
-    def player(self, players: Any) -> Any:
-        """Return how its episodes are played: one of the ways of rollout/players.py."""
-        return players.episodes()
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         """Start the episode; return what the model sees beside the prompt."""
@@ -122,7 +120,7 @@ def environment(name: str) -> Callable[[type[E]], type[E]]:
     def add(made: type[E]) -> type[E]:
         if Environment not in getattr(made, "__mro__", ()):
             raise ConfigError(f"environment {name!r} must be a class of its own: class Mine(Environment)")
-        if (made.step, made.player) == (Environment.step, Environment.player):
+        if made.step is Environment.step and not hasattr(made, "run"):  # as agents have it
             raise ConfigError(f"environment {name!r} lacks a method: async def step(self, action) -> Step")
         return register(made)
 
@@ -145,10 +143,8 @@ class SingleTurn(Environment):
 
     def __init__(self, thinking_tokens: Annotated[int, Field(ge=0)] = 0) -> None:
         self.thinking_tokens = thinking_tokens
+        self.takes_turns = thinking_tokens > 0
         self._thinks = thinking_tokens > 0
-
-    def player(self, players: Any) -> Any:
-        return players.episodes() if self.thinking_tokens else players.single_turns()
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         self._opening = prompt.opening

@@ -37,11 +37,9 @@ class OpenEnv(Environment):
 
     async def step(self, action: Action) -> Step:
         try:
-            done = json.loads(action.text) if self._action is None else {self._action: action.text}
-        except ValueError as error:
-            return Step(messages=[{"role": "user", "content": f"error: the action is no JSON: {error}"}])
-        if not isinstance(done, Mapping):
-            return Step(messages=[{"role": "user", "content": "error: the action is no JSON object"}])
+            done = dict(json.loads(action.text)) if self._action is None else {self._action: action.text}
+        except (ValueError, TypeError) as error:
+            return Step(messages=[{"role": "user", "content": f"error: the action is no JSON object: {error}"}])
         result = await self._client.step(done)
         reward = float(result.reward or 0.0)
         if result.done:

@@ -3,10 +3,10 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy
 
@@ -28,9 +28,6 @@ class Base:
 class StepFile(Environment):
     """An episode has its own AgentInstance, or, as a lone `step` keeps its state in globals, its own module."""
 
-    keeps_messages = False
-    decode: ClassVar[Callable[[Sequence[int]], str]]  # of the run's tokenizer
-
     def __init__(self, path: str) -> None:
         if importlib.util.find_spec("openrlhf") is None:
             made = ModuleType(BASES)
@@ -41,13 +38,9 @@ class StepFile(Environment):
             advice = "code that asks a server by itself is an agent: env={name: agent, ...}"
             raise ValueError(f"{path} has neither a class AgentInstance nor a function step; {advice}")
 
-    def player(self, players: Any) -> Any:
-        StepFile.decode = players.decode
-        return players.episodes()
-
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         self._label = prompt.answer
-        self._text = StepFile.decode(prompt.token_ids)
+        self._text = self.decode(prompt.token_ids)
         if not hasattr(self._module, "AgentInstance"):
             self._ask = _function(self._module)
             return None

@@ -82,13 +82,8 @@ class Agents:
         unknown = task.rewards.keys() - {call.id for call in record.calls}
         if unknown and error is None:
             error = f"it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
-        transcripts = join(record.calls, self.decode, task.rewards) or [_nothing_said(prompt)]
-        if error is not None and record.cut_off:
-            # Dropping truncated episodes would bias the group towards short answers.
-            transcripts[-1].finish_reason = "length"
-            returned = 0.0
-            error = None
-        return _rollout(prompt, seat, transcripts, returned, error, task.rewards)
+        transcripts = join(record.calls, self.decode, task.rewards)
+        return _rollout(prompt, seat, transcripts, returned, error, task.rewards, cut_off=record.cut_off)
 
     async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
         """Open a session on the server with the fewest tokens in flight, and count these."""
@@ -188,10 +183,6 @@ def join(
     return transcripts
 
 
-def _nothing_said(prompt: Prompt) -> Transcript:
-    return Transcript(prompt.token_ids, images=prompt.images)
-
-
 def _begins(transcript: Transcript, asked: "array[int]", images: Sequence[Image]) -> bool:
     """Return whether a call's prompt goes on from a sequence: tokens of different images are alike."""
     starts = asked[: len(transcript.token_ids)] == transcript.token_ids
@@ -205,8 +196,15 @@ def _rollout(
     returned: float | str | None = None,  # by the agent: a reward, or the text to score
     error: str | None = None,
     rewards: Mapping[str, float] = {},
+    *,
+    cut_off: bool = False,
 ) -> Rollout:
-    transcripts = transcripts or [_nothing_said(prompt)]
+    transcripts = transcripts or [Transcript(prompt.token_ids, images=prompt.images)]
+    if error is not None and cut_off:
+        # Dropping truncated episodes would bias the group towards short answers.
+        transcripts[-1].finish_reason = "length"
+        returned = 0.0
+        error = None
     if isinstance(returned, str):
         openings = {transcript.text.strip(): transcript.opening for transcript in transcripts}
         transcripts[-1].opening = openings.get(returned.strip(), "")  # of a call whose answer it is

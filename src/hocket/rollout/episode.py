@@ -130,6 +130,7 @@ class Episode:
             self._environment = self.make()
         except Exception as error:  # as for its methods
             raise EpisodeError(f"it could not be made: {type(error).__name__}: {error}") from error
+        self._environment.decode = self.renderer.decode
         try:
             await self._take_turns(self._environment)
         except BaseException:
