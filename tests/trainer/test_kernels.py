@@ -13,7 +13,8 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from hocket.config import LoraConfig, ModelConfig, load
 from hocket.errors import ConfigError
-from hocket.trainer import kernels
+from hocket.trainer import kernels, long_rows
+from hocket.trainer import policy as policy_module
 from hocket.trainer.policy import Policy
 
 LIGER = "liger_kernel.transformers.monkey_patch"
@@ -80,6 +81,20 @@ def test_liger_computes_all_but_the_loss_and_what_it_lacks_is_named(
     known["llama"] = known.pop("qwen2")
     with pytest.raises(ConfigError, match="no kernels for models of type qwen2, only for llama; set compile or eager"):
         make()
+
+
+def test_tiles_of_long_rows_are_computed_by_other_kernels(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+
+    def fuse(model: Any) -> None:
+        for layer in model.model.layers:  # as Liger does
+            layer.mlp.forward = lambda hidden: seen.append(hidden.shape[1]) or hidden
+
+    monkeypatch.setitem(policy_module.KERNELS, "liger", fuse)
+    monkeypatch.setattr(long_rows, "TILE", 5)
+    options: Any = {"gradient_checkpointing": "long", "kernels": "liger"}
+    numbers_of(Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, **options), 5)
+    assert max(seen) == 5
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError
 from hocket.trainer import memory, ulysses
 from hocket.trainer.attention import Segments, attend
-from hocket.trainer.policy import Policy
+from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.ulysses import Split
 
@@ -61,6 +61,7 @@ def test_parts_that_do_not_divide_the_ranks_or_the_heads_of_any_model_are_refuse
 ) -> None:
     with pytest.raises(ConfigError, match="sequence_parallel=2 does not divide the 1 ranks: set a divisor"):
         make_trainer(ranks, tied_model, "trainer.sequence_parallel=2")
-    models, config = [(ModelConfig(path=tied_model), Policy, True)], TrainerConfig(sequence_parallel=3)
+    model = ModelConfig(path=tied_model)
+    models, config = [(model, skeleton(model))], TrainerConfig(sequence_parallel=3)
     with pytest.raises(ConfigError, match=f"sequence_parallel=3 does not divide the 4 attention heads of {tied_model}"):
         memory.needed(models, config, torch.float32, num_ranks=3, on_gpu=False)

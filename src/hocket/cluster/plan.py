@@ -23,7 +23,6 @@ from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.extras import configured
 from hocket.trainer.memory import GIB
 from hocket.trainer.models import Objective
-from hocket.trainer.policy import skeleton
 from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES
 
@@ -92,11 +91,10 @@ class Needs:
         self.where = where
         dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
         trainer = config.trainer.unmeasured()
-        self._model = skeleton(config.model, objective.kind)
         models = objective.models(config.model)
+        self._model = models[0][1]
         self.parameters = sum(p.numel() for p in self._model.parameters())
-        learned = itertools.chain(*(skeleton(model, kind).parameters() for model, kind, learns in models if learns))
-        self.trained = sum(p.numel() for p in learned if p.requires_grad)
+        self.trained = sum(p.numel() for _, whole in models for p in whole.parameters() if p.requires_grad)
         self.published = 2 * sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         self.weights = self.parameters * dtype.itemsize / size  # on each GPU of a server
         shape = Shape.of(self._model)

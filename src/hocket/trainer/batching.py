@@ -150,7 +150,7 @@ def divide(
     """
     units: Sequence[int] = range(len(samples) // unit)
     if share:
-        units = prefixes.order([keys(first.sequence) for first in samples[::unit]])
+        units = sorted(units, key=lambda number: keys(samples[number * unit].sequence).tolist())
     order = _members(units, unit)
     samples = [samples[place] for place in order]
     lengths = list(map(num_positions, samples))
@@ -226,7 +226,7 @@ def _build(
     def there(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    read = list(map(_read, samples))
+    read = [arrays["token_ids"][:-1] for arrays in own]
     starts = _starts(samples, share)
     size = sum(map(len, read)) - sum(starts)
     read.append(np.zeros(-size % part.size, np.int64))  # parts have the same size
@@ -285,10 +285,6 @@ def row_places(lengths: Sequence[int], starts: Sequence[int]) -> list[np.ndarray
         rows.append(np.concatenate([rows[-1][:start], np.arange(size, size + length - start)]))
         size += length - start
     return rows[1:]
-
-
-def _read(sample: TrainSample) -> np.ndarray:
-    return np.array(sample.sequence.token_ids[:-1], np.int64)
 
 
 def _arrays(sample: TrainSample) -> dict[str, np.ndarray]:

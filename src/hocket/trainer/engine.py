@@ -245,25 +245,17 @@ class DeepSpeedEngine:
         gradients = ((name, full_grad(parameter)) for name, parameter in self._trained.items())
         return [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
 
-    def layout(self, max_bytes: int, *, frozen: bool = False) -> list[list[tuple[str, Tensor]]]:
+    def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[tuple[str, Tensor]]]:
         """Return what `buckets` yields, on the meta device."""
         on_meta = functools.partial(torch.empty, dtype=self._dtype, device="meta")
-        named = self._frozen if frozen else self._trained
+        named = self._trained if trained else self._trained | self._frozen
         tensors = ((name, on_meta(whole_shape(parameter))) for name, parameter in named.items())
         return list(in_buckets(tensors, max_bytes))
 
-    def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield trained (name, whole tensor), tied ones once, on rank 0; all ranks must exhaust it."""
-        return self._whole(self._trained, self.layout(max_bytes))
-
-    def frozen_buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield frozen ones in the same way."""
-        return self._whole(self._frozen, self.layout(max_bytes, frozen=True))
-
-    def _whole(
-        self, named: Mapping[str, nn.Parameter], layout: list[list[tuple[str, Tensor]]]
-    ) -> Iterator[list[tuple[str, Tensor]]]:
-        for bucket in layout:
+    def buckets(self, max_bytes: int, *, trained: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield (name, whole tensor), tied ones once, of all or trained parameters on rank 0; all ranks exhaust it."""
+        named = self._trained | self._frozen
+        for bucket in self.layout(max_bytes, trained=trained):
             parameters = {name: named[name] for name, _ in bucket}
             # Whole, where ZeRO-3 spreads them; writes would be lost.
             with importlib.import_module("deepspeed").zero.GatheredParameters(list(parameters.values())):

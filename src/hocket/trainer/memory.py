@@ -19,7 +19,6 @@ from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
-from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
@@ -27,7 +26,7 @@ from hocket.trainer.weights import head_of, sees
 from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
-Models = Iterable[tuple[ModelConfig, type[Policy], bool]]  # each with its kind, and whether it learns
+Models = Iterable[tuple[ModelConfig, Any]]  # each with its skeleton
 LARGEST_MICRO_BATCH = 1 << 17  # kernels that count elements in 32 bits may fail above
 MAX_TRIES = 40
 WORTH_A_TRY = 1.1  # least growth from one size to the next
@@ -141,16 +140,13 @@ def _frozen_in_layers(model: Any) -> int:
 def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
     """Return what a step needs; raise ConfigError where its ranks can't divide rows as they are asked to."""
     parts = []
-    for model, kind, learns in models:
-        whole = skeleton(model, kind)
+    for model, whole in models:
         if sees(whole.config) and config.sequence_parallel > 1:
             raise ConfigError(f"trainer.sequence_parallel: images of {model.path} can't be divided; set 1")
         for number, what in ((num_ranks, "ranks"), (Shape.of(whole).heads, f"attention heads of {model.path}")):
             if number % config.sequence_parallel:
                 said = f"trainer.sequence_parallel={config.sequence_parallel} does not divide the {number} {what}"
                 raise ConfigError(f"{said}: set a divisor")
-        if not learns:
-            whole.requires_grad_(False)
         part = estimate(
             whole,
             config,

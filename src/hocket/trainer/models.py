@@ -71,10 +71,14 @@ class Objective:
     unit: int = 1  # samples, one after another, that no micro-batch divides
     extras: Sequence[Extra] = ()
 
-    def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, type[Policy], bool]]:
-        """Return every model, each with its kind and whether it learns."""
-        others = [(extra.model, Policy, extra.learns) for extra in self.extras if extra.model is not None]
-        return [(policy, self.kind, True), *others]
+    def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, Any]]:
+        """Return every model's config and skeleton, the policy's first."""
+        found = [(policy, skeleton(policy, self.kind))]
+        for extra in self.extras:
+            if extra.model is not None:
+                whole = skeleton(extra.model)
+                found.append((extra.model, whole if extra.learns else whole.requires_grad_(False)))
+        return found
 
 
 class Models:
@@ -103,13 +107,14 @@ class Models:
         device = self.ranks.device
         model = self._config.model
         self.attention = attention.choose_kernel(device)
-        self.estimate = memory.check(objective.models(model), settings, self.setup.dtype, self.ranks)
+        models = objective.models(model)
+        self.estimate = memory.check(models, settings, self.setup.dtype, self.ranks)
+        self.flops = flops.model_flops(models[0][1])
         self.ranks.copies = settings.sequence_parallel
         self.part = attention.WHOLE
         if settings.sequence_parallel > 1:
             self.part = ulysses.split(settings.sequence_parallel, self.ranks)
         self.policy = self.load(model, objective.kind)
-        self.flops = flops.model_flops(skeleton(model, objective.kind))
         shape = Shape.of(self.policy.model)
         self.key_share = shape.key_share
         self.row_tokens = memory.row_tokens(shape, on_gpu=device.type != "cpu")
@@ -295,22 +300,16 @@ class Models:
             sums.append(torch.stack([batch.mask_bt.double().sum(), gap_bt.sum(), *drawn]))
         return self.ranks.total(torch.stack(sums).sum(dim=0).tolist())
 
-    def export(self) -> list[tuple[str, Tensor]]:
+    def export(self, trained: bool) -> list[tuple[str, Tensor]]:
         """Return on rank 0 the published weights, which ZeRO-3 copies to the CPU."""
         return [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
-            for bucket in self._buckets(EXPORT_BYTES)
+            for bucket in self.engine.buckets(EXPORT_BYTES, trained=trained)
             for name, tensor in bucket
         ]
 
-    def _buckets(self, max_bytes: int, trained: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield on rank 0 the published weights: of an adapter, or if only these are wanted, the trained ones."""
-        yield from self.engine.buckets(max_bytes)
-        if not trained and self.policy.weights.adapter is None:
-            yield from self.engine.frozen_buckets(max_bytes)
-
     def stream(self, max_bytes: int, trained: bool, sink: Any = None) -> None:
-        for bucket in self._buckets(max_bytes, trained):
+        for bucket in self.engine.buckets(max_bytes, trained=trained):
             sink(self.policy.as_published(bucket))
 
     def state(self, sink: Any = None) -> dict[str, Any]:

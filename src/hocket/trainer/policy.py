@@ -82,6 +82,8 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if kernels != "eager":
+            KERNELS[kernels](model)
         self._kept: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if gradient_checkpointing == "long":
             use_tiles(model)
@@ -92,8 +94,6 @@ class Policy(nn.Module):
                 module.p = 0.0
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0
-        if kernels != "eager":
-            KERNELS[kernels](model)
         if config.float32_head:
             compute_in_float32(head_of(model))
 

@@ -6,11 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def order(sequences: Sequence[np.ndarray]) -> list[int]:
-    """Return the places of sequences in the order of their tokens, in which each shares most with the one before."""
-    return sorted(range(len(sequences)), key=lambda place: sequences[place].tolist())
-
-
 def starts(sequences: Sequence[np.ndarray], pairs: float) -> list[int]:
     """Return how many positions each sequence begins like the one before."""
     return [0, *(in_common(*both, pairs) for both in itertools.pairwise(sequences))]

@@ -260,23 +260,21 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
         """Write the weights as published; return the specs of the tensors in memory."""
-        named = self._together(Models.export)
+        named = self._together(Models.export, self.adapter is not None)
         return self.policy.write(folder, named, self.tokenizer, self.models.setup.dtype)
 
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
         """Describe the buckets that `stream` will give."""
-        buckets = self.engine.layout(max_bytes)
-        if not trained and self.adapter is None:
-            buckets += self.engine.layout(max_bytes, frozen=True)
+        buckets = self.engine.layout(max_bytes, trained=trained or self.adapter is not None)
         return [weight_group.layout(self.policy.as_published(bucket)) for bucket in buckets]
 
     def stream(self, max_bytes: int, sink: Sink, *, trained: bool = False) -> None:
-        """Give `sink` the weights, or the trained ones, in buckets of about max_bytes.
+        """Give `sink` the weights, or an adapter's or the trained ones, in buckets of about max_bytes.
 
         Its error leaves the trainer usable.
         """
         with _deferring(sink) as take:
-            self._together(Models.stream, max_bytes, trained, sink=take)
+            self._together(Models.stream, max_bytes, trained or self.adapter is not None, sink=take)
 
     def state(self, sink: Sink) -> dict[str, Any]:
         """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; return the rest for JSON."""
