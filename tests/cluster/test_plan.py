@@ -115,6 +115,10 @@ def test_the_machines_memory_and_the_seconds_of_an_offloaded_update_are_those_wo
     # Two updates of 2.13 s (213 GB at 100 GB/s), each of three micro-batches (half of 69,632 positions), whose sums of
     # 30 GB travel both ways at 25 GB/s, 2.44 s; and twice 15 GB of new weights.
     assert found.seconds["offload"] == pytest.approx(2 * (2.13 + 3 * 2.44 + 0.61), rel=0.002)
+    # Of two ranks each takes two micro-batches with half of the sums, or, where they divide their rows, all three.
+    divided = (load(None, [*settings, f"trainer.sequence_parallel={size}"]) for size in (1, 2))
+    one, two = (plan.Needs(config, 4, plan.GPUS["80GB"]).seconds["offload"] for config in divided)
+    assert two - one == pytest.approx(2 * (3 - 2) * 2.44 / 2, rel=0.002)
     shared = [f"model.path={models['0.5B']}", *COMMON, "launch.share_gpu=true", "launch.servers=1"]
     found = plan.Needs(load(None, shared), 1, plan.GPUS["80GB"])
     state = found.rank.weights + found.rank.gradients + found.rank.optimizer

@@ -16,8 +16,8 @@ def test_each_sequence_has_its_mean_advantage(tmp_path: Path) -> None:
 
 
 def test_with_a_way_to_measure_each_token_has_its_numbers_too(tmp_path: Path) -> None:
-    def measure(samples: object, names: object) -> list[Columns]:
-        assert (samples, names) == (SAMPLES, ("logprobs", "entropy"))
+    def measure(samples: object) -> list[Columns]:
+        assert samples == SAMPLES
         return [{"logprobs": (0.0, -1.00004, -2.5), "entropy": (0.0, 0.123456, 2.0)}]
 
     keep(tmp_path, measure, 3, SAMPLES)

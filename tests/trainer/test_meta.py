@@ -189,7 +189,7 @@ def test_a_rank_that_computes_a_part_of_each_row_does_so_too(
     monkeypatch.setattr(ulysses, "all_to_all_single", lambda received, parts, group: parts.clone())
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **options: None)
     with make_trainer(ranks, model, "algorithm.preset=ppo") as trainer:
-        trainer.models.part = ulysses.Split(2, 0, group=None)
+        trainer.ranks.part = ulysses.Split(2, 0, group=None)
         train(trainer, samples(2, 128))
     assert waiting.met >= {"trainer.step.accumulate", "trainer.engine._step_without_zero"}
 

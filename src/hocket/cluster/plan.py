@@ -188,7 +188,8 @@ class Needs:
         }
         if config.trainer.offload_optimizer:  # the GPUs wait
             tokens = config.trainer.micro_batch_tokens
-            share = (count * (prompt + length) - again * prompt) * epochs / updates / num_ranks
+            rows = num_ranks / config.trainer.sequence_parallel  # that are computed at a time
+            share = (count * (prompt + length) - again * prompt) * epochs / updates / rows
             micro_batches = math.ceil(share / (self.largest_micro_batch if tokens == "auto" else tokens))
             # At stage 3 the sums go to the GPU and back with every micro-batch.
             travels = (8 * micro_batches if self.stage == 3 else 4) + 2

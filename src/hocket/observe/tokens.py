@@ -11,13 +11,13 @@ from hocket.common.files import write_atomically
 from hocket.observe.rows import TRAINED
 from hocket.types import Columns, TrainSample
 
-Measure = Callable[[Sequence[TrainSample], Sequence[str]], Sequence[Columns]]
-"""(samples, names) → these columns of each sample, by the policy before the step."""
+Measure = Callable[[Sequence[TrainSample]], Sequence[Columns]]
+"""Return "logprobs" and "entropy" of each sample, by the policy before the step."""
 
 
 def keep(folder: Path, measure: Measure | None, step: int, samples: Sequence[TrainSample]) -> None:
     """Write trained/step_N.jsonl: each sequence's mean advantage; with `measure` what is known of each token, too."""
-    measured = measure(samples, ("logprobs", "entropy")) if measure else ()
+    measured = measure(samples) if measure else ()
     rows = []
     for one, columns in zip_longest(samples, measured):
         row: dict[str, Any] = {"id": one.id, "advantage": _short(fmean(compress(one.advantages, one.sequence.mask)))}

@@ -208,7 +208,7 @@ class DeepSpeedEngine:
         """Accumulate the gradient of this rank's share of the loss; on the last one, sum it over ranks."""
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks, and those that compute a row together all have its loss.
-        self._engine.backward(loss * (self._ranks.size / self._ranks.copies), scale_wrt_gas=False)
+        self._engine.backward(loss * (self._ranks.size / self._ranks.part.size), scale_wrt_gas=False)
 
     def step(self, *, rescale: bool = True) -> float | None:
         """Clip, apply, clear the gradient; return its norm, None if not finite (`rescale`: lower the loss scale)."""

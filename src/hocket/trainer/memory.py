@@ -15,7 +15,6 @@ from torch import nn
 from hocket.common import machine
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
@@ -194,19 +193,17 @@ def row_tokens(shape: Shape, *, on_gpu: bool) -> float:
     return max(LEAST_ROW, ROW_BYTES // (4 * shape.inner))
 
 
-def fit_micro_batch(
-    learners: Sequence[Learner], ranks: Ranks, part: RowPart = WHOLE, *, leaves: float, longest: int
-) -> int:
+def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
     """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes of others.
 
     k times as many tokens take at most k times the memory. `longest`: positions of the longest sequence.
     """
     size = CHUNK_TOKENS
     for learner in learners:  # the first run allocates what libraries keep
-        rehearse(learner, size, ranks, longest, part)
+        rehearse(learner, size, ranks, longest)
     room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves)
     for _ in range(MAX_TRIES):
-        peak = max(_peak_bytes(learner, size, ranks, longest, part) for learner in learners)
+        peak = max(_peak_bytes(learner, size, ranks, longest) for learner in learners)
         fits = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak)))
         if size <= fits < WORTH_A_TRY * size:
             return size
@@ -219,7 +216,7 @@ def fit_micro_batch(
     )
 
 
-def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int, part: RowPart = WHOLE) -> None:
+def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
     """Run made-up sequences, full of images if the model sees, with a gradient that is not finite: nothing changes."""
     vision = learner.engine.module.vision
     span = [0, *[vision.token] * vision.blank.length] if vision else [0]
@@ -234,16 +231,16 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int, p
         sequence = TokenSequence(token_ids=ids, mask=(True,) * length, logprobs=zeros, images=images)
         samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
     [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
-    learner.engine.backward(learner.loss(make(ranks.device, part)).loss * math.nan, last=True)
+    learner.engine.backward(learner.loss(make(ranks.device, ranks.part)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
         raise TrainerError("a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number")
 
 
-def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int, part: RowPart) -> int:
+def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> int:
     torch.cuda.synchronize(ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
     before = torch.cuda.memory_allocated(ranks.device)
-    rehearse(learner, num_positions, ranks, longest, part)
+    rehearse(learner, num_positions, ranks, longest)
     torch.cuda.synchronize(ranks.device)
     return torch.cuda.max_memory_allocated(ranks.device) - before
 

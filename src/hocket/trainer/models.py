@@ -110,10 +110,8 @@ class Models:
         models = objective.models(model)
         self.estimate = memory.check(models, settings, self.setup.dtype, self.ranks)
         self.flops = flops.model_flops(models[0][1])
-        self.ranks.copies = settings.sequence_parallel
-        self.part = attention.WHOLE
-        if settings.sequence_parallel > 1:
-            self.part = ulysses.split(settings.sequence_parallel, self.ranks)
+        divided = settings.sequence_parallel > 1
+        self.ranks.part = ulysses.split(settings.sequence_parallel, self.ranks) if divided else attention.WHOLE
         self.policy = self.load(model, objective.kind)
         shape = Shape.of(self.policy.model)
         self.key_share = shape.key_share
@@ -133,10 +131,7 @@ class Models:
         )
         self.learners = [policy]
         self.tensors: list[Callable[[], Iterator[Tensor]]] = [self.engine.tensors]  # of each model
-        self.columns: dict[str, Column] = {
-            "logprobs": lambda batch: self.engine.forward(batch)[0],
-            "entropy": lambda batch: self.engine.forward(batch)[1],
-        }
+        self.columns: dict[str, Column] = {"logprobs": lambda batch: self.engine.forward(batch)[0]}
         self.columns |= {extra.column: extra.load(self) for extra in objective.extras if extra.load}
         fixed = settings.micro_batch_tokens
         self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
@@ -179,7 +174,7 @@ class Models:
         )
         self.fitted_for = seed_of(used, leaves, self.ranks.size, torch.cuda.get_device_name(self.ranks.device))
         longest = tokenizers.context_length(config.model) - 1
-        return memory.fit_micro_batch(self.learners, self.ranks, self.part, leaves=leaves, longest=longest)
+        return memory.fit_micro_batch(self.learners, self.ranks, leaves=leaves, longest=longest)
 
     def run(self, work: Callable[..., Any], args: Sequence[Any], **own: Any) -> Any:
         """Run a method of this class as this rank's part of common work."""
@@ -209,7 +204,7 @@ class Models:
             ) from error
 
     def _built(self, share: Share) -> list[TrainBatch]:
-        batches = [make(self.ranks.device, self.part) for make in share]
+        batches = [make(self.ranks.device, self.ranks.part) for make in share]
         self._longest = max(batch.segments.longest for batch in batches)
         return batches
 
@@ -234,7 +229,7 @@ class Models:
             "sequences": float(batches[0].num_sequences_global),
             "micro_batches": float(len(batches)),
             "positions": positions,
-            "shared": 1 - computed / positions,
+            "shared": max(0.0, 1 - computed / positions),  # rows that ranks divide are padded
             "seconds_at_peak": (operations + of_head) / self.peak_flops,
         }
         if loss_scale is not None:
@@ -281,12 +276,16 @@ class Models:
             note(span.name, span.start - unix, span.end - unix, span.who)
 
     @torch.no_grad()
-    def numbers(self, share: Share, names: Sequence[str]) -> Numbers:
-        """Return on rank 0 the columns per token, by the sample's place."""
+    def numbers(self, share: Share, names: Sequence[str] | None = None) -> Numbers:
+        """Return on rank 0 columns per token, by the sample's place; default: the policy's log-probs and entropy."""
         own: Numbers = {}
         for batch in self._built(share):
-            own |= unpack(batch, {name: self.columns[name](batch) for name in names})
-        own = {} if self.part.number else own  # others of the same rows would send the same
+            if names is None:
+                columns = dict(zip(("logprobs", "entropy"), self.engine.forward(batch), strict=False))
+            else:
+                columns = {name: self.columns[name](batch) for name in names}
+            own |= unpack(batch, columns)
+        own = {} if self.ranks.part.number else own  # others of the same rows would send the same
         return dict(itertools.chain.from_iterable(numbers.items() for numbers in self.ranks.gather(own)))
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hocket.common.tasks import in_own_thread
 from hocket.errors import TrainerError, cause_of
 from hocket.protocol.weight_group import why_broken
+from hocket.trainer.attention import WHOLE
 
 T = TypeVar("T")
 FAILURE = "hocket/failure"  # the store's key for why the first rank failed
@@ -36,7 +37,7 @@ class Ranks:
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         self.is_main = self.rank == 0
         self.timeout_s = timeout_s
-        self.copies = 1  # ranks that compute a row together
+        self.part = WHOLE  # of the rows that it computes
         self.destroy: Callable[[], None] = dist.destroy_process_group  # DeepSpeed has groups of its own
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
@@ -101,8 +102,8 @@ class Ranks:
         return list(total.tolist())
 
     def total(self, values: list[float]) -> list[float]:
-        """Return the sums over ranks of what `copies` of them have alike."""
-        return [value / self.copies for value in self.sum(values)]
+        """Return the sums over ranks of what those that compute a row together have alike."""
+        return [value / self.part.size for value in self.sum(values)]
 
     def smallest(self, value: int) -> int:
         least = torch.tensor(value)

@@ -224,11 +224,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[Sequence[float]]:
         """Return the log-probs of each sample's tokens, 0 where its mask is False."""
-        return [columns["logprobs"] for columns in self.numbers(samples, ("logprobs",))]
+        return [columns["logprobs"] for columns in self.numbers(samples)]
 
-    def numbers(self, samples: Sequence[TrainSample], columns: Sequence[str]) -> list[Columns]:
-        """Return columns of each sample, such as "entropy"."""
-        found = self._on_each(Models.numbers, self._shares(samples, tuple(columns)))
+    def numbers(self, samples: Sequence[TrainSample]) -> list[Columns]:
+        """Return "logprobs" and "entropy" of each sample's tokens."""
+        found = self._on_each(Models.numbers, self._shares(samples))
         return [found[place] for place in range(len(samples))]
 
     def evaluate(self, samples: Sequence[TrainSample]) -> dict[str, float]:
