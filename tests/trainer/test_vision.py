@@ -297,7 +297,9 @@ def test_reference_and_critic_see_the_pictures(ranks: Ranks, tiny_vlm: str) -> N
 def test_pictures_are_refused_where_rows_are_divided(ranks: Ranks, tiny_vlm: str) -> None:
     config = config_module.load(None, [f"model.path={tiny_vlm}", "trainer.sequence_parallel=2"])
     with pytest.raises(ConfigError, match=r"images of .* can't be divided; set 1"):
-        memory.needed([(config.model, Policy, True)], config.trainer, torch.float32, num_ranks=2, on_gpu=False)
+        memory.needed(
+            [(config.model, skeleton(config.model))], config.trainer, torch.float32, num_ranks=2, on_gpu=False
+        )
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_and_its_checkpoint_becomes_a_whole_model(
