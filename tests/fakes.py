@@ -1,9 +1,11 @@
 """What fakes in several tests have in common."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 from hocket.protocol import Completion, Health, Manifest, ReloadResponse
+from hocket.types import Image
 
 
 def health(**known: Any) -> Health:
@@ -37,6 +39,12 @@ def completion(*token_ids: int, logprobs: tuple[float, ...], version: int = 1, t
     """Returns a completion that ended by itself."""
     spans = ((version, 0, len(token_ids)),)
     return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason="stop", versions=spans, text=text)
+
+
+def image(data: bytes, *, start: int = 0, length: int = 1, placeholder: int = 9) -> Image:
+    """Returns an image by the name that it has everywhere."""
+    name = f"{hashlib.sha256(data).hexdigest()}.png"
+    return Image(file=data, name=name, start=start, length=length, placeholder=placeholder)
 
 
 def manifest_of(folder: Path) -> Manifest:

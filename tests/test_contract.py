@@ -182,6 +182,14 @@ def test_rewards_that_ask_others_are_imported_by_their_name_alone() -> None:
     assert {name: found for name, found in entered.items() if found} == {}
 
 
+def test_a_run_without_images_imports_nothing_of_them() -> None:
+    """But in the server, which must refuse them."""
+    eyes = {f"hocket.{name}" for name in ("common.images", "data.images", "observe.images", "trainer.vision")}
+    others = {name: path for name, path in FILES.items() if name not in eyes and part(name) != "server"}
+    found = {name: own(imports(path, at_import_time=True)) & eyes for name, path in others.items()}
+    assert {name: users for name, users in found.items() if users} == {}
+
+
 @pytest.mark.parametrize("name", BEFORE_ANY_PACKAGE)
 def test_what_runs_before_there_is_an_environment_needs_only_the_standard_library(name: str) -> None:
     path = ROOT / name if name == "run.py" else SOURCE / "hocket" / name

@@ -4,9 +4,7 @@ Token ids are the truth; text is for rewards and people and is never encoded aga
 """
 
 import dataclasses
-import hashlib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -20,19 +18,15 @@ Columns = Mapping[str, Sequence[float]]  # by name: a number per token, 0.0 wher
 class Image:
     """A picture, and where its tokens stand in a sequence."""
 
-    file: bytes | Path  # a PNG, JPEG or WebP file as it came, or where it lies
+    file: bytes | Callable[[], bytes] = dataclasses.field(compare=False)  # a PNG, JPEG or WebP, or what reads it
+    name: str  # SHA-256 of its bytes, and their kind: tells images apart, whose tokens are alike
     start: int  # place of its first token
     length: int  # of its tokens: what the model's processor makes of its placeholder
     placeholder: int  # the token that stands for it in what servers are sent
 
     @property
     def data(self) -> bytes:
-        return self.file.read_bytes() if isinstance(self.file, Path) else self.file
-
-    @property
-    def sha256(self) -> str:
-        """What tells images apart, whose tokens are alike."""
-        return hashlib.sha256(self.data).hexdigest()
+        return self.file() if callable(self.file) else self.file
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,7 @@ TOKENS = (5, 8, 9, 9, 8, 6, 8, 9, 9, 8)  # two images of 4 tokens, whose placeho
 
 
 def images(*files: bytes) -> tuple[Image, ...]:
-    return tuple(
-        Image(file=data, start=start, length=4, placeholder=9) for data, start in zip(files, (1, 6), strict=True)
-    )
+    return tuple(fakes.image(data, start=start, length=4) for data, start in zip(files, (1, 6), strict=True))
 
 
 async def turn(seed: int, *files: bytes) -> Turn:
@@ -42,16 +40,15 @@ def test_images_travel_beside_one_placeholder_each() -> None:
 
 
 class Seeing(FakeServer):
-    """Says that it has read TOKENS, whatever it was sent."""
+    """Says that it has read TOKENS, and what comes behind them."""
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
         self.requests.append(request)
         for prompt, seeds in enumerate(request.seeds or ()):
             for index, seed in enumerate(seeds):
                 done = fakes.completion(5, logprobs=(-0.5,), text=f"{request.prompts[prompt]['images'][0]} {seed}")
-                yield StreamLine(
-                    prompt=prompt, index=index, completion=done.model_copy(update={"prompt_token_ids": TOKENS})
-                )
+                read = {"prompt_token_ids": (*TOKENS, *request.prompts[prompt]["token_ids"][4:])}
+                yield StreamLine(prompt=prompt, index=index, completion=done.model_copy(update=read))
 
 
 async def asked(server: Seeing, turns: list[Turn]) -> list[Any]:
@@ -68,6 +65,18 @@ async def test_equal_tokens_of_other_images_are_another_request() -> None:
     server = Seeing(0)
     assert await asked(server, turns) == ["YQ== 0", "Yw== 1", "YQ== 2"]
     assert sorted(request.seeds or () for request in server.requests) == [[[0, 2]], [[1]]]
+
+
+async def test_a_request_has_room_for_the_images_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's later turns have the same images and other tokens: each brings them along."""
+    monkeypatch.setattr("hocket.client.batcher.IMAGE_BYTES", 5)
+    turns = [await turn(seed, b"a", b"b") for seed in range(5)]
+    for one in turns:
+        one.deadline = turns[0].deadline
+        one.token_ids = (*TOKENS, one.seed)
+    server = Seeing(0)
+    await asked(server, turns)
+    assert sorted(len(request.prompts) for request in server.requests) == [1, 2, 2]
 
 
 @pytest.mark.parametrize(

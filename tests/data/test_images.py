@@ -14,6 +14,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoProcessor
 
 from eyes import picture
@@ -94,6 +95,20 @@ def test_each_form_of_a_picture_gives_the_same_prompt(
     assert image.placeholder == sighted.convert_tokens_to_ids("<image>")
 
 
+def test_a_column_of_messages_has_its_pictures_within(sighted: Any, write_jsonl: Write) -> None:
+    (prompt,) = load(write_jsonl({"messages": [user(INLINE, text("What?"))]}), sighted, prompt_column="messages")
+    assert [image.data for image in prompt.images] == [RED]
+
+
+def test_a_picture_s_tokens_are_not_those_that_begin_a_text(sighted: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    renderer = renderer_of(DataConfig(), sighted)
+    expected = renderer.expanded([5, sighted.placeholder, 6], [RED])[0]
+    renderer._processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", 3)]
+    )
+    assert renderer.expanded([5, sighted.placeholder, 6], [RED])[0] == expected
+
+
 def test_bytes_and_pictures_come_from_parquet_json_datasets_and_tasks(sighted: Any, tmp_path: Path) -> None:
     stored = {"bytes": RED, "path": "any.png"}
     rows = [{"prompt": "What?", "image": stored}]
@@ -160,7 +175,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too many": ({"prompt": [user(PLACE)], "images": ["red.png"] * 2}, "2 images for 1 places"),
     "none": ({"prompt": [user(PLACE)]}, "0 images for 1 places"),
     "a word": ({"prompt": "an <image> here", "image": "red.png"}, "<image> within a text must not be"),
-    "both": ({"prompt": [user(INLINE)], "image": "red.png"}, "in its messages, and others are in a column: leave one"),
+    "both": ({"prompt": [user(INLINE)], "image": "red.png"}, "it has several lists of pictures: leave one"),
     "a video": ({"prompt": [user({"type": "video", "video": "a.mp4"})]}, "must be of type text, image or image_url"),
     "a part that is text": ({"prompt": [user("red.png")]}, "must be of type text, image or image_url, got 'red.png'"),
     "no messages": ({"prompt": [{"role": "user"}], "image": "red.png"}, "must be {'role': text, 'content': text}"),
@@ -221,7 +236,8 @@ def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder(tmp_path)
-    data = DataConfig(source=write_jsonl({"prompt": "a", "image": "red.png"}), answer_column=None)
+    (tmp_path / "red.png").rename(tmp_path / "12:30.png")
+    data = DataConfig(source=write_jsonl({"prompt": "a", "image": "12:30.png"}), answer_column=None)
 
     def start() -> cache.Prompts:
         return load_prompts(data, sighted, max_prompt_tokens=100)[0]
@@ -232,7 +248,7 @@ def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
         second = start()
     assert isinstance(second, cache.KeptPrompts)
     assert ([*first], first.fingerprint) == ([*second], second.fingerprint)
-    (tmp_path / "red.png").write_bytes(BLUE)
+    (tmp_path / "12:30.png").write_bytes(BLUE)
     third = start()
     assert third[0].images[0].data == BLUE
     assert third.fingerprint != first.fingerprint
@@ -284,7 +300,7 @@ def test_sides_of_a_preference_with_different_pictures_are_refused(sighted: Any,
         for one, word in ((RED, "red"), (BLUE, "blue"))
     ]
     source = write_jsonl({"chosen": sides[0], "rejected": sides[1]})
-    with pytest.raises(DataError, match="'rejected' has other pictures"):
+    with pytest.raises(DataError, match="have 'chosen' and 'rejected' begin alike"):
         load_preferences(DataConfig(source=source), sighted, 400)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from tests.rewards.test_model import TEMPLATE, made
 
+import fakes
 from eyes import picture
 from hocket.common.images import data_url
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
-from hocket.types import Image, Rollout, Score
+from hocket.types import Rollout, Score
 from service import Saying, completion, functions
 
 PLUGIN = """
@@ -28,7 +29,7 @@ Scorers = Callable[..., RewardScorer]
 
 
 def seeing(rollout: Rollout, *files: bytes) -> Rollout:
-    images = tuple(Image(file=data, start=i, length=1, placeholder=1) for i, data in enumerate(files))
+    images = tuple(fakes.image(data, start=i) for i, data in enumerate(files))
     return dataclasses.replace(rollout, prompt=dataclasses.replace(rollout.prompt, images=images))
 
 

@@ -1,9 +1,14 @@
 """Pictures in episodes: of the prompt, of an environment that draws, and of agents' calls."""
 
+import contextlib
 import dataclasses
+import json
+import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from PIL import Image as Pictures
@@ -12,19 +17,20 @@ import fakes
 from batches import SAMPLING
 from eyes import make_idefics, picture
 from hocket.client.batcher import Turn
-from hocket.client.pool import Deadline
-from hocket.common.images import decoded
+from hocket.client.pool import Deadline, Member, ServerPool
+from hocket.common.images import data_url, decoded
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.prompts import renderer_of
 from hocket.data.renderer import Renderer
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.envs.base import SingleTurn
-from hocket.protocol import AgentCall, Completion
-from hocket.rollout.agents import join
+from hocket.observe.rows import rollout_of, write_rollouts
+from hocket.protocol import AgentCall, AgentRecord, Completion, SessionResponse
+from hocket.rollout.agents import Agents, join
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, Limits, TokenBudget
-from hocket.types import Image, Message, Prompt, Rollout
+from hocket.types import Group, Image, Message, Prompt, Rollout, Score
 
 RED, BLUE = picture(1), picture(2, 64, 20)
 PLACE = {"type": "image"}
@@ -172,6 +178,15 @@ async def test_the_word_for_an_image_is_text_in_what_an_environment_says(prompt:
     ]
 
 
+async def test_an_environment_s_messages_may_have_fields_of_any_kind(prompt: Prompt, renderer: Renderer) -> None:
+    class Odd(Drawing):
+        async def step(self, action: Action) -> Step:
+            step = await super().step(action)
+            return dataclasses.replace(step, messages=[{**step.messages[0], "tags": ["a", 1], "more": {"b": None}}])
+
+    assert (await play(Odd, prompt, renderer, Recorder().ask)).error is None
+
+
 async def test_an_episode_ends_as_truncated_where_the_policy_says_the_image_token(
     prompt: Prompt, renderer: Renderer
 ) -> None:
@@ -183,21 +198,50 @@ async def test_an_episode_ends_as_truncated_where_the_policy_says_the_image_toke
     assert (rollout.error, sequence.turns, sequence.finish_reason) == (None, 1, "length")
 
 
-async def test_pictures_in_files_are_read_when_they_are_shown(
-    prompt: Prompt, renderer: Renderer, tmp_path: Path
-) -> None:
-    path = tmp_path / "seen.png"
-    path.write_bytes(RED)
-    first = dataclasses.replace(prompt, images=(dataclasses.replace(prompt.images[0], file=path),))
-    recorder = Recorder()
-    rollout = await play(SingleTurn, first, renderer, recorder.ask)
-    path.unlink()
-    assert recorder.turns[0].images == rollout.sequences[0].images == prompt.images
+@pytest.mark.parametrize("asks", [True, False])
+async def test_an_agent_that_fails_leaves_the_pictures_that_it_has_shown(asks: bool, tmp_path: Path) -> None:
+    seen = tuple(fakes.image(data, start=1 + i) for i, data in enumerate((RED, BLUE)))
+    chat = ({"role": "user", "content": [PLACE, {"type": "text", "text": "What?"}]},)
+    prompt = Prompt(id="p", token_ids=(5, 9, 6), messages=chat, images=seen[:1])
+    done = fakes.completion(7, logprobs=(-0.5,), text="E")
+    calls = [AgentCall(prompt_token_ids=(5, 9, 9, 6), images=seen, completion=done)] if asks else []
+    server = AsyncMock(url="http://a", ask=AsyncMock(return_value=SessionResponse(id="0", key="k", model="m")))
+    server.close_session.return_value = AgentRecord(calls=tuple(calls), cut_off=False)
+    pool = ServerPool([])
+    pool.members = [Member(server)]
+    pool.members[0].session = "s"
+    given: list[Any] = []
+
+    async def run(task: Any) -> float:
+        given.append(task.messages[0]["content"][0])
+        raise ValueError("no")
+
+    agents = Agents(
+        agent=SimpleNamespace(run=run, concurrency=1),  # type: ignore[arg-type]
+        pool=pool,
+        limits=Limits(max_turns=6, max_length=256, timeout_s=5.0),
+        decode=str,
+        budget=TokenBudget(),
+    )
+    rollout = await agents.play(prompt, SEAT)
+    assert rollout.error == "agent: it raised ValueError: no"
+    assert given == [{"type": "image_url", "image_url": {"url": data_url(RED)}}]
+    score = Score(total=math.nan, error=rollout.error)
+    path = write_rollouts(tmp_path, "step_000001", [Group(id="g", rollouts=(rollout,), scores=(score,))])
+    assert rollout_of(json.loads(path.read_text()), folder=tmp_path).sequences[0].images == seen[: 1 + asks]
+
+
+def test_a_server_s_record_names_no_file_of_this_machine() -> None:
+    image = {"name": "a.png", "start": 0, "length": 1, "placeholder": 9}
+    for file, known in (("YQ==", True), ("/etc/passwd.png", False)):
+        with contextlib.nullcontext() if known else pytest.raises(ValueError, match="images"):
+            told = {"prompt_token_ids": [9], "completion": None, "images": [{**image, "file": file}]}
+            assert AgentCall.model_validate_json(json.dumps(told)).images[0].data == b"a"
 
 
 def test_calls_of_an_agent_go_on_from_each_other_only_with_the_same_pictures() -> None:
     rng = random.Random(0)
-    red, blue = (Image(file=data, start=1, length=2, placeholder=9) for data in (RED, BLUE))
+    red, blue = (fakes.image(data, start=1, length=2) for data in (RED, BLUE))
 
     def call(asked: list[int], *images: Image) -> AgentCall:
         done = fakes.completion(rng.randrange(100, 999), logprobs=(-0.5,), version=1, text="x")
@@ -208,7 +252,7 @@ def test_calls_of_an_agent_go_on_from_each_other_only_with_the_same_pictures() -
         return [*one.prompt_token_ids, *one.completion.token_ids]
 
     first = call([5, 9, 9, 6], red)
-    later = Image(file=BLUE, start=6, length=2, placeholder=9)
+    later = fakes.image(BLUE, start=6, length=2)
     goes_on = call([*answered(first), 7, 9, 9, 8], red, later)
     other = call([*answered(goes_on), 4], blue, later)  # the same tokens, another picture
     kept, new = (one.sequence() for one in join([first, goes_on, other], decode=str))

@@ -477,3 +477,9 @@ async def test_a_server_that_was_started_again_unnoticed_is_brought_up_as_one_th
     world.servers[0].session = "another"
     assert (await world.sync.publish())["sync/servers"] == 1.0
     assert world.pool.members[0].out == "it was started again"  # no model check, no proof: no work
+
+
+def test_a_proof_takes_the_prompts_whose_images_have_room_in_one_request() -> None:
+    prompts = [Prompt(id="p", token_ids=(9,), images=(fakes.image(bytes(15 << 20)),)) for _ in range(4)]
+    parts: dict[str, Any] = dict.fromkeys(("publisher", "trainer", "rollout", "sync", "alarmed"))
+    assert [*Proof(prompts=[Prompt(id="t", token_ids=(1,)), *prompts], **parts).prompts[1:]] == prompts[:2]

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+import fakes
 from hocket import config as config_module
 from hocket.client.pool import ServerPool
 from hocket.commands import parts
 from hocket.errors import SyncError
 from hocket.sync.sampling import SamplingCheck, certain_odds, contradiction, equal_pairs, farthest
-from hocket.types import Image, Prompt, Rollout, TokenSequence, TrainSample
+from hocket.types import Prompt, Rollout, TokenSequence, TrainSample
 
 PROMPT = Prompt(id="p", token_ids=(1,))
 
@@ -62,7 +63,7 @@ def test_equal_rollouts_are_counted_by_pairs_and_expected_by_their_probability()
     # Of 5, 5 and 7 one pair is equal; (3 - 1) / 2 times their probabilities 1/2, 1/2 and 1/4 is 1.25.
     metrics = equal_pairs([[rollout(5), rollout(5), rollout(7, p=0.25)], [rollout(5)]])
     assert metrics == {"sampling/equal": 1.0, "sampling/equal_expected": pytest.approx(1.25)}
-    seen = [(Image(file=data, start=0, length=1, placeholder=1),) for data in (b"red", b"blue")]
+    seen = [(fakes.image(data),) for data in (b"red", b"blue")]
     assert equal_pairs([[rollout(5, images=one) for one in seen]])["sampling/equal"] == 0.0
 
 

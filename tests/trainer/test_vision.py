@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -29,9 +30,10 @@ from tests.trainer.builders import (
 from tests.trainer.test_policy import loss_and_gradient
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
+import fakes
 from eyes import picture
 from hocket import config as config_module
-from hocket.common.images import decoded
+from hocket.common.images import Stored, decoded
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import batching, flops, memory, prefixes
@@ -70,7 +72,7 @@ def seeing(model: str, pictures: list[bytes], rng: random.Random, *, sampled: in
     images = []
     for data in pictures:
         span = span_of(model, data)
-        images.append(Image(file=data, start=len(ids), length=len(span), placeholder=span[1]))
+        images.append(fakes.image(data, start=len(ids), length=len(span), placeholder=span[1]))
         ids += [*span, rng.randrange(3, 200), rng.randrange(3, 200)]
     answer = [rng.randrange(3, 200) for _ in range(sampled)]
     return dataclasses.replace(sequence([*ids, *answer], len(ids)), images=tuple(images))
@@ -88,7 +90,8 @@ def make_seeing(model: str) -> list[TrainSample]:
             samples.append(sample_of(rollout, rng.gauss(0, 1), group=group))
     other = samples[-1].sequence
     images = list(other.images)
-    images[1] = dataclasses.replace(images[1], file=picture(99, *SIZES[1]))
+    place = {"start": images[1].start, "length": images[1].length, "placeholder": images[1].placeholder}
+    images[1] = fakes.image(picture(99, *SIZES[1]), **place)
     return [*samples, sample_of(dataclasses.replace(other, images=tuple(images)), 0.7, group=5)]
 
 
@@ -183,6 +186,19 @@ def test_other_pictures_are_shared_up_to_the_first_that_differs_and_never_to_the
     keys = batching.keys(one.sequence)
     image = one.sequence.images[0]
     assert len(set(keys[image.start : image.start + image.length].tolist())) == 1
+
+
+def test_a_rank_needs_no_file_of_a_picture(tiny_vlm: str, tmp_path: Path) -> None:
+    path = tmp_path / "seen.png"
+    path.write_bytes(picture(1))
+    sample = seeing(tiny_vlm, [picture(1)], random.Random(0))
+    images = (dataclasses.replace(sample.images[0], file=Stored(path.read_bytes)),)
+    [[make]] = batching.divide(
+        [sample_of(dataclasses.replace(sample, images=images))], micro_batch_tokens=100, num_ranks=1
+    )
+    sent = pickle.dumps(make)
+    path.unlink()
+    assert pickle.loads(sent)(torch.device("cpu")).images[0].data == picture(1)
 
 
 @pytest.mark.parametrize("lie", ["other pixels", "wrong positions"])

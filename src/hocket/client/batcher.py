@@ -14,7 +14,7 @@ from contextlib import aclosing
 from weakref import WeakKeyDictionary
 
 from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
-from hocket.client.server import prompt_input
+from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import note
 from hocket.errors import ServerError
 from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
@@ -111,7 +111,6 @@ class Batcher:
             groups[group].append(turn)
             sizes[group] += turn.tokens
         load = {member: member.in_flight for member in up}
-        # A request's turns have the same images: those of one prompt have room in it.
         alike: dict[tuple[Member, SamplingParams, Deadline, tuple[Image, ...]], list[Turn]] = defaultdict(list)
         for (deadline, name), size in sizes.most_common():
             homes = self._homes.setdefault(deadline, {})
@@ -124,8 +123,10 @@ class Batcher:
             for turn in groups[deadline, name]:
                 alike[member, turn.sampling, deadline, turn.images].append(turn)
         for (member, *_), mine in sorted(alike.items(), key=lambda item: item[0][2].left_s):
-            for start in range(0, len(mine), MAX_TURNS):
-                yield member, mine[start : start + MAX_TURNS]
+            size = sum(len(image.data) for image in mine[0].images)  # all have the same
+            most = min(MAX_TURNS, IMAGE_BYTES // size) if size else MAX_TURNS
+            for start in range(0, len(mine), most):
+                yield member, mine[start : start + most]
 
     async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
         """Have one server play turns; those that it loses wait again."""

@@ -26,6 +26,7 @@ _STREAM: pydantic.TypeAdapter[protocol.StreamLine | protocol.StreamEnd] = pydant
 )
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
+IMAGE_BYTES = 40 << 20  # of a request: it has 64 MiB, and base64 is a third longer
 JSON = {"Content-Type": "application/json"}  # vLLM's routes want it said
 _OTHER = "if another program is there, correct the URL, else start this version"
 

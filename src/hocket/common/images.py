@@ -1,11 +1,12 @@
 """Check and decode pictures. Whoever sees one, on either side, sees what `decoded` makes of its bytes."""
 
 import base64
+import functools
 import hashlib
 import http.client
 import math
 import urllib.request
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,11 @@ MARKS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "webp": b"WEBP"}  # wit
 FETCH_S = 30.0
 
 
-class LargeImageError(ValueError):
-    """Says that a picture is over a limit."""
+class Stored(functools.partial[bytes]):
+    """Reads a picture from its file. Sent to another process, which may not have that, it is the bytes."""
+
+    def __reduce__(self) -> Any:
+        return bytes, (self(),)
 
 
 def kind_of(data: bytes) -> str:
@@ -35,7 +39,7 @@ def kind_of(data: bytes) -> str:
     return kind
 
 
-def decoded(data: bytes, left: int = MAX_PIXELS) -> "Image":
+def decoded(data: bytes) -> "Image":
     """Return a picture in RGB, upright, on white. Raise ValueError for one that is broken, or has too many pixels.
 
     A file says its size first: what would unpack to gigabytes is not decoded.
@@ -43,21 +47,19 @@ def decoded(data: bytes, left: int = MAX_PIXELS) -> "Image":
     from PIL import Image, ImageOps
 
     if len(data) > MAX_BYTES:
-        raise LargeImageError(f"an image has {len(data):,} bytes, more than {MAX_BYTES:,}: make it smaller")
+        raise ValueError(f"an image has {len(data):,} bytes, more than {MAX_BYTES:,}: make it smaller")
     bomb = f"an image has more than {MAX_PIXELS:,} pixels: make it smaller"
     try:
         image: Image.Image = Image.open(BytesIO(data), formats=[kind_of(data).upper()])
         if image.width * image.height > MAX_PIXELS:
-            raise LargeImageError(bomb)
-        if image.width * image.height > left:
-            raise LargeImageError(f"with it a prompt has more than {MAX_PIXELS_TOGETHER:,} pixels: leave it out")
+            raise ValueError(bomb)
         if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:  # a phone's JPEG may have more behind it
             raise ValueError("an image is animated: save one of its frames")
         image.load()
         with suppress(Exception):  # of odd EXIF, as vLLM does
             image = ImageOps.exif_transpose(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise LargeImageError(bomb) from error
+        raise ValueError(bomb) from error
     except (OSError, SyntaxError, EOFError, LookupError, TypeError, ArithmeticError) as error:  # as Pillow raises them
         raise ValueError(f"an image is damaged: {error}; save it again, or leave it out") from error
     if image.mode != "RGB" and image.has_transparency_data:  # vLLM shows the colour that an RGB file leaves out
@@ -67,9 +69,7 @@ def decoded(data: bytes, left: int = MAX_PIXELS) -> "Image":
 
 
 def check_all(files: Collection[bytes]) -> None:
-    """Raise LargeImageError for good images that are too much for a prompt."""
-    if not files:
-        return
+    """Raise ValueError for good images that are too much for a prompt."""
     from PIL import Image
 
     size = sum(map(len, files))
@@ -77,7 +77,7 @@ def check_all(files: Collection[bytes]) -> None:
     if len(files) > MAX_IMAGES or size > MAX_BYTES_TOGETHER or pixels > MAX_PIXELS_TOGETHER:
         most = f"a prompt takes {MAX_IMAGES} of {MAX_BYTES_TOGETHER:,} bytes and {MAX_PIXELS_TOGETHER:,} pixels"
         what = f"{len(files)} images have {size:,} bytes and {pixels:,} pixels together"
-        raise LargeImageError(f"{what}, {most}: leave some out, or make them smaller")
+        raise ValueError(f"{what}, {most}: leave some out, or make them smaller")
 
 
 def png(image: "Image") -> bytes:
@@ -96,9 +96,6 @@ def data_url(data: bytes) -> str:
 
 def from_text(text: str) -> bytes:
     """Return the bytes of base64 or a data URL. Raise ValueError where they are neither."""
-    if len(text) > 2 * MAX_BYTES:
-        message = f"an image has {len(text):,} characters of base64, its file more than {MAX_BYTES:,} bytes"
-        raise LargeImageError(f"{message}: make it smaller")
     try:
         return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
     except ValueError as error:
@@ -125,13 +122,16 @@ def fetched(url: str, hosts: Collection[str], setting: str) -> bytes:
         raise ValueError(f"an image can't be had from {url:.80}: {error}; put the file beside the data") from error
 
 
-def shown(messages: Iterable[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return messages as OpenAI's API has them, each part {"type": "image"} with the next picture."""
-    urls = iter([{"type": "image_url", "image_url": {"url": data_url(data)}} for data in images])
-    said = []
+def part_of(data: bytes) -> dict[str, Any]:
+    """Return a picture as a part of a message of OpenAI's API."""
+    return {"type": "image_url", "image_url": {"url": data_url(data)}}
+
+
+def shown(messages: Iterable[Mapping[str, Any]], images: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield messages as OpenAI's API has them, each part {"type": "image"} with the next picture."""
+    parts = map(part_of, images)
     for message in messages:
         content = message["content"]
         if isinstance(content, list):
-            content = [next(urls) if part["type"] == "image" else part for part in content]
-        said.append({**message, "content": content})
-    return said
+            content = [next(parts) if part["type"] == "image" else part for part in content]
+        yield {**message, "content": content}

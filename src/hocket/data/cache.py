@@ -122,7 +122,8 @@ def _table(key: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Any:
     seal = home / "SHA256"
     number = datasets.Value("int32")
     text = datasets.Value("string")
-    image = {"file": datasets.Value("large_binary"), "start": number, "length": number, "placeholder": number}
+    image = {"file": datasets.Value("large_binary"), "name": text}
+    image |= dict.fromkeys(("start", "length", "placeholder"), number)
     features = datasets.Features(
         token_ids=datasets.List(number), length=number, digest=text, key=text, others=text, images=datasets.List(image)
     )
@@ -168,7 +169,7 @@ def _others(text: str) -> dict[str, Any]:
 
 
 def _digest(prompt: Prompt) -> str:
-    seen = (image.sha256 for image in prompt.images)
+    seen = (image.name for image in prompt.images)
     return _sha256(repr([prompt.id, prompt.token_ids, prompt.answer, *seen]))[:16]
 
 
@@ -176,7 +177,7 @@ def key_of(prompt: Prompt) -> str:
     """Return a hash of what is asked, without the system's words, and of the answer."""
     said = [message["content"] for message in prompt.messages or () if message["role"] != "system"] or [prompt.text]
     words = [str(text).split() for text in said]
-    return _sha256(repr([words, prompt.answer, [image.sha256 for image in prompt.images]]))[:16]
+    return _sha256(repr([words, prompt.answer, [image.name for image in prompt.images]]))[:16]
 
 
 def _sha256(text: str) -> str:

@@ -6,14 +6,14 @@ A row has them in a column, as TRL's and those of `datasets`, or in parts of its
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import PIL.Image
 
-from hocket.common.images import check_all, decoded, fetched, from_text, png
+from hocket.common.images import Stored, check_all, decoded, fetched, file_name, from_text, png
 from hocket.config import DataConfig
 from hocket.data.renderer import Images, Options, Renderer, Tools
 from hocket.types import Image, Message
@@ -52,32 +52,28 @@ class SeeingRenderer(Renderer):
         told = {name: value for name, value in columns.items() if name not in COLUMNS}
         if pictures and isinstance(told.get(asked), str):
             told[asked] = [*self.chat(told[asked])]
-        names = (asked, "messages", self._data.response_column, "chosen", "rejected")
         inline = dict[str, list[Any]]()
-        for name in names:
+        for name in {asked, "messages", self._data.response_column, "chosen", "rejected"}:
             if isinstance(told.get(name), list):
-                found: list[Any] = []
-                told[name] = [_message(one, found) for one in told[name]]
-                inline[name] = found
-        given = {name: found for name, found in inline.items() if found.count(None) < len(found)}
-        if given and pictures:
-            what = f"column {min(given)!r} has pictures in its messages, and others are in a column"
-            raise ValueError(f"{what}: leave one")
-        if "rejected" in given and [*given.values()] != [given["rejected"]] * len(given):
-            raise ValueError("column 'rejected' has other pictures than 'chosen': both sides must begin alike")
+                inline[name] = []
+                told[name] = [_message(one, inline[name]) for one in told[name]]
+        given = [found for found in inline.values() if found.count(None) < len(found)]
+        if given and (pictures or given != given[:1] * len(given)):
+            raise ValueError("it has several lists of pictures: leave one, or have 'chosen' and 'rejected' begin alike")
         if pictures and not any(inline.values()):
             for name in [asked] if asked in inline else inline:
                 first: Any = next((one for one in told[name] if one.get("role") == "user"), {})
                 if isinstance(first.get("content"), str):
                     first["content"] = [*[PLACE] * len(pictures), {"type": "text", "text": first["content"]}]
-        return told, pictures or next(iter(given.values()), [])
+        return told, pictures or (given[0] if given else [])
 
     def expanded(
-        self, token_ids: list[int], pictures: Sequence[Any], *, whole: bool = True
+        self, token_ids: list[int], pictures: Sequence[Any], before: Sequence[Image] = (), *, whole: bool = True
     ) -> tuple[list[int], Images]:
         """Return token ids with those of each picture in place of its placeholder, and the pictures.
 
-        Without `whole`, the ids may be a beginning. Raise ValueError for a picture that is missing, broken or too many.
+        Without `whole`, the ids may be a beginning. Raise ValueError for a picture that is missing or broken, or too
+        much beside those before.
         """
         places = [index for index, token in enumerate(token_ids) if token == self.placeholder]
         word = self._processor.image_token
@@ -86,29 +82,38 @@ class SeeingRenderer(Renderer):
             raise ValueError(f"{what}: a part {PLACE} is a place, and {word} within a text must not be")
         ids = list[int]()
         images = list[Image]()
+        files = [image.data for image in before]
         end = 0
         for place, picture in zip(places, pictures, strict=False):
             ids += token_ids[end:place]
             end = place + 1
-            image = Image(file=self._file(picture), start=len(ids), length=0, placeholder=self.placeholder)
+            file = self._file(picture)
             try:
-                tokens = self._processor(text=[word], images=[[decoded(image.data)]])["input_ids"][0]
+                data = file() if callable(file) else file
             except OSError as error:
                 raise ValueError(f"an image can't be read: {error}; paths are relative to {self._folder}") from error
-            images.append(dataclasses.replace(image, length=len(tokens)))
+            files.append(data)
+            shown = [[decoded(data)]]
+            tokens = self._processor(text=[word], images=shown, add_special_tokens=False)["input_ids"][0]
+            length = len(tokens)
+            images.append(
+                Image(file=file, name=file_name(data), start=len(ids), length=length, placeholder=self.placeholder)
+            )
             ids += tokens
-        check_all([image.data for image in images])
+        check_all(files)
         return [*ids, *token_ids[end:]], tuple(images)
 
     def observed(self, observation: Any) -> tuple[Any, Sequence[Any]]:
         """Return also its texts with a space in each word that would be read as an image."""
         told, pictures = self.seen({"messages": [*observation.messages]})
-        messages = [{name: self._plain(value) for name, value in one.items()} for one in told["messages"]]
-        return dataclasses.replace(observation, messages=messages, text=self._plain(observation.text)), pictures
+        said = {"messages": told["messages"], "text": observation.text}
+        return dataclasses.replace(observation, **self._plain(said)), pictures
 
     def _plain(self, said: Any) -> Any:
         if isinstance(said, list):
-            return [{name: self._plain(value) for name, value in part.items()} for part in said]
+            return [*map(self._plain, said)]
+        if isinstance(said, dict):
+            return {name: self._plain(value) for name, value in said.items()}
         word = self._processor.image_token
         return said.replace(word, f"{word[0]} {word[1:]}") if isinstance(said, str) else said
 
@@ -124,28 +129,29 @@ class SeeingRenderer(Renderer):
         found: list[Any] = [self._processor.to_json_string()]
         with suppress(ValueError, OSError):  # of a row that is refused later
             for picture in itertools.chain.from_iterable(self.seen(row)[1] for row in rows):
-                path = picture.get("path") if isinstance(picture, Mapping) and not picture.get("bytes") else picture
-                if isinstance(path, str) and ":" not in path:
-                    there = self._path(path).stat()
-                    found.append((path, there.st_size, there.st_mtime_ns))
+                if path := self._path(picture):
+                    there = path.stat()
+                    found.append((str(path), there.st_size, there.st_mtime_ns))
         return found
 
-    def _file(self, picture: Any) -> bytes | Path:
+    def _file(self, picture: Any) -> bytes | Callable[[], bytes]:
+        if path := self._path(picture):
+            return Stored(path.read_bytes)
         match picture:
             case {"bytes": bytes(data)} | bytes(data):
                 return data
             case {"path": str(text)} | str(text):
-                if text.startswith("data:"):
-                    return from_text(text)
-                if "://" in text:
-                    return fetched(text, self._data.image_hosts, f"{self._data.section}.image_hosts")
-                return self._path(text)
+                hosts = self._data.image_hosts, f"{self._data.section}.image_hosts"
+                return from_text(text) if text.startswith("data:") else fetched(text, *hosts)
             case PIL.Image.Image():
                 return png(picture)
         raise ValueError(f"an image must be a path, a data URL, bytes or of Pillow, got {picture!r:.80}")
 
-    def _path(self, text: str) -> Path:
-        """Return a path in the data's folder; a symbolic link that leads out of it is the user's own."""
+    def _path(self, picture: Any) -> Path | None:
+        """Return where a picture is in the data's folder; a symbolic link that leads out of it is the user's own."""
+        text = picture.get("path") if isinstance(picture, Mapping) and not picture.get("bytes") else picture
+        if not isinstance(text, str) or text.startswith("data:") or "://" in text:
+            return None
         path = Path(os.path.abspath(self._folder / text))
         if not path.is_relative_to(self._folder):
             raise ValueError(f"the image {text!r:.80} is outside {self._folder}: put the data file above its images")

@@ -99,7 +99,7 @@ class Renderer:
         return columns, ()
 
     def expanded(
-        self, token_ids: list[int], pictures: Sequence[Any], *, whole: bool = True
+        self, token_ids: list[int], pictures: Sequence[Any], before: Sequence[Image] = (), *, whole: bool = True
     ) -> tuple[list[int], Images]:
         """Return token ids with those of the pictures, and these."""
         return token_ids, ()

@@ -1,15 +1,15 @@
 """Keep the pictures of a run's rollouts in its folder, each once, by its SHA-256; show them small."""
 
-import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hocket.common.files import naming, partial_of
-from hocket.common.images import data_url, decoded, file_name, from_text, png
+from hocket.common.images import Stored, data_url, decoded, file_name, from_text, png
 from hocket.types import Image, TokenSequence
 
 SHOWN = 160, 160  # pixels
@@ -17,14 +17,9 @@ MAX_SHOWN = 64  # of a prompt
 _NAME = re.compile(r"[0-9a-f]{64}\.(?:png|jpeg|webp)")
 
 
-def told(sequence: TokenSequence) -> list[dict[str, Any]]:
-    """Return the pictures of a sequence as its row names them."""
-    return [{**dataclasses.asdict(one), "file": file_name(one.data)} for one in sequence.images]
-
-
 def keep(folder: Path, sequence: TokenSequence) -> None:
     for image in sequence.images:
-        path = _path(folder, file_name(image.data))
+        path = _path(folder, image.name)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = partial_of(path)
@@ -36,23 +31,23 @@ def keep(folder: Path, sequence: TokenSequence) -> None:
 def image_of(row: Any, folder: Path | None) -> Image:
     """Return a picture of a run's row, or that of a data URL. Raise ValueError without it."""
     if isinstance(row, str):
-        return Image(file=from_text(row), start=0, length=0, placeholder=0)
+        data = from_text(row)
+        return Image(file=data, name=file_name(data), start=0, length=0, placeholder=0)
     if folder is None:
         raise ValueError(f"an image is named {row!r:.80}, but no run's folder has it: send a data URL")
     path = _path(folder, row["file"])
     if not path.is_file():
         raise ValueError(f"a picture of its rollouts is missing: {path}; bring it back from a copy")
-    return Image(**{**row, "file": path})
+    return Image(**{**row, "file": Stored(path.read_bytes), "name": path.name})
 
 
-def shown(folder: Path, row: Mapping[str, Any], known: dict[str, str]) -> dict[str, str]:
-    """Return the pictures of a row that are not known yet, as small data URLs by file."""
-    new = dict[str, str]()
-    for image in row.get("images", ()):
-        if image["file"] not in known and len(known) < MAX_SHOWN:
-            with suppress(OSError, ValueError):
-                known[image["file"]] = new[image["file"]] = _small(_path(folder, image["file"]))
-    return new
+def shown(folder: Path, files: Iterable[str]) -> dict[str, str]:
+    """Return pictures of a run as small data URLs, without those that are damaged."""
+    found = dict[str, str]()
+    for file in itertools.islice(files, MAX_SHOWN):
+        with suppress(OSError, ValueError):
+            found[file] = _small(_path(folder, file))
+    return found
 
 
 def _path(folder: Path, name: str) -> Path:

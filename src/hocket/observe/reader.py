@@ -18,7 +18,6 @@ import yaml
 
 from hocket.common.files import numbered
 from hocket.observe import plugin_files
-from hocket.observe.images import shown
 from hocket.observe.metrics import alarms
 from hocket.observe.owner import SILENCE_S
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, parsed, read_text, reading, rows_of
@@ -113,7 +112,7 @@ class RunReader:
     def rollouts(self, name: str, group: str = "", *, tokens: bool = False) -> Rows:
         """Return those of a step, or of a prompt, with what training made of them; none if there is no such step.
 
-        With `tokens`, also the tokens of their last sequences, with their texts, numbers and pictures.
+        With `tokens`, also the tokens of their last sequences, their texts and numbers; the first has the pictures.
         """
         if not _NAME.fullmatch(name):
             return []
@@ -121,10 +120,12 @@ class RunReader:
         mark = json.dumps(group, ensure_ascii=False).encode() if group else b""
         rows = rows_of(self.folder / "rollouts" / f"{name}.jsonl", mark, tokens=tokens)
         found = [row | trained.get(row["id"], {}) for row in rows if group in ("", row["group_id"])]
-        known: dict[str, str] = {}
         for row in found if tokens else ():
-            row["pictures"] = shown(self.folder, row, known)
             row["texts"] = pieces(_tokenizer(self.folder), row["token_ids"])
+        if files := dict.fromkeys(image["file"] for row in found if tokens for image in row.get("images", ())):
+            from hocket.observe.images import shown
+
+            found[0]["pictures"] = shown(self.folder, files)
         return found
 
     def data(self) -> dict[str, Any]:

@@ -89,11 +89,11 @@ def row_of(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
 
 def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
     row = {field: getattr(sequence, field) for field in (*COPIED, "token_ids", "logprobs")}
-    more = {"dialogue": sequence.dialogue, "turn_rewards": sequence.turn_rewards}
-    if sequence.images:
-        from hocket.observe.images import told
-
-        row["images"] = told(sequence)
+    images = [
+        {"file": one.name, "start": one.start, "length": one.length, "placeholder": one.placeholder}
+        for one in sequence.images
+    ]
+    more = {"dialogue": sequence.dialogue, "turn_rewards": sequence.turn_rewards, "images": images}
     row |= {name: value for name, value in more.items() if value}
     return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **row}
 

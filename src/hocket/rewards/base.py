@@ -8,7 +8,6 @@ from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hocket.common.images import data_url, decoded
 from hocket.common.registry import Registry, need, options_of, try_out
 from hocket.errors import ConfigError
 from hocket.types import Rollout
@@ -24,12 +23,18 @@ def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
     return tuple(int(token) for one in rollout.sequences for token in compress(one.token_ids, one.mask))
 
 
+def _decoded(rollout: Rollout) -> list[Any]:
+    from hocket.common.images import decoded
+
+    return [decoded(image.data) for image in rollout.prompt.images]
+
+
 _OF_PROMPT: dict[str, Callable[[Any], Any]] = {  # the same for all rollouts of a group
     "prompt": attrgetter("prompt.text"),  # of the last user message, or the plain prompt
     "messages": attrgetter("prompt.messages"),  # the whole chat; None for a plain prompt
     "answer": attrgetter("prompt.answer"),  # the reference, or None
     "meta": attrgetter("prompt.meta"),  # the row's other columns
-    "images": lambda rollout: [decoded(image.data) for image in rollout.prompt.images],  # from Pillow
+    "images": _decoded,  # from Pillow
 }
 _OF_ONE: dict[str, Callable[[Any], Any]] = {
     "completion": attrgetter("text"),  # without the end-of-sequence token
@@ -57,8 +62,11 @@ class RetryError(Exception):
 def named(rollout: Rollout) -> dict[str, Any]:
     """Return what a reward can name of a rollout, as JSON can say it; images as data URLs."""
     told = {name: of(rollout) for name, of in _OF_FIRST.items() if name not in ("rollout", "images")}
-    images = [data_url(image.data) for image in rollout.prompt.images]
-    return {**told, "images": images} if images else told
+    if images := rollout.prompt.images:
+        from hocket.common.images import data_url
+
+        told["images"] = [data_url(image.data) for image in images]
+    return told
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

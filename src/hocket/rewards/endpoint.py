@@ -18,7 +18,6 @@ from typing import Annotated, Any, Self
 import pydantic
 from pydantic import Field
 
-from hocket.common.images import data_url
 from hocket.config.deployment import Url
 from hocket.config.sections import Names
 from hocket.errors import RewardError
@@ -116,13 +115,16 @@ class Endpoint(Service):
         schema = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": form}}
         request = {"max_completion_tokens": self.max_tokens, "response_format": schema, **self.request}
         asked = [self.base_url, model, self.model[:index].count(model), form, request, content]
-        asked += (image.sha256 for image in images)
+        asked += (image.name for image in images)
         question = json.dumps(asked, sort_keys=True)
         key = hashlib.sha256(question.encode()).hexdigest()
         with suppress(ValueError):  # there is none, or it is damaged
             return read(str(await self._stored(key)))
-        seen = ({"type": "image_url", "image_url": {"url": data_url(image.data)}} for image in images)
-        said = [{"type": "text", "text": content}, *seen] if images else content
+        said: Any = content
+        if images:
+            from hocket.common.images import part_of
+
+            said = [{"type": "text", "text": content}, *(part_of(image.data) for image in images)]
         body = {"model": model, "messages": [{"role": "user", "content": said}], **request}
         expected = len(content.encode()) * TOKENS_PER_BYTE, float(self.max_tokens)
         requests = _window(self.base_url, model, "requests", self.requests_per_minute)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from hocket.client.pool import MAX_LOSSES, Member, ServerPool
-from hocket.common.images import shown
 from hocket.common.tasks import leave_behind, seed_of
 from hocket.data.renderer import opening_of
 from hocket.envs import Agent, Observation, Task
@@ -23,7 +22,7 @@ from hocket.protocol import AgentCall, SessionRequest, SessionResponse
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Limits, TokenBudget, most_tokens
 from hocket.rollout.transcript import Transcript, state_of
-from hocket.types import Image, Prompt, Rollout, TurnReward
+from hocket.types import Image, Message, Prompt, Rollout, TurnReward
 
 OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
 GRACE_S = 60.0  # that a session outlives its agent's deadline
@@ -120,9 +119,13 @@ class Agents:
 
 
 def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Task:
-    messages = copy.deepcopy(prompt.messages or ())  # others play the same prompt
+    messages: Iterable[Message] = copy.deepcopy(prompt.messages or ())  # others play the same prompt
+    if prompt.images:
+        from hocket.common.images import shown
+
+        messages = shown(messages, (image.data for image in prompt.images))
     return Task(
-        messages=tuple(shown(messages, [image.data for image in prompt.images])),
+        messages=tuple(messages),
         text=prompt.text,
         answer=prompt.answer,
         meta=copy.deepcopy(prompt.meta),

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from hocket.client.batcher import Turn
-from hocket.common.images import check_all
 from hocket.common.tasks import seed_of
 from hocket.data.renderer import Images, Renderer, TooLongError
 from hocket.envs import Action, Environment, Observation, Step
@@ -22,7 +21,7 @@ from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.transcript import Transcript
-from hocket.types import Message, Prompt, Rollout, TokenSequence
+from hocket.types import Image, Message, Prompt, Rollout, TokenSequence
 
 Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
@@ -170,10 +169,6 @@ class Episode:
         self.transcript.add_reward(reward)
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
-        try:
-            check_all([image.data for image in self.transcript.images])
-        except ValueError as error:
-            raise EpisodeError(str(error)) from error
         usual = self.seat.sampling
         most = min(observation.max_tokens or usual.max_tokens, room)
         stop = usual.stop if observation.stop is None else observation.stop
@@ -229,7 +224,7 @@ class Episode:
             return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
         following = partial(self.renderer.following, step.messages, self.prompt.options, ended=ended)
-        return await self._rendered(partial(following, at_most=self.limits.max_length))
+        return await self._rendered(partial(following, at_most=self.limits.max_length), self.transcript.images)
 
     async def _within(self, token_ids: list[int] | None, step: Observation) -> list[int] | None:
         """Return a step's tokens; none, where history outgrows the context: a new sequence has a shorter one."""
@@ -261,11 +256,11 @@ class Episode:
     def _encode(self, text: str) -> list[int]:
         return self.renderer.encode([text], at_most=self.limits.max_length)[0]
 
-    async def _rendered(self, render: Callable[[], list[int]]) -> list[int] | None:
+    async def _rendered(self, render: Callable[[], list[int]], before: Sequence[Image] = ()) -> list[int] | None:
         """Return tokens rendered in a thread, those of pictures among them; None if a sequence can't hold them."""
 
         def expanded() -> tuple[list[int], Images]:
-            return self.renderer.expanded(render(), self._pictures)
+            return self.renderer.expanded(render(), self._pictures, before)
 
         try:
             token_ids, self._images = await asyncio.get_running_loop().run_in_executor(_RENDERING, expanded)

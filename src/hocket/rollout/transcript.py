@@ -13,7 +13,7 @@ from hocket.types import FinishReason, Image, Message, TokenSequence, TurnReward
 
 def state_of(token_ids: Sequence[int], images: Iterable[Image] = ()) -> str:
     """Return a digest of what is read: tokens of different images are alike."""
-    read = [array("I", token_ids).tobytes(), *(image.sha256.encode() for image in images)]
+    read = [array("I", token_ids).tobytes(), *(image.name.encode() for image in images)]
     return hashlib.blake2b(b"".join(read), digest_size=8).hexdigest()
 
 
@@ -39,7 +39,7 @@ class Transcript:
     def add_observation(self, token_ids: Sequence[int], observation: Observation, images: Sequence[Image] = ()) -> None:
         """Append tokens that were not sampled, and the images whose tokens are among them."""
         start = len(self.token_ids)
-        self.images += (dataclasses.replace(image, file=image.data, start=start + image.start) for image in images)
+        self.images += (dataclasses.replace(image, start=start + image.start) for image in images)
         self.token_ids.extend(token_ids)
         self.mask += [False] * len(token_ids)
         self.logprobs.extend(array("d", bytes(8 * len(token_ids))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pydantic
 
-from hocket.common.images import MAX_IMAGES, MAX_PIXELS_TOGETHER, LargeImageError, data_url, decoded, fetched, from_text
+from hocket.common.images import check_all, data_url, decoded, fetched, file_name, from_text
 from hocket.common.tasks import run_in_thread
 from hocket.protocol import ImagePart
 from hocket.server import vllm_api
@@ -33,9 +33,6 @@ class Eyes:
 
     def expand(self, token_ids: list[int], images: Sequence[str], where: str) -> Any:
         """Return vLLM's prompt of token ids with one placeholder for each image. Raises ApiError."""
-        if max(token_ids, default=0) >= (size := self._llm.model_config.get_vocab_size()):
-            message = f"{where}: token id {max(token_ids)} is outside the vocabulary of {size}"
-            raise invalid(message, "do trainer and server use the same tokenizer?", code="token_out_of_vocabulary")
         opened = [image for _, image in self.opened(images, where)]
         if (count := token_ids.count(self.placeholder)) != len(images):
             message = f"{where}: {count} placeholders (token {self.placeholder}) for {len(images)} images"
@@ -55,7 +52,13 @@ class Eyes:
             message = f"token {self.placeholder} stands for an image, and the prompt has it without one"
             raise invalid(message, "leave its word out of texts", code="wrong_placeholders")
         return tuple(
-            Image(file=data, start=span.offset, length=span.length, placeholder=self.placeholder)
+            Image(
+                file=data,
+                name=file_name(data),
+                start=span.offset,
+                length=span.length,
+                placeholder=self.placeholder,
+            )
             for data, span in zip(CARRIED.get(), spans, strict=True)
         )
 
@@ -64,20 +67,16 @@ class Eyes:
         if self.placeholder is None:
             message = f"{where}: this model takes no images"
             raise invalid(message, "leave them out, or serve a vision-language model", code="no_images")
-        if len(texts) > MAX_IMAGES:
-            message = f"{where}: {len(texts)} images are more than the {MAX_IMAGES} of one prompt"
-            raise ApiError(413, "too_many_images", message, "send fewer")
         found = list[tuple[bytes, Any]]()
         for number, text in enumerate(texts):
-            left = MAX_PIXELS_TOGETHER - sum(image.width * image.height for _, image in found)
             try:
                 is_url = "://" in text[:16]
                 data = fetched(text, self._hosts, "data.image_hosts") if is_url else from_text(text)
-                found.append((data, decoded(data, left)))
+                found.append((data, decoded(data)))
+                check_all([data for data, _ in found])
             except ValueError as error:
-                status = 413 if isinstance(error, LargeImageError) else 400
                 hint = "an image is a PNG, JPEG or WebP file in base64, or such a data URL"
-                raise ApiError(status, "bad_image", f"{where}: number {number} of its images: {error}", hint) from error
+                raise ApiError(400, "bad_image", f"{where}: number {number} of its images: {error}", hint) from error
         return found
 
 

@@ -104,7 +104,7 @@ class OpenSession:
         prompt = prompt_token_ids, images
         taken = {call.number for call in self.calls if (call.prompt_token_ids, call.images) == prompt}
         number = next(number for number in itertools.count() if number not in taken)
-        parts = number, *prompt_token_ids, *(image.sha256 for image in images)
+        parts = number, *prompt_token_ids, *(image.name for image in images)
         seed = None if sampling.seed is None else seed_of(sampling.seed, *parts)
         call = SampledCall(
             request_id=f"{self.id}-{next(self._begun)}",  # the client's own could be that of another session's call

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
 from hocket.client.pool import Member
-from hocket.client.server import prompt_input
+from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
@@ -61,6 +61,10 @@ class Proof:
     _last_due: int = 0  # version up to which all are checked
     _noises: list[float] = dataclasses.field(default_factory=list)  # mean |Δ log-prob| of first versions
     _before: dict[str | None, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session
+
+    def __post_init__(self) -> None:
+        sizes = itertools.accumulate(sum(len(image.data) for image in prompt.images) for prompt in self.prompts)
+        self.prompts = [prompt for prompt, size in zip(self.prompts, sizes, strict=True) if size <= IMAGE_BYTES]
 
     def is_due(self, version: int) -> bool:
         """Return whether to check: every check_every-th, after an alarm, and the next after either."""

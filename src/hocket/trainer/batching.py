@@ -84,7 +84,7 @@ def keys(sequence: TokenSequence) -> np.ndarray:
     """Return what tells sequences apart: its ids and, as all images have the same, the hash of one in their place."""
     ids = np.array(sequence.token_ids, np.int64)
     for image in sequence.images:
-        key = int.from_bytes(bytes.fromhex(image.sha256[:16]), "little", signed=True)
+        key = int.from_bytes(bytes.fromhex(image.name[:16]), "little", signed=True)
         ids[image.start : image.start + image.length] = key
     return ids
 

@@ -30,7 +30,7 @@ class Vision:
         self.token: int = model.config.image_token_id
         self._processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         blank = png(new("RGB", (BLANK_PIXELS, BLANK_PIXELS), "white"))
-        self.blank = Image(file=blank, start=2, length=0, placeholder=self.token)
+        self.blank = Image(file=blank, name="", start=2, length=0, placeholder=self.token)
 
     def look(self, model: Any) -> Image:
         """Return the blank, behind two tokens, once it is known how many it has: before any other forward pass."""
