@@ -183,5 +183,6 @@ def test_an_own_credit_is_a_function_and_baselines_that_compare_no_turns_are_ref
         of_turns(episode([(1.0, ""), (2.0, "")]), episode([(0.0, "")]), algorithm=settings("credit=short"))
     with pytest.raises(ConfigError, match="compares turns of a group"):
         check(settings("credit=step_groups", "baseline=critic", "scale=none"), 8)
-    with pytest.raises(ConfigError, match=r"needs rewards of turns: add rewards\.functions\.env"):
-        config_module.load(None, ["algorithm.credit=turn"])
+    for env in ("other: 1", "env: {normalize: true}", "env: {clip: [0, 1]}"):  # the last turn would pay for the rest
+        with pytest.raises(ConfigError, match=r"needs rewards of turns .* add rewards\.functions\.env, with a weight"):
+            config_module.load(None, ["algorithm.credit=turn", f"rewards.functions={{{env}}}"])

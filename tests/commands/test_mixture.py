@@ -63,9 +63,7 @@ def test_other_weights_are_another_run() -> None:
 def test_rewards_of_turns_are_asked_of_each_source_alone() -> None:
     turns = "{source: a.jsonl, rewards: {env: 1}}"
     load(None, [f"data.sources=[{turns}]", "algorithm.credit=turn"])
-    with pytest.raises(
-        ConfigError, match=r"data\.sources, sort: .*needs rewards of turns: add rewards\.functions\.env"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.sources, sort: .*needs rewards of turns as they are given: add"):
         load(None, [f"data.sources=[{turns}, task:sort]", "algorithm.credit=turn"])
 
 

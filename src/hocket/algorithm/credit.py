@@ -41,16 +41,19 @@ def advantages(
     chosen: Chosen, episodes: Sequence[Turns], totals: Sequence[float], group_ids: Sequence[int], compare: Compare
 ) -> list[dict[int, float]]:
     """Return each episode's advantages by the number of the turn."""
-    turns = [
-        (owner, place, turn)
-        for owner, (own, total) in enumerate(zip(episodes, totals, strict=True))
-        for place, turn in enumerate(in_order(own, total))
-    ]
+    owner_k, place_k, turns = zip(
+        *(
+            (owner, place, turn)
+            for owner, (own, total) in enumerate(zip(episodes, totals, strict=True))
+            for place, turn in enumerate(in_order(own, total))
+        ),
+        strict=True,
+    )
     values_k = choose("credit", chosen)(
-        rewards_k=[turn.reward for _, _, turn in turns],
-        owner_k=[owner for owner, _, _ in turns],
-        place_k=[place for _, place, _ in turns],
-        state_k=[turn.state for _, _, turn in turns],
+        rewards_k=[turn.reward for turn in turns],
+        owner_k=owner_k,
+        place_k=place_k,
+        state_k=[turn.state for turn in turns],
         totals_n=totals,
         group_n=group_ids,
         compare=compare,
@@ -59,7 +62,7 @@ def advantages(
         what = f"algorithm.credit={chosen} returned {len(values_k)} advantages for {len(turns)} turns"
         raise ConfigError(f"{what}: have it return one for each item of rewards_k, in that order")
     result: list[dict[int, float]] = [{} for _ in episodes]
-    for (owner, _, turn), value in zip(turns, values_k.tolist(), strict=True):
+    for owner, turn, value in zip(owner_k, turns, values_k.tolist(), strict=True):
         result[owner][turn.number] = value
     return result
 

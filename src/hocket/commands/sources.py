@@ -68,8 +68,6 @@ class PromptSource:
         if data is None:
             return ()
         setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
-        if (data.source, data.split) == (self.config.data.source, self.config.data.split):
-            self._console.say("eval.data has the rows of section data: these are trained on, and not held out")
         prompts, _ = self._fitting("eval", data, setting, self.eval_tokens)
         return prompts[: settings.num_prompts]
 

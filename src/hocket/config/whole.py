@@ -95,10 +95,10 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
             )
-        if self.algorithm.by_turn and "env" not in self.rewards.functions:
-            raise ValueError(
-                f"algorithm.credit={self.algorithm.credit} needs rewards of turns: add rewards.functions.env"
-            )
+        env = self.rewards.functions.get("env")
+        if self.algorithm.by_turn and (env is None or env.gate or env.clip or env.normalize):
+            needed = "rewards of turns as they are given: add rewards.functions.env, with a weight alone"
+            raise ValueError(f"algorithm.credit={self.algorithm.credit} needs {needed}")
         if self.held_out_data is not None:
             try:
                 self.held_out_data.refuse()
