@@ -79,6 +79,17 @@ def test_it_is_said_that_nothing_is_evaluated_where_no_source_has_held_out_rows(
     assert "held_out of data.sources" in once
 
 
+def test_held_out_rows_that_no_evaluation_reads_are_left_out_of_training_too(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(8)), ("test", range(4, 8))):
+        rows = "".join(f'{{"prompt": "Sort: {number}", "answer": "{number}"}}\n' for number in numbers)
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    settings = [f"data.source={tmp_path}/train.jsonl", f"eval.data.source={tmp_path}/test.jsonl", "eval.num_prompts=1"]
+    settings += ["data.exclude_overlap=true", f"model.path={ROOT}/checkpoints/tiny-sort"]
+    with Console(1) as console:
+        prompts, held_out, _ = Parts(load(None, settings), console).load()
+    assert ([prompt.answer for prompt in prompts[""]], len(held_out)) == (["0", "1", "2", "3"], 1)
+
+
 def test_rewards_that_differ_between_sources_are_no_answer_to_a_file_or_another_process(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "completion": "c", "answer": "a"}')
     for use in (lambda: score_samples(config(), tmp_path / "rows.jsonl", None), lambda: serve(config())):

@@ -120,7 +120,7 @@ def asked(*texts: str, answer: str | None = "x") -> Prompts:
 def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_out_if_wanted() -> None:
     said: list[str] = []
     rows = {"": asked("2 + 2?", "2 +  2?\n", "3?", "4?")}
-    held_out = [*asked(" 3? "), *asked("4?", answer="another")]
+    held_out = {*asked(" 3? ").keys(), *asked("4?", answer="another").keys()}
     assert unlike(rows, held_out, False, said.append) == rows
     left = unlike(rows, held_out, True, said.append)[""]
     assert [prompt.text for prompt in left[:]] == ["2 + 2?", "2 +  2?\n", "4?"]
@@ -133,13 +133,13 @@ def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_
     ]
     chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "3?"}]
     of_chat = Prompts([Prompt(id="c", token_ids=(1,), text="3?", answer="x", messages=tuple(chat))])
-    assert len(unlike(rows, of_chat, True, said.append)[""]) == 3  # whatever the system says
+    assert len(unlike(rows, of_chat.keys(), True, said.append)[""]) == 3  # whatever the system says
     with pytest.raises(DataError, match=r"leaves no prompt of data\.source: other held-out rows"):
         unlike({"": asked("3?")}, held_out, True, said.append)
 
 
 def test_prompts_are_compared_over_all_sources() -> None:
     said: list[str] = []
-    left = unlike({"a": asked("1", "2"), "b": asked("2", "3")}, asked("3"), True, said.append)
+    left = unlike({"a": asked("1", "2"), "b": asked("2", "3")}, asked("3").keys(), True, said.append)
     assert {name: [prompt.id for prompt in some] for name, some in left.items()} == {"a": ["1", "2"], "b": ["2"]}
     assert said[0] == "1 of 4 training prompts repeat another one"

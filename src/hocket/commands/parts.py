@@ -173,7 +173,8 @@ class Parts(AbstractContextManager["Parts"]):
         held_out = []
         if compare or config.data.exclude_overlap:
             held_out = self.held_out()
-            prompts = unlike(prompts, held_out, config.data.exclude_overlap, self.console.say)
+            tested = set[str]().union(*(source.tested for source in self.sources.values()))
+            prompts = unlike(prompts, tested, config.data.exclude_overlap, self.console.say)
         streams = {name: self.sources[name].stream(mine, shares[name]) for name, mine in prompts.items()}
         stream = next(iter(streams.values()))
         if config.data.sources:

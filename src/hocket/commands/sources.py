@@ -49,6 +49,7 @@ class PromptSource:
         self._environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.example = self._environment()  # has what all of them have
         self.needed = 0  # tokens of the longest training prompt and a completion
+        self.tested = set[str]()  # keys of held-out prompts, also of those beyond eval.num_prompts
 
     @property
     def _tools(self) -> Sequence[Mapping[str, Any]]:
@@ -69,6 +70,7 @@ class PromptSource:
             return ()
         setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
         prompts, _ = self._fitting("eval", data, setting, self.eval_tokens)
+        self.tested |= {*prompts.keys()}
         return prompts[: settings.num_prompts]
 
     @property

@@ -5,20 +5,22 @@ The number of a draw alone decides its source, so that a resumed run draws the s
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hocket.data.cache import Prompts, key_of
+from hocket.data.cache import Prompts
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
 
 
 def unlike(
-    sources: Mapping[str, Prompts], held_out: Sequence[Prompt], exclude: bool, say: Callable[[str], None]
+    sources: Mapping[str, Prompts], tested: Collection[str], exclude: bool, say: Callable[[str], None]
 ) -> dict[str, Prompts]:
-    """Count prompts with the question and answer of another one, but for white space; leave out held-out ones."""
-    tested = set(map(key_of, held_out))
+    """Count prompts with the question and answer of another one, but for white space; leave out held-out ones.
+
+    `tested`: the keys of these.
+    """
     keys = {name: prompts.keys() for name, prompts in sources.items()}
     every = [*itertools.chain(*keys.values())]
     num_tested = sum(key in tested for key in every)
