@@ -16,6 +16,7 @@ from hocket.common.registry import Registry
 from hocket.common.tasks import cancel
 from hocket.config.sections import Names, or_one
 from hocket.envs.base import Action, Environment, LostError, Step, Tool, environment, invoke
+from hocket.envs.mcp import connection
 from hocket.errors import ConfigError
 from hocket.protocol import Toolbox, ToolCall
 from hocket.types import Message
@@ -49,13 +50,9 @@ class Tools(Environment):
     ) -> None:
         if "python" in tools:
             sandbox.way()  # now, not as an error of each call
-        self._connections: list[Any] = []
-        if mcp:
-            from hocket.envs.mcp import connection
-
-            self._connections += map(connection, mcp)
+        self._connections = [*map(connection, mcp)]
         all_tools = [(name, _tool(TOOLS.get(name))) for name in tools]
-        all_tools += (item for connection in self._connections for item in connection.tools.items())
+        all_tools += (item for one in self._connections for item in one.tools.items())
         self._tools = dict(all_tools)
         if not self._tools:
             raise ValueError("it has no tools: name some under tools, or servers under mcp")
@@ -80,8 +77,8 @@ class Tools(Environment):
             await cancel(messages)
 
     async def close(self) -> None:
-        for connection in self._connections:
-            await connection.close()
+        for one in self._connections:
+            await one.close()
 
     async def _message(self, call: ToolCall) -> Message:
         self._num_calls += 1

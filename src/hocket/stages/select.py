@@ -12,6 +12,7 @@ from typing import Any
 from hocket.common.files import numbered, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load
+from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, door
 from hocket.observe.rows import read_lines, reading
@@ -80,7 +81,7 @@ def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
     load_plugins(config.plugins)
     envs = {name: one.env for name, one in config.views.items()}
     made = {name: environments.bind(env.name, env.model_extra or {})() for name, env in envs.items()}
-    chats = {name: one for name, one in made.items() if one.keeps_messages}
+    chats = {name: one for name, one in made.items() if not isinstance(one, Agent)}
     if not chats:
         raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
     rows: list[Row] = []
