@@ -68,12 +68,12 @@ def test_the_members_of_a_unit_are_neighbours_in_one_micro_batch(num_ranks: int,
     ends = [[10 + rng.randrange(40) for _ in range(rng.randint(1, 6))] for _ in range(34)]
     samples = [sample(*prompts[(place // 2) % 5], *end, prompt=8) for place, end in enumerate(ends)]
     with pytest.raises(TrainerError, match=r"tokens of one row don't fit into trainer.micro_batch_tokens=15"):
-        check_fits(samples, 15, 2)
+        check_fits(samples, 15, unit=2)
     pair = [sample(*prompts[0], *end, prompt=8) for end in ([20, 21, 22, 23], [30, 31, 32, 33])]
     fits, shared = (8 + 3 + 3, math.inf) if share else (11 + 11, 0.0)
-    check_fits(pair, fits, 2, share=shared)
+    check_fits(pair, fits, unit=2, share=shared)
     with pytest.raises(TrainerError, match=rf"micro_batch_tokens={fits - 1}; set it to at least {fits}, or"):
-        check_fits(pair, fits - 1, 2, share=shared)
+        check_fits(pair, fits - 1, unit=2, share=shared)
     ranks = pack(samples, micro_batch_tokens=30, num_ranks=num_ranks, share=share, unit=2)
     rows = [batch.places for rank in ranks for batch in rank]
     pairs = [row[start : start + 2] for row in rows for start in range(0, len(row), 2)]

@@ -92,8 +92,8 @@ def keys(sequence: TokenSequence) -> np.ndarray:
 def check_fits(
     samples: Sequence[TrainSample],
     micro_batch_tokens: int,
-    unit: int = 1,
     *,
+    unit: int = 1,
     share: float = 0.0,
     key_share: float = 0.0,
 ) -> None:

@@ -44,7 +44,6 @@ Share = Sequence[Make]
 """What builds the micro-batches of one rank."""
 Sink = Callable[[Any], None]
 """Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
-EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +113,14 @@ class Models:
         self.ranks.part = ulysses.split(settings.sequence_parallel, self.ranks) if divided else attention.WHOLE
         self.policy = self.load(model, objective.kind)
         shape = Shape.of(self.policy.model)
-        self.key_share = shape.key_share
         self.row_tokens = memory.row_tokens(shape, on_gpu=device.type != "cpu")
-        self.pairs = math.inf if device.type == "cuda" else self.flops.pairs
+        pairs = math.inf if device.type == "cuda" else self.flops.pairs
+        share = pairs if settings.share_prefixes else 0.0
+        self.packing: dict[str, Any] = {"unit": objective.unit, "share": share, "key_share": shape.key_share}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
         delay = sum(extra.delay for extra in objective.extras)
-        own_steps = settings.model_copy(update={"steps": settings.steps - delay})
-        self.engine = DeepSpeedEngine(self.policy, dataclasses.replace(self.setup, config=own_steps), name=POLICY)
+        self.engine = DeepSpeedEngine(self.policy, self.setup, name=POLICY)
+        self.engine.plan(settings.steps - delay)
         self.policy.check_architecture(device)
         policy = Learner(
             name=POLICY,
@@ -299,17 +299,9 @@ class Models:
             sums.append(torch.stack([batch.mask_bt.double().sum(), gap_bt.sum(), *drawn]))
         return self.ranks.total(torch.stack(sums).sum(dim=0).tolist())
 
-    def export(self, trained: bool) -> list[tuple[str, Tensor]]:
-        """Return on rank 0 the published weights, which ZeRO-3 copies to the CPU."""
-        return [
-            (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
-            for bucket in self.engine.buckets(EXPORT_BYTES, trained=trained)
-            for name, tensor in bucket
-        ]
-
     def stream(self, max_bytes: int, trained: bool, sink: Any = None) -> None:
         for bucket in self.engine.buckets(max_bytes, trained=trained):
-            sink(self.policy.as_published(bucket))
+            sink(bucket)
 
     def state(self, sink: Any = None) -> dict[str, Any]:
         """Give the tensors of all learners to the sink; return their counters."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from hocket.algorithm.samples import is_measured
 from hocket.common.machine import cpu_threads
 from hocket.common.tasks import note, run, seed_of
@@ -26,6 +28,7 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors
 from hocket.types import Columns, TokenSequence, TrainSample
 
+EXPORT_BYTES = 64 << 20  # that ZeRO-3 gathers at a time for an export
 AWAY = "it is off the GPU; call onload() first"
 BROKEN = "it broke in an earlier call"
 CLOSED = "it is closed"
@@ -129,14 +132,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """Whether the next step may change the policy: not during critic.warmup_steps."""
         return self.models.learners[0].learns()
 
-    @property
-    def _sharing(self) -> dict[str, float]:
-        share = self.models.pairs if self._config.trainer.share_prefixes else 0.0
-        return {"share": share, "key_share": self.models.key_share}
-
     def check_fits(self, samples: Sequence[TrainSample]) -> None:
         """Raise TrainerError for one that no micro-batch has room for, or if none has a trained token."""
-        batching.check_fits(samples, self.micro_batch_tokens, self._objective.unit, **self._sharing)
+        batching.check_fits(samples, self.micro_batch_tokens, **self.models.packing)
 
     def plan(self, steps: int) -> None:
         """Have the learning rate's schedule end after `steps`, not trainer.steps."""
@@ -249,8 +247,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             num_ranks=self.ranks.size // copies,
             row_tokens=self.models.row_tokens,
             cost=functools.cache(lambda length: flops.step_flops(self.models.flops, [length], length)),
-            unit=self._objective.unit,
-            **self._sharing,
+            **self.models.packing,
         )
         return [(share, *more) for share in shares for _ in range(copies)]
 
@@ -260,7 +257,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
         """Write the weights as published; return the specs of the tensors in memory."""
-        named = self._together(Models.export, self.adapter is not None)
+        named: list[tuple[str, Tensor]] = []
+
+        def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
+            copies = self.engine.stage == 3  # at other stages a tensor outlives its bucket
+            named.extend((name, tensor.to("cpu", copy=copies)) for name, tensor in bucket)
+
+        self._together(Models.stream, EXPORT_BYTES, self.adapter is not None, sink=take)
         return self.policy.write(folder, named, self.tokenizer, self.models.setup.dtype)
 
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
@@ -273,7 +276,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         Its error leaves the trainer usable.
         """
-        with _deferring(sink) as take:
+        with _deferring(lambda bucket: sink(self.policy.as_published(bucket))) as take:
             self._together(Models.stream, max_bytes, trained or self.adapter is not None, sink=take)
 
     def state(self, sink: Sink) -> dict[str, Any]:
