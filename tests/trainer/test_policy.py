@@ -1,10 +1,13 @@
 import random
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.trainer.builders import make_rollouts, pack, sample_of
+from tests.trainer.builders import make_rollouts, pack, sample_of, sequence
+from tests.trainer.conftest import SIZES
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from batches import preset_loss
 from hocket.algorithm.losses import LossConfig, policy_loss
@@ -140,6 +143,27 @@ def test_random_weights_depend_on_the_seed_only(tied_model: str) -> None:
         assert torch.equal(a, b)
         if a.ndim > 1:
             assert not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("context", [16, 64])
+def test_the_context_decides_how_positions_are_scaled_whatever_shares_a_row(context: int, tmp_path: Path) -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = SIZES | {"initializer_range": 0.3, "original_max_position_embeddings": 16}
+    Phi3ForCausalLM(Phi3Config(**sizes, rope_scaling=factors)).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), max_length=context)
+    policy = Policy(config, dtype=torch.float32, temperature=1.0)
+    lengths = (10, min(context, 40))
+    short, longer = (sample_of(sequence([place % 62 for place in range(length)])) for length in lengths)
+    (alone,) = (policy(batch)[0] for [batch] in pack([short]))
+    [[row]] = pack([longer, short])
+    torch.testing.assert_close(policy(row)[0][:, -9:], alone, atol=1e-5, rtol=1e-5)
+    model = Phi3ForCausalLM.from_pretrained(tmp_path)
+    if context == 64:
+        model.model.rotary_emb(torch.zeros(1), torch.full((1, 1), 40))
+        model.model.rotary_emb.original_inv_freq = model.model.rotary_emb.inv_freq
+    ids = torch.tensor([short.sequence.token_ids])
+    expected = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[1:, 0]
+    torch.testing.assert_close(alone[0, 1:], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_missing_model_names_the_setting() -> None:

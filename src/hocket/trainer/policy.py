@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.data.tokenizer import context_length
 from hocket.errors import TrainerError
 from hocket.protocol import TensorSpec, manifest
 from hocket.trainer import attention
@@ -71,6 +72,11 @@ class Policy(nn.Module):
             model = load_model(config.path, random_init=config.random_init, **options)
         else:
             model = empty_model(config.path, **options)
+        for module in model.modules():
+            if getattr(module, "rope_type", "") == "longrope":  # the context decides, as on servers, not a whole row
+                if loads:
+                    module(module.inv_freq, module.inv_freq.new_full((1, 1), context_length(config) - 1))
+                module.rope_type = "default"
         self.weights.prepare(model, seed)
         self.model = model
         self.vision: Any = None
