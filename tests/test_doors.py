@@ -48,6 +48,19 @@ sys.exit(train(load("config/quickstart.yaml", steps)))
 """
 
 
+TEXT = """
+import sys
+from hocket.commands.runs import train
+from hocket.config import load
+
+run, recorded = sys.argv[1:]
+steps = ["trainer.steps=2", "eval.num_prompts=0", "data.limit=8", f"run.dir={run}", f"pipeline.replay={recorded}"]
+train(load("config/quickstart.yaml", steps))
+seen = [name for name in sys.modules if name.startswith("hocket.") and name.endswith((".images", ".vision"))]
+sys.exit(" ".join(seen) or 0)
+"""
+
+
 class Without(ast.NodeTransformer):
     """Takes out of a module what it has from modules that are gone: imports, table entries, statements, commands."""
 
@@ -189,6 +202,13 @@ def test_what_is_left_without_a_feature_is_imported_and_trains(feature: str, rec
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step.get("train/updates") for step in metrics] == [None, 1.0, 1.0]
     assert min(step["train/grad_norm"] for step in metrics[1:]) > 0
+
+
+def test_a_text_run_has_imported_nothing_of_images(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text(TEXT)
+    words = [str(tmp_path / "run"), str(recorded)]
+    with Command(words, tmp_path / "log", program=[str(tmp_path / "text.py")]) as process:
+        assert process.wait_end() == 0, process.output()
 
 
 def test_what_is_left_without_a_feature_type_checks(tmp_path: Path) -> None:

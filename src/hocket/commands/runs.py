@@ -339,7 +339,7 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
             else:
                 rollout = sample_of(columns, place, config.data)
                 prompt = rollout.prompt
-                group = repr((prompt.text, prompt.messages, prompt.answer, *(image.name for image in prompt.images)))
+                group = repr((prompt.text, prompt.messages, prompt.answer, hash(prompt.images)))
         except DAMAGED as error:
             raise DataError(f"{place} is no sample: {error}") from error
         groups.setdefault(group, []).append(rollout)

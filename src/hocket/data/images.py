@@ -34,7 +34,7 @@ class SeeingRenderer(Renderer):
         self._processor = AutoProcessor.from_pretrained(tokenizer.name_or_path, trust_remote_code=False)
         self.placeholder: int = self._processor.image_token_id
         kind, _, rest = data.source.partition(":")
-        self._folder = Path.cwd() if kind == "task" else Path(data.source).expanduser().absolute().parent
+        self._folder = Path(data.source).expanduser().absolute().parent  # of a task this one
         if kind == "hf":
             import datasets
 

@@ -130,14 +130,13 @@ def _demonstration(row: Row, tools: Row) -> Row:
 
 def _pictures(row: Row, run: Path) -> Row:
     """Return the column "images" of a row that has some."""
-    found: Row = {}
-    if row.get("images"):
-        from hocket.common.images import data_url
-        from hocket.observe.images import image_of
+    if not row.get("images"):
+        return {}
+    from hocket.common.images import data_url
+    from hocket.observe.images import image_of
 
-        with reading(run / "images"):
-            found = {"images": [data_url(image_of(one, run).data) for one in row["images"]]}
-    return found
+    with reading(run / "images"):
+        return {"images": [data_url(image_of(one, run).data) for one in row["images"]]}
 
 
 def _write(output: Path, rows: Sequence[Row], what: str, model: str, command: str, options: str = "") -> str:
