@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -205,10 +206,10 @@ def test_what_is_left_without_a_feature_is_imported_and_trains(feature: str, rec
 
 
 def test_a_text_run_has_imported_nothing_of_images(recorded: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.py").write_text(TEXT)
-    words = [str(tmp_path / "run"), str(recorded)]
-    with Command(words, tmp_path / "log", program=[str(tmp_path / "text.py")]) as process:
-        assert process.wait_end() == 0, process.output()
+    command = [sys.executable, "-c", TEXT, str(tmp_path / "run"), str(recorded)]  # Command's have all imported
+    variables = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_left_without_a_feature_type_checks(tmp_path: Path) -> None:
