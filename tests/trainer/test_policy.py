@@ -7,7 +7,7 @@ import torch
 from tests.trainer.builders import make_rollouts, pack, sample_of, sequence
 from tests.trainer.conftest import SIZES
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Phi3Config, Phi3ForCausalLM
+from transformers import Phi3Config, Phi3ForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
 from batches import preset_loss
 from hocket.algorithm.losses import LossConfig, policy_loss
@@ -164,6 +164,11 @@ def test_the_context_decides_how_positions_are_scaled_whatever_shares_a_row(cont
     ids = torch.tensor([short.sequence.token_ids])
     expected = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[1:, 0]
     torch.testing.assert_close(alone[0, 1:], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_whatever_a_model_calls_its_dropout_is_off(tmp_path: Path) -> None:
+    SeedOssForCausalLM(SeedOssConfig(**SIZES, residual_dropout=0.5, attention_dropout=0.5)).save_pretrained(tmp_path)
+    make_policy(str(tmp_path)).check_architecture(CPU)
 
 
 def test_a_missing_model_names_the_setting() -> None:

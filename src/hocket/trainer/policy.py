@@ -96,10 +96,10 @@ class Policy(nn.Module):
             self._kept = kept_on_cpu
         self.train()  # else transformers recomputes no activations
         for module in model.modules():  # dropout is off
+            for name in [name for name in vars(module) if name.endswith("dropout")]:
+                setattr(module, name, 0.0)
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
         if config.float32_head:
             compute_in_float32(head_of(model))
 
