@@ -168,7 +168,7 @@ def test_a_wrong_choice_is_refused_before_the_run(chosen: str, said: str, tmp_pa
     finally:
         LOGGERS.forget("missing")
     assert not Fake.made
-    for key in ("report_to", "observe.tensorboard", "trainer.logger", "use_wandb"):
+    for key in ("report_to", "trainer.logger", "use_wandb"):
         with pytest.raises(ConfigError, match=r"observe\.loggers"):
             config_module.load(None, [f"{key}=wandb"])
 

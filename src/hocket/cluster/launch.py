@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from hocket.common import environment
 from hocket.common.files import kind_of, last_lines, numbered, unused
-from hocket.common.machine import holder, refuse_open, url_of
+from hocket.common.machine import family_of, holder, refuse_open, url_of
 from hocket.common.processes import die_with_parent, first
 from hocket.config import Config, LaunchConfig, ObserveConfig
 from hocket.errors import ConfigError, ServerError, door
@@ -122,7 +122,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     print(f"run folder {config.run_dir}, logs in {logs}")
     port = config.server.port
     if port not in ports:
-        print(f"port {port} is in use by {holder(port) or 'another process'}; {ports[0]} is free")
+        print(f"port {port} is in use by {holder(port)}; {ports[0]} is free")
     commands = []
     for number, (port, own) in enumerate(zip(ports, plan.servers, strict=True)):
         name = f"server_{number}" if len(ports) > 1 else "server"
@@ -162,7 +162,7 @@ def listening(host: str, port: int, token: str | None) -> socket.socket:
     """Take the port of a page, or a free one if it is taken. Raise ConfigError where there is none."""
     refuse_open("observe", host, token)
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, port), family=family_of(host))
     except OSError as error:
         if error.errno == errno.EADDRINUSE and port:
             return listening(host, 0, token)
@@ -283,7 +283,7 @@ def _where(gpus: str) -> str:
 
 
 def free_port(host: str, wanted: int) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, wanted))

@@ -46,7 +46,7 @@ class PromptSource:
         self._tokenizer = tokenizer
         self._longest, self._limit = longest  # tokens of a sequence, and what allows no more
         self._console = console
-        self._environment = environments.bind(config.env.name, config.env.model_extra or {})
+        self._environment = environments.bind(config.env.name, config.env.model_extra)
         self.example = self._environment()  # has what all of them have
         self.needed = 0  # tokens of the longest training prompt and a completion
         self.tested = set[str]()  # keys of held-out prompts, also of those beyond eval.num_prompts

@@ -81,6 +81,10 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -97,8 +101,8 @@ def refuse_open(section: str, host: str, token: str | None) -> None:
         )
 
 
-def holder(number: int) -> str | None:
-    """Return who listens on a port of this machine: "process 7 (python3 run.py serve)"."""
+def holder(number: int) -> str:
+    """Return who listens on a port of this machine: "process 7 (python3 run.py serve)", or "another process"."""
     import psutil
 
     for each in psutil.net_connections(kind="tcp"):
@@ -106,4 +110,4 @@ def holder(number: int) -> str | None:
             with suppress(psutil.Error, TypeError):  # TypeError: None, of another user
                 return f"process {each.pid} ({' '.join(psutil.Process(int(each.pid)).cmdline())[:90]})"
             return "a process of another user"
-    return None
+    return "another process"

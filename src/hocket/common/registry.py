@@ -81,7 +81,9 @@ class Registry(Generic[T]):
             )
         return self.items[name]
 
-    def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Collection[str]) -> Callable[[], Any]:
+    def bind(
+        self, name: str, options: Mapping[str, Any] | None, *, section: str, keys: Collection[str]
+    ) -> Callable[[], Any]:
         """Return a maker of `name` with a section's options beside its `keys`, tried once; ConfigError if it fails."""
         target: Any = self.get(name, f"{section}.name: ")
         called = f"{self.kind} {name}"
@@ -93,7 +95,7 @@ class Registry(Generic[T]):
 def options_of(
     called: str,
     target: Callable[..., Any],
-    given: Mapping[str, Any],
+    given: Mapping[str, Any] | None,
     *,
     section: str,
     keys: Collection[str] = (),
@@ -133,7 +135,7 @@ def options_of(
     make_model: Any = typed.TypedDict
     model = pydantic.with_config(config)(make_model("Options", kinds))
     try:
-        options: dict[str, Any] = pydantic.TypeAdapter(model).validate_python(given)
+        options: dict[str, Any] = pydantic.TypeAdapter(model).validate_python(given or {})
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(map(wrong, error.errors()))) from error
     except pydantic.PydanticUserError as error:

@@ -107,7 +107,6 @@ class Sorted(Curriculum):
 
 
 def bind(config: CurriculumConfig) -> Curriculum:
-    options = config.model_extra or {}
     keys = CurriculumConfig.model_fields
-    made: Curriculum = CURRICULA.bind(config.name, options, section="curriculum", keys=keys)()
+    made: Curriculum = CURRICULA.bind(config.name, config.model_extra, section="curriculum", keys=keys)()
     return made

@@ -60,8 +60,8 @@ def bound(specs: Sequence[LoggerSpec]) -> list[Callable[..., Logger]]:
     makers: list[Callable[..., Logger]] = []
     for spec in specs:
         target: Any = LOGGERS.get(spec.name)
-        given = spec.model_extra or {}
-        options = options_of(f"logger {spec.name}", target, given, section="observe.loggers", keys=GIVEN)
+        called = f"logger {spec.name}"
+        options = options_of(called, target, spec.model_extra, section="observe.loggers", keys=GIVEN)
         need(f"observe.loggers: {spec.name}", target.package)
         makers.append(partial(target, **options))
     return makers

@@ -18,15 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
-
 from hocket.common.files import write_atomically
 from hocket.config.sections import leaves
 from hocket.errors import ConfigError
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.metrics import PHASES
 from hocket.observe.reader import Rows, RunReader
-from hocket.observe.rows import read_text, reading, said
+from hocket.observe.rows import config_of, reading, said
 
 NUM_SAMPLES = 24  # steps of which a report has rollouts
 MAX_TOKENS = 20_000  # of them with tokens
@@ -92,7 +90,7 @@ def write_pictures(report: Path, folder: Path) -> None:
 
 
 def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:
-    settings = [leaves(yaml.safe_load(read_text(folder / "config.yaml")) or {}) for folder in folders]
+    settings = [leaves(config_of(folder)) for folder in folders]
     keys = dict.fromkeys(itertools.chain(*settings))
     rows = [(key, [str(of_run.get(key)) for of_run in settings]) for key in keys]
     return [row for row in rows if len(set(row[1])) > 1]

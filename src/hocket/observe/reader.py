@@ -14,13 +14,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hocket.common.files import numbered
 from hocket.observe import plugin_files
 from hocket.observe.metrics import alarms
 from hocket.observe.owner import SILENCE_S
-from hocket.observe.rows import METRICS, TIMELINE, TRAINED, parsed, read_text, reading, rows_of
+from hocket.observe.rows import METRICS, TIMELINE, TRAINED, config_of, parsed, read_text, reading, rows_of
 
 NUM_PHASES = 100  # newest ones that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
@@ -180,6 +178,6 @@ def _tokenizer(folder: Path) -> Any:
     """Return the tokenizer of the run's newest weights, or of the model that it began with; None without one."""
     from tokenizers import Tokenizer
 
-    model = (yaml.safe_load(read_text(folder / "config.yaml")) or {}).get("model", {}).get("path", "")
+    model = config_of(folder).get("model", {}).get("path", "")
     places = [*folder.glob("weights/v*/tokenizer.json"), Path(model, "tokenizer.json")]
     return next((Tokenizer.from_file(str(place)) for place in places if place.is_file()), None)

@@ -113,6 +113,10 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    return yaml.safe_load(read_text(folder / "config.yaml")) or {}
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file; none if it is missing. Raise DataError for a broken line but the last."""
     lines = read_text(path).split("\n")  # a text may hold other line separators

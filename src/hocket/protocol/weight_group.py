@@ -18,6 +18,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from hocket.common.machine import family_of
 from hocket.errors import SyncError, cause_of
 from hocket.protocol import TensorLayout, TensorSpec, manifest
 
@@ -136,7 +137,7 @@ class WeightGroup:
 
 def make_store(address: str, timeout_s: float) -> Store:
     """Return a key-value store on a free port of this address."""
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener = socket.create_server((address, 0), family=family_of(address))
     timeout = datetime.timedelta(seconds=timeout_s)
     port = listener.getsockname()[1]
     return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -134,7 +134,7 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
         sock.close()
         why = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            why = f"port {port} is in use by {holder(port) or 'another process'}; set another server.port"
+            why = f"port {port} is in use by {holder(port)}; set another server.port"
         raise ConfigError(why) from error
     return sock
 

@@ -11,7 +11,7 @@ STAGES: Registry[Any] = Registry("stage", sft="hocket.stages.sft", rm="hocket.st
 
 
 def stage_of(command: str, section: StageConfig) -> Any:
-    return STAGES.bind(command, section.model_extra or {}, section=command, keys=StageConfig.model_fields)()
+    return STAGES.bind(command, section.model_extra, section=command, keys=StageConfig.model_fields)()
 
 
 def staged(config: Config) -> Any:

@@ -80,7 +80,7 @@ def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
     config = load(run / "config.yaml", [])
     load_plugins(config.plugins)
     envs = {name: one.env for name, one in config.views.items()}
-    made = {name: environments.bind(env.name, env.model_extra or {})() for name, env in envs.items()}
+    made = {name: environments.bind(env.name, env.model_extra)() for name, env in envs.items()}
     chats = {name: one for name, one in made.items() if not isinstance(one, Agent)}
     if not chats:
         raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from hocket.common.files import atomic_folder
 from hocket.common.registry import need
@@ -25,7 +25,7 @@ from hocket.trainer.weights import (
     Weights,
     copy_processor,
     empty_model,
-    head_of,
+    linear_layers,
     load_model,
     part_of,
     published_name,
@@ -53,9 +53,7 @@ class Adapter(Weights):
 
         path = self.config.path
         settings = self._lora
-        head = head_of(model)
-        linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
-        linear = [name for name in linear if part_of(name) == "language"]  # servers adapt no other
+        linear = [name for name, _ in linear_layers(model) if part_of(name) == "language"]  # servers adapt no other
         known = sorted({name.rpartition(".")[2] for name in linear})
         targets = known if settings.targets == "all-linear" else sorted(settings.targets)
         for target in targets:

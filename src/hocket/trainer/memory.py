@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from hocket.common import machine
 from hocket.config import ModelConfig, TrainerConfig
@@ -21,7 +20,7 @@ from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
-from hocket.trainer.weights import head_of, sees
+from hocket.trainer.weights import head_of, linear_layers, sees
 from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
@@ -131,9 +130,7 @@ def estimate(
 
 
 def _frozen_in_layers(model: Any) -> int:
-    head = head_of(model)
-    linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
-    return sum(weight.numel() for weight in linear if not weight.requires_grad)
+    return sum(part.weight.numel() for _, part in linear_layers(model) if not part.weight.requires_grad)
 
 
 def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:

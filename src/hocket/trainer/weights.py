@@ -11,7 +11,7 @@ import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
@@ -103,6 +103,12 @@ def head_of(model: Any) -> Any:
     """Return the linear layer on top: to logits, or to a classifier's score."""
     head = model.get_output_embeddings()
     return model.score if head is None else head
+
+
+def linear_layers(model: Any) -> list[tuple[str, Any]]:
+    """Return the linear layers by name, but the head."""
+    head = head_of(model)
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
 
 
 def sees(config: Any) -> bool:
