@@ -1,10 +1,7 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from hocket.config import BestConfig
-from hocket.errors import ConfigError
 from hocket.trainer.best import Best
 
 
@@ -55,6 +52,10 @@ def test_of_errors_the_smallest_share_is_the_best_and_a_resumed_run_goes_on_with
     assert (tmp_path / "best" / "weights").read_text() == "5"
 
 
-def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.best=eval/sampled is no metric .*; known: eval/greedy$"):
-        World(tmp_path, "eval/sampled").evaluate(0, 0.5)  # eval.temperature=0 samples none
+def test_an_evaluation_in_which_no_answer_has_a_score_is_passed_over(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert world.best.keep(0, {"eval/reward_errors": 1.0}) == {}
+    assert world.best.summary() is None
+    assert world.evaluate(1, 0.5) == 0
+    assert world.best.keep(2, {"eval/reward_errors": 1.0}) == {}
+    assert world.best.summary()["step"] == 1  # type: ignore[index]

@@ -74,16 +74,6 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
     async def close_session(self, name: str, *, timeout_s: float) -> protocol.AgentRecord:
         return await self._call("DELETE", f"/sessions/{name}", protocol.AgentRecord, timeout_s)
 
-    async def answers(self) -> bool:
-        """Return whether a server listens. Raises ServerError where another program does."""
-        try:
-            await self.health()
-        except ServerError as error:
-            if error.code != "unreachable":
-                raise
-            return False
-        return True
-
     async def generate(
         self, request: protocol.GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[protocol.StreamLine, None]:

@@ -68,9 +68,12 @@ class Servers:
             return []
         for url in urls:
             async with ServerClient(url, token=self.config.token) as server:
-                if await server.answers():
+                try:
+                    await server.health()
                     found.append(url)
-                else:
+                except ServerError as error:  # another program may listen there
+                    if error.code != "unreachable":
+                        raise
                     say(f"no server answers at {url} yet; start one with: {door()} serve CONFIG")
         return found
 

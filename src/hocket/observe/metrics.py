@@ -260,11 +260,6 @@ def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> d
     }
 
 
-def effective_sample_size(mean: float, mean_square: float) -> float:
-    """Return (Σw)² / (n·Σw²) of importance weights w before the correction, by their means; 1: all are equal."""
-    return mean**2 / mean_square
-
-
 def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batch: bool) -> dict[str, float]:
     """Return a step's metrics from those of its updates, which took `seconds`.
 
@@ -284,8 +279,7 @@ def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batc
         else:
             metrics[name] = _finite_mean(values)
     if "train/importance_square" in metrics:
-        square = metrics.pop("train/importance_square")
-        metrics["train/ess"] = effective_sample_size(metrics["train/importance_mean"], square)
+        metrics["train/ess"] = metrics["train/importance_mean"] ** 2 / metrics.pop("train/importance_square")
     metrics["train/tokens_per_s"] = metrics["train/tokens"] / seconds
     metrics["train/positions_per_s"] = metrics.pop("train/positions") / seconds
     metrics["train/mfu"] = metrics.pop("train/seconds_at_peak") / seconds

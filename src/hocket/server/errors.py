@@ -1,5 +1,7 @@
 """Refuse requests in one form on every route: status, code, message and hint."""
 
+import math
+from collections.abc import Sequence
 from typing import TypeVar
 
 import pydantic
@@ -8,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hocket.errors import HocketError
-from hocket.protocol import ErrorBody, ErrorResponse, SamplingParams
+from hocket.protocol import MAX_COMPLETIONS, ErrorBody, ErrorResponse, SamplingParams
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -34,6 +36,17 @@ class ApiError(HocketError):
 def invalid(message: str, hint: str, *, code: str = "invalid_request") -> ApiError:
     """Return the error of a well-formed request for something impossible."""
     return ApiError(422, code, message, hint)
+
+
+def check_count(completions: int) -> None:
+    if completions > MAX_COMPLETIONS:
+        message = f"{completions} completions are more than the {MAX_COMPLETIONS} of one request"
+        raise invalid(message, "send several")
+
+
+def check_finite(logprobs: Sequence[float]) -> None:
+    if not math.isfinite(sum(logprobs)):
+        raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
 
 
 def parse(message: type[M], body: bytes) -> M:

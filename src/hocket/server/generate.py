@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import math
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import jinja2
 
 from hocket.common.tasks import as_completed
-from hocket.protocol import MAX_COMPLETIONS, Completion, GenerateRequest, PromptInput, SamplingParams
+from hocket.protocol import Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
-from hocket.server.errors import ApiError, invalid, parse
+from hocket.server.errors import ApiError, check_count, check_finite, invalid, parse
 from hocket.types import Message
 
 MIN_TEMPERATURE = 0.01
@@ -70,8 +69,7 @@ class Sampler:
             message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
             raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
         seeds: Sequence[Sequence[int | None]] = request.seeds or _seeds(request)
-        if (count := sum(map(len, seeds))) > MAX_COMPLETIONS:
-            raise invalid(f"{count} completions are more than the {MAX_COMPLETIONS} of one request", "send several")
+        check_count(sum(map(len, seeds)))
         self.check_sampling(request.sampling)
         tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
         jobs = []
@@ -116,8 +114,7 @@ class Sampler:
         if output.finish_reason == "abort":
             self._require_ready()
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
-        if not math.isfinite(sum(output.logprobs.logprobs)):
-            raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
+        check_finite(output.logprobs.logprobs)
         token_ids = list(output.token_ids)
         # The token that ended it is no part of the text.
         shown = token_ids[:-1] if output.finish_reason == "stop" else token_ids

@@ -9,8 +9,8 @@ import pydantic
 import pydantic_core
 
 from hocket.common.tasks import run_in_thread
-from hocket.protocol import FAIL_FAST, MAX_COMPLETIONS, MAX_PROMPTS, MAX_SAMPLES, TokenId
-from hocket.server.errors import ApiError, invalid
+from hocket.protocol import FAIL_FAST, MAX_PROMPTS, MAX_SAMPLES, TokenId
+from hocket.server.errors import ApiError, check_count, invalid
 from hocket.server.middleware import Guard
 
 MAX_BYTES = 16 << 20
@@ -61,9 +61,7 @@ def _check_prompts(body: dict[str, Any]) -> None:
         message = f"prompt must be text, token ids, or up to {MAX_PROMPTS} of them, and n at most {MAX_SAMPLES}"
         raise invalid(message, "token ids are whole numbers from 0; send several requests") from error
     prompts = asked.prompt if isinstance(asked.prompt, list) else []
-    count = (asked.n or 1) * sum(not isinstance(one, int) for one in prompts)
-    if count > MAX_COMPLETIONS:
-        raise invalid(f"{count} completions are more than the {MAX_COMPLETIONS} of one request", "send several")
+    check_count((asked.n or 1) * sum(not isinstance(one, int) for one in prompts))
 
 
 def _check_values(values: list[Any]) -> None:

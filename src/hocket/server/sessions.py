@@ -10,7 +10,6 @@ import functools
 import hmac
 import itertools
 import json
-import math
 import re
 import secrets
 import time
@@ -27,7 +26,7 @@ from hocket.common.tasks import run_in_thread, seed_of
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest, SessionResponse
 from hocket.server import vllm_api
 from hocket.server.engine import Engine
-from hocket.server.errors import ApiError
+from hocket.server.errors import ApiError, check_finite
 from hocket.server.generate import Sampler
 from hocket.server.middleware import Guard, replay
 from hocket.server.routes import router
@@ -53,6 +52,10 @@ class SampledCall:
     images: tuple[Image, ...] = ()
     sampling: SamplingParams
     completion: Completion | None = None  # None until it has ended well
+
+
+def _no_session(message: str) -> ApiError:
+    return ApiError(404, "no_session", message, "POST /sessions opens one")
 
 
 class OpenSession:
@@ -119,8 +122,7 @@ class OpenSession:
 
     def require_open(self) -> None:
         if self.closed:
-            message = "the session was closed, which ends its calls"
-            raise ApiError(404, "no_session", message, "POST /sessions opens one")
+            raise _no_session("the session was closed, which ends its calls")
 
     def record(self) -> AgentRecord:
         calls = [
@@ -171,8 +173,9 @@ class OpenSessions:
         session = self._sessions.get(session_id)
         if session is None or session.idle:
             self._sessions.pop(session_id, None)
-            message = f"there is no session {session_id[:64]!r}: it was deleted, idle for too long, or never there"
-            raise ApiError(404, "no_session", message, "POST /sessions opens one")
+            raise _no_session(
+                f"there is no session {session_id[:64]!r}: it was deleted, idle for too long, or never there"
+            )
         session.used = time.monotonic()
         return session
 
@@ -310,8 +313,7 @@ async def recorded(
                     if done.finish_reason == "abort":
                         break
                     new = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
-                    if not math.isfinite(sum(new)):
-                        raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
+                    check_finite(new)
                     token_ids += done.token_ids
                     logprobs += new
                     text += done.text

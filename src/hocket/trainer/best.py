@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.common.files import atomic_folder
 from hocket.config import BestConfig
-from hocket.errors import ConfigError
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Metrics
 
@@ -29,10 +28,9 @@ class Best:
     checkpoints: Checkpoints
 
     def keep(self, step: int, metrics: Metrics) -> Metrics:
-        """Keep the weights of the best evaluation; return eval/since_best. Raise ConfigError without its metric."""
-        if self.settings.name not in metrics:
-            known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
-            raise ConfigError(f"checkpoint.best={self.settings.name} is no metric of the evaluation; known: {known}")
+        """Keep the weights of the best evaluation; return eval/since_best."""
+        if self.settings.name not in metrics:  # no answer has a score
+            return {}
         now = {"step": step, **metrics}
         rows = [*self._evaluations(), now]
         best = self._best(rows)
@@ -43,8 +41,11 @@ class Best:
         self.checkpoints.kept = best["step"]
         return {"eval/since_best": len(rows) - 1.0 - rows.index(best)}
 
-    def summary(self) -> dict[str, Any]:
-        row = self._best(self._evaluations())
+    def summary(self) -> dict[str, Any] | None:
+        rows = self._evaluations()
+        if not rows:
+            return None
+        row = self._best(rows)
         metric = self.settings.name
         return {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}
 
