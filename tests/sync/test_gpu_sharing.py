@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,12 @@ class World:
     async def health(self, *, timeout_s: float = 1.0) -> protocol.Health:
         return fakes.health(status="asleep", version=self.version)
 
-    async def ask(self, request: Any, *, timeout_s: float) -> protocol.ReloadResponse | None:
+    async def ask(self, request: Any, *, timeout_s: float) -> Any:
+        if isinstance(request, protocol.GenerateRequest):
+            self.did("generate")
+            completion = fakes.completion(5, 2, logprobs=(-0.1, -0.2), version=self.version)
+            completions = [[completion] for _ in request.prompts]
+            return protocol.GenerateResponse(version=self.version, model="", completions=completions)
         if isinstance(request, protocol.SleepRequest):
             self.slept = request.level
             return self.did(f"sleep {request.level}")
@@ -58,14 +63,6 @@ class World:
         self.did("compare" if request.compare else "wake" if wakes else "load")
         self.version = request.version
         return fakes.reloaded(request.version, fakes.manifest_of(self.root / request.source.name).checksum)
-
-    async def generate(
-        self, request: protocol.GenerateRequest, *, timeout_s: float
-    ) -> AsyncIterator[protocol.StreamLine]:
-        self.did("generate")
-        completion = fakes.completion(5, 2, logprobs=(-0.1, -0.2), version=self.version)
-        for i in range(len(request.prompts)):
-            yield protocol.StreamLine(prompt=i, index=0, completion=completion)
 
     # the trainer
     def onload(self) -> None:

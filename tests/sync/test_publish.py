@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import fakes
 from hocket import config as config_module
 from hocket.client.pool import ServerPool
 from hocket.errors import HocketError, ServerError, SyncError, TrainerError
-from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
+from hocket.protocol import GenerateRequest, GenerateResponse, Health, ReloadResponse
 from hocket.sync.disk import Versions
 from hocket.sync.proof import Proof, Scored, missing_share
 from hocket.sync.publish import Delivery, Publisher
@@ -48,13 +48,13 @@ class FakeServer:
             raise self.error
         return fakes.health(version=self.version, session=self.session)
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
+    async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
         self.asked.append(request)
         if self.error is not None:
             raise self.error
         await self.together.wait()
-        for i in reversed(range(self.left_out, len(request.prompts))):
-            yield StreamLine(prompt=i, index=0, completion=fakes.completion(7, 8, logprobs=(-0.5, -0.25)))
+        completions = [[fakes.completion(7, 8, logprobs=(-0.5, -0.25))] for _ in request.prompts[self.left_out :]]
+        return GenerateResponse(version=self.version, model="", completions=completions)
 
 
 class FakeTrainer:
@@ -245,7 +245,7 @@ async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_ch
     assert (world.up, metrics["sync/servers"], metrics["sync/logprob_gap"]) == ([B], 1.0, pytest.approx(1e-6))
     world.servers[1].left_out = 1
     assert (await world.sync.publish())["sync/servers"] == 0.0
-    assert "lost server http://b: http://b/generate ended after 1 of 2 completions" in world.said
+    assert "lost server http://b: http://b/generate gave 1 of 2 completions" in world.said
 
 
 @pytest.mark.parametrize("gap", [1.1e-4, float("nan")])

@@ -10,7 +10,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
 from hocket.client.pool import Member
@@ -112,20 +111,18 @@ class Proof:
         sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
         asked = [prompt_input(prompt.token_ids, prompt.images) for prompt in self.prompts]
         request = GenerateRequest(prompts=asked, sampling=sampling, session=member.session)
-        sequences: dict[int, TokenSequence] = {}
         try:
-            async with aclosing(member.server.generate(request, timeout_s=self.sync.timeout_s)) as lines:
-                async for line in lines:
-                    prompt = self.prompts[line.prompt]
-                    transcript = Transcript(prompt.token_ids, images=prompt.images)
-                    transcript.add_completion(line.completion)
-                    sequences[line.prompt] = transcript.sequence()
+            answer = await member.server.ask(request, timeout_s=self.sync.timeout_s)
         except ServerError as error:
             return error
-        if len(sequences) != len(asked):
-            message = f"{member.url}/generate ended after {len(sequences)} of {len(asked)} completions"
+        completions = [*itertools.chain(*answer.completions)]
+        if len(completions) != len(asked):
+            message = f"{member.url}/generate gave {len(completions)} of {len(asked)} completions"
             return ServerError(message, code="protocol")
-        return as_samples(map(sequences.__getitem__, range(len(asked))))
+        transcripts = [Transcript(prompt.token_ids, images=prompt.images) for prompt in self.prompts]
+        for transcript, completion in zip(transcripts, completions, strict=True):
+            transcript.add_completion(completion)
+        return as_samples(transcript.sequence() for transcript in transcripts)
 
     async def _follow(self, member: Member, samples: Sequence[TrainSample]) -> Metrics:
         """Compare log-probs, and their change since the last check, with the trainer's."""
