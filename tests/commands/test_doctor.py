@@ -72,7 +72,7 @@ def test_a_full_gpu_is_noted_and_a_driver_that_torch_cannot_use_is_an_error(monk
 
 
 def test_what_triton_and_torch_need_on_a_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: None)  # no CPU build
+    monkeypatch.setattr(doctor.environment, "version_of", lambda name: None)  # no CPU build
     monkeypatch.setattr(environment, "driver", lambda: 570)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))

@@ -78,9 +78,9 @@ def check(algorithm: AlgorithmConfig, group_size: int) -> None:
     """Raise ConfigError where functions do not exist or do not fit together; plugins must be loaded."""
     for kind in ("clip", "aggregate", "correction", "credit"):
         choose(kind, getattr(algorithm, kind))
-    per = choose("baseline", algorithm.baseline).per
-    compares = per != "token"
-    if algorithm.by_turn and (per == "batch" or (not compares and algorithm.credit != "turn")):
+    baseline = choose("baseline", algorithm.baseline)
+    compares = baseline.compares
+    if algorithm.by_turn and (baseline.per == "batch" or (not compares and algorithm.credit != "turn")):
         raise ConfigError(
             f"algorithm.credit={algorithm.credit} compares turns of a group, algorithm.baseline={algorithm.baseline} "
             "does not: set another, or leave credit out"

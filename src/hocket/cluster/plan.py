@@ -23,6 +23,7 @@ from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.extras import configured
 from hocket.trainer.memory import GIB
 from hocket.trainer.models import Objective
+from hocket.trainer.policy import compute_dtype
 from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES
 
@@ -89,7 +90,7 @@ class Needs:
             objective = stage
             where = Placement([], ",".join(gpus), num_gpus, apart=True)
         self.where = where
-        dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
+        dtype = compute_dtype(config.model, torch.device("cuda"))
         trainer = config.trainer.unmeasured()
         models = objective.models(config.model)
         self._model = models[0][1]

