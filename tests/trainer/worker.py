@@ -107,7 +107,7 @@ def led(
             ranks=ranks,
             objective=stage_of(stage, getattr(config, stage)).objective(config.model) if stage else None,
         )
-        if not trainer.is_main:
+        if not trainer.ranks.is_main:
             trainer.follow()
             continue
         with trainer:
@@ -406,7 +406,7 @@ def fail(scenario: str, model: str) -> None:
     timeout_s = 20 if cut_off or scenario == "rank_hangs" else 60
     settings = ("trainer.micro_batch_tokens=20", f"sync.timeout_s={timeout_s / 6}", f"trainer.zero_stage={stage}")
     trainer = Trainer(make_config(model, *settings), objective=Objective(loss=deadly))
-    if not trainer.is_main:
+    if not trainer.ranks.is_main:
         if between:
             happen()
         trainer.follow()

@@ -152,9 +152,9 @@ class DeepSpeedEngine:
     They are read from AdamW's memory: DeepSpeed's checkpoints fit only the ranks and the stage that wrote them.
     """
 
-    def __init__(self, module: nn.Module, setup: Setup, *, name: str) -> None:
+    def __init__(self, module: Any, setup: Setup, *, name: str) -> None:
         self.stage = setup.stage
-        self.module: Any = module
+        self.module = module
         self._name = name
         self._config = config = setup.config
         self._dtype = setup.dtype
@@ -162,7 +162,8 @@ class DeepSpeedEngine:
         if self.stage == 3:
             spread(module, setup)
         self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._frozen = {name: one for name, one in module.named_parameters() if name not in self._trained}
+        has_adapter = module.weights.adapter is not None  # servers have what is under it
+        self._published = self._trained if has_adapter else dict(module.named_parameters())
         self._adamw = torch.optim.AdamW(
             self._trained.values(),
             lr=config.learning_rate,
@@ -248,15 +249,14 @@ class DeepSpeedEngine:
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[tuple[str, Tensor]]]:
         """Return what `buckets` yields, on the meta device."""
         on_meta = functools.partial(torch.empty, dtype=self._dtype, device="meta")
-        named = self._trained if trained else self._trained | self._frozen
+        named = self._trained if trained else self._published
         tensors = ((name, on_meta(whole_shape(parameter))) for name, parameter in named.items())
         return list(in_buckets(tensors, max_bytes))
 
     def buckets(self, max_bytes: int, *, trained: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield (name, whole tensor), tied ones once, of all or trained parameters on rank 0; all ranks exhaust it."""
-        named = self._trained | self._frozen
+        """Yield (name, whole tensor) of what is published, tied ones once, on rank 0; all ranks must exhaust it."""
         for bucket in self.layout(max_bytes, trained=trained):
-            parameters = {name: named[name] for name, _ in bucket}
+            parameters = {name: self._published[name] for name, _ in bucket}
             # Whole, where ZeRO-3 spreads them; writes would be lost.
             with importlib.import_module("deepspeed").zero.GatheredParameters(list(parameters.values())):
                 if self._ranks.is_main:

@@ -49,12 +49,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._owns_ranks = ranks is None
         threads = cpu_threads(config.model.path, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.ranks = ranks or Ranks(config.sync.collective_timeout_s, threads)
-        self.is_main = self.ranks.is_main
         self.device = self.ranks.device
         self._config = config
         self._objective = objective or configured(config)
         # Why nothing can be done now.
-        self._refusal = "" if self.is_main else f"this is rank {self.ranks.rank}, and ranks above 0 only follow"
+        self._refusal = "" if self.ranks.is_main else f"this is rank {self.ranks.rank}, and ranks above 0 only follow"
         self._skipped_in_row = 0
         self.untrained: dict[int, str] = {}  # groups that the last step has not trained, with the reason
         try:
@@ -263,21 +262,21 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             copies = self.engine.stage == 3  # at other stages a tensor outlives its bucket
             named.extend((name, tensor.to("cpu", copy=copies)) for name, tensor in bucket)
 
-        self._together(Models.stream, EXPORT_BYTES, self.adapter is not None, sink=take)
+        self._together(Models.stream, EXPORT_BYTES, False, sink=take)
         return self.policy.write(folder, named, self.tokenizer, self.models.setup.dtype)
 
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
         """Describe the buckets that `stream` will give."""
-        buckets = self.engine.layout(max_bytes, trained=trained or self.adapter is not None)
+        buckets = self.engine.layout(max_bytes, trained=trained)
         return [weight_group.layout(self.policy.as_published(bucket)) for bucket in buckets]
 
     def stream(self, max_bytes: int, sink: Sink, *, trained: bool = False) -> None:
-        """Give `sink` the weights, or an adapter's or the trained ones, in buckets of about max_bytes.
+        """Give `sink` the weights, or the trained ones, in buckets of about max_bytes.
 
         Its error leaves the trainer usable.
         """
         with _deferring(lambda bucket: sink(self.policy.as_published(bucket))) as take:
-            self._together(Models.stream, max_bytes, trained or self.adapter is not None, sink=take)
+            self._together(Models.stream, max_bytes, trained, sink=take)
 
     def state(self, sink: Sink) -> dict[str, Any]:
         """Give `sink` a checkpoint's tensors, float32 on the CPU, in buckets; return the rest for JSON."""
