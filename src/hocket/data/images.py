@@ -26,7 +26,7 @@ PLACE = {"type": "image"}
 class SeeingRenderer(Renderer):
     """Renders for a model that takes images."""
 
-    contents = str | list  # type: ignore[type-arg]
+    contents = (str, list)
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
         from transformers import AutoProcessor

@@ -43,7 +43,7 @@ def load_prompts(
         raise DataError(f"{what}; add {advice} at the end of the template")
 
     origin: tuple[object, ...] | None = None
-    content = identity(data, has_images=renderer.contents is not str)
+    content = identity(data, has_images=renderer.placeholder is not None)
     if content is not None:
         template = tokenizer.chat_template
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})

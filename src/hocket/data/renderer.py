@@ -4,7 +4,6 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from types import UnionType
 from typing import Any
 
 from hocket.config import DataConfig
@@ -29,11 +28,11 @@ def opening_of(prompt: str) -> str:
     return found[0] if found else ""
 
 
-def check_messages(messages: Any, column: str, contents: type | UnionType = str) -> None:
+def check_messages(messages: Any, column: str, contents: tuple[type, ...] = (str,)) -> None:
     if not (isinstance(messages, list) and messages):
         raise ValueError(f"column {column!r} must be text or a list of messages, got {messages!r:.80}")
     for index, message in enumerate(messages):
-        kinds = {"role": str, "content": contents}
+        kinds = {"role": (str,), "content": contents}
         if not isinstance(message, dict) or not all(isinstance(message.get(key), kinds[key]) for key in kinds):
             what = f"message {index} of column {column!r}"
             raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
@@ -42,7 +41,7 @@ def check_messages(messages: Any, column: str, contents: type | UnionType = str)
 class Renderer:
     """Render rows and messages with a chat template, which writes all special tokens, and encode them."""
 
-    contents: type | UnionType = str  # of messages
+    contents: tuple[type, ...] = (str,)  # of messages
     placeholder: int | None = None  # the token that stands for an image
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
