@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from hocket import config as config_module
 from hocket.client.server import prompt_input
 from hocket.common.images import MAX_PIXELS, data_url, decoded
 from hocket.protocol import ReloadResponse
+from hocket.server.generate import Sampler
 from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.transports import DiskTransport
@@ -134,6 +136,17 @@ def test_an_adapter_of_the_language_model_is_used_with_images(seeing: Seeing, ki
     assert seeing.worst(adapter.model.base_model.model) < 1e-4
     assert seeing.worst(server.model) > 1e-3
     server.publish_and_load(server.model)
+
+
+def test_a_template_that_takes_no_text_but_in_parts_gets_parts() -> None:
+    tokenizer = eyes.make_tokenizer()
+    tokenizer.placeholder = tokenizer.convert_tokens_to_ids("<image>")
+    tokenizer.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    llm = Mock()
+    llm.model_config.max_model_len = llm.vllm_config.scheduler_config.max_num_seqs = 64
+    sampler = Sampler(llm, tokenizer, lambda: None, {})
+    _, (job,) = sampler.parse(b'{"prompts": [[{"role": "user", "content": "7 3"}]], "sampling": {"max_tokens": 1}}')
+    assert tokenizer.decode(job.token_ids) == "7 3"
 
 
 @pytest.mark.engine

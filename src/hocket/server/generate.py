@@ -145,7 +145,7 @@ class Sampler:
         if isinstance(prompt, dict):
             return prompt["token_ids"], prompt["images"]
         if prompt and isinstance(prompt[0], dict):
-            messages, images = _apart(prompt)
+            messages, images = _apart(prompt, sees=self.placeholder is not None)
             return self._render(messages, where), images
         return prompt, ()  # type: ignore[return-value]  # the schema leaves nothing but token ids
 
@@ -160,12 +160,17 @@ class Sampler:
             raise invalid(message, hint, code="chat_template_error") from error
 
 
-def _apart(messages: Any) -> tuple[list[Message], list[str]]:
-    """Return messages as chat templates want them, {"type": "image"} in the place of images, and these."""
+def _apart(messages: Any, *, sees: bool) -> tuple[list[Message], list[str]]:
+    """Return messages as chat templates want them, {"type": "image"} in the place of images, and these.
+
+    Some templates of models that see take no content but lists.
+    """
     plain = list[Message]()
     images = list[str]()
     for message in messages:
         content = message["content"]
+        if sees and isinstance(content, str):
+            content = [{"type": "text", "text": content}]
         if not isinstance(content, str):
             images += [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
             content = [part if part["type"] == "text" else {"type": "image"} for part in content]
