@@ -219,7 +219,7 @@ async def test_an_agent_that_fails_leaves_the_pictures_that_it_has_shown(asks: b
     agents = Agents(
         agent=SimpleNamespace(run=run, concurrency=1),  # type: ignore[arg-type]
         pool=pool,
-        limits=Limits(max_turns=6, max_length=256, timeout_s=5.0),
+        limits=Limits(max_turns=6, max_length=256, timeout_s=60.0),
         decode=str,
         budget=TokenBudget(),
     )
