@@ -232,6 +232,16 @@ async def test_a_number_is_the_reward_text_is_scored_and_whom_a_limit_cut_off_ha
     assert asks or tuple(sequence.token_ids) == (0, 1)
 
 
+async def test_the_answer_to_an_earlier_call_has_that_calls_opening() -> None:
+    async def plays(task: Task, session: FakeSession) -> str:
+        session.ask(*session.ask(5, THINK), 7)
+        return "said 0"
+
+    (group,) = await played(plays, FakeServers())
+    (sequence,) = group.rollouts[0].sequences
+    assert (sequence.text, sequence.opening) == ("said 0", "<think>\n")
+
+
 async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_all_accounted_for() -> None:
     servers = FakeServers()
 

@@ -18,7 +18,7 @@ from hocket.common.tasks import leave_behind, seed_of
 from hocket.data.renderer import opening_of
 from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
-from hocket.protocol import AgentCall, SessionRequest, SessionResponse
+from hocket.protocol import AgentCall, AgentRecord, SessionRequest, SessionResponse
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Limits, TokenBudget, most_tokens
 from hocket.rollout.transcript import Transcript, state_of
@@ -27,6 +27,7 @@ from hocket.types import Image, Message, Prompt, Rollout, TurnReward
 OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
 GRACE_S = 60.0  # that a session outlives its agent's deadline
 CANCEL_S = 5.0  # that a cancelled agent may take to end
+UNASKED = AgentRecord(calls=(), cut_off=False)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -51,7 +52,7 @@ class Agents:
             finally:
                 self.budget.change(-tokens)
         late = f"it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
-        return _rollout(prompt, seat, error=f"{late}: raise that, or env.concurrency")
+        return self._rollout(prompt, seat, error=f"{late}: raise that, or env.concurrency")
 
     async def _episode(self, prompt: Prompt, seat: Seat, tokens: int) -> Rollout:
         """Play one; keep what was sampled also where the agent fails."""
@@ -77,12 +78,41 @@ class Agents:
                 again = f"; it was played again, as what the model had said was lost: {lost}"
                 if losses == MAX_LOSSES or seat.deadline.over:
                     why = f"{error}; " if error else ""
-                    return _rollout(prompt, seat, error=f"{why}what the model said is lost: {lost}")
+                    return self._rollout(prompt, seat, error=f"{why}what the model said is lost: {lost}")
         unknown = task.rewards.keys() - {call.id for call in record.calls}
         if unknown and error is None:
             error = f"it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
-        transcripts = join(record.calls, self.decode, task.rewards)
-        return _rollout(prompt, seat, transcripts, returned, error, task.rewards, cut_off=record.cut_off)
+        return self._rollout(prompt, seat, record, returned, error, task.rewards)
+
+    def _rollout(
+        self,
+        prompt: Prompt,
+        seat: Seat,
+        record: AgentRecord = UNASKED,
+        returned: float | str | None = None,  # by the agent: a reward, or the text to score
+        error: str | None = None,
+        rewards: Mapping[str, float] = {},
+    ) -> Rollout:
+        transcripts = join(record.calls, self.decode, rewards)
+        transcripts = transcripts or [Transcript(prompt.token_ids, images=prompt.images)]
+        if error is not None and record.cut_off:
+            # Dropping truncated episodes would bias the group towards short answers.
+            transcripts[-1].finish_reason = "length"
+            returned = 0.0
+            error = None
+        if isinstance(returned, str):
+            said = {call.completion.text.strip(): call for call in record.calls if call.completion}
+            call = said.get(returned.strip())
+            transcripts[-1].opening = _opening(call, self.decode) if call else ""
+            transcripts[-1].text = returned
+        given = [*rewards.values(), *([returned] if isinstance(returned, float) else [])]
+        return Rollout(
+            id=seat.id,
+            prompt=prompt,
+            sequences=tuple(transcript.sequence() for transcript in transcripts),
+            reward=sum(given) if given else None,
+            error=error and f"agent: {error}",
+        )
 
     async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
         """Open a session on the server with the fewest tokens in flight, and count these."""
@@ -176,7 +206,7 @@ def join(
             transcript.add_observation(told, Observation(text=decode(told)), images)
         else:
             transcript = Transcript(asked, images=call.images)
-        transcript.opening = opening_of(decode(call.prompt_token_ids[-OPENING_TOKENS:]))
+        transcript.opening = _opening(call, decode)
         transcript.add_completion(call.completion)
         own = TurnReward(
             number, len(call.completion.token_ids), rewards.get(call.id, 0.0), state_of(asked, call.images)
@@ -192,31 +222,5 @@ def _begins(transcript: Transcript, asked: "array[int]", images: Sequence[Image]
     return starts and [*images[: len(transcript.images)]] == transcript.images
 
 
-def _rollout(
-    prompt: Prompt,
-    seat: Seat,
-    transcripts: Sequence[Transcript] = (),
-    returned: float | str | None = None,  # by the agent: a reward, or the text to score
-    error: str | None = None,
-    rewards: Mapping[str, float] = {},
-    *,
-    cut_off: bool = False,
-) -> Rollout:
-    transcripts = transcripts or [Transcript(prompt.token_ids, images=prompt.images)]
-    if error is not None and cut_off:
-        # Dropping truncated episodes would bias the group towards short answers.
-        transcripts[-1].finish_reason = "length"
-        returned = 0.0
-        error = None
-    if isinstance(returned, str):
-        openings = {transcript.text.strip(): transcript.opening for transcript in transcripts}
-        transcripts[-1].opening = openings.get(returned.strip(), "")  # of a call whose answer it is
-        transcripts[-1].text = returned
-    given = [*rewards.values(), *([returned] if isinstance(returned, float) else [])]
-    return Rollout(
-        id=seat.id,
-        prompt=prompt,
-        sequences=tuple(transcript.sequence() for transcript in transcripts),
-        reward=sum(given) if given else None,
-        error=error and f"agent: {error}",
-    )
+def _opening(call: AgentCall, decode: Callable[[Sequence[int]], str]) -> str:
+    return opening_of(decode(call.prompt_token_ids[-OPENING_TOKENS:]))
