@@ -14,7 +14,7 @@ from hocket.client.discover import find_servers
 from hocket.client.pool import Member, ServerPool
 from hocket.client.server import ServerClient
 from hocket.cluster.launch import Child, stop, visible_gpus
-from hocket.commands.sources import EachScorer, PromptSource, play_each, reward_calls
+from hocket.commands.sources import EachScorer, PromptSource, reward_calls
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.data.cache import Prompts
@@ -27,7 +27,7 @@ from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health
 from hocket.protocol.manifest import model_shapes
 from hocket.rewards.scorer import RewardScorer
-from hocket.rollout.collect import Play
+from hocket.rollout.collect import Play, Seat
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.deltas import DeltaWriter
@@ -38,7 +38,7 @@ from hocket.sync.publish import Publisher
 from hocket.sync.sampling import SamplingCheck, contradiction
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.trainer.checkpoints import Saved
-from hocket.types import Prompt
+from hocket.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -241,9 +241,18 @@ class Parts(AbstractContextManager["Parts"]):
         """Return how each source plays an episode."""
         return {name: source.play(servers, self.longest) for name, source in self.sources.items()}
 
-    def play(self, plays: Mapping[str, Play]) -> Play:
-        lengths = {name: source.config.rollout.max_tokens for name, source in self.sources.items()}
-        return play_each(plays, lengths)
+    def play(
+        self,
+        plays: Mapping[str, Play],
+        length: Callable[[PromptSource], int] = lambda source: source.config.rollout.max_tokens,
+    ) -> Play:
+        """Return what plays a prompt as its source does, with the source's length."""
+
+        async def play(prompt: Prompt, seat: Seat) -> Rollout:
+            sampling = seat.sampling.model_copy(update={"max_tokens": length(self.sources[prompt.source])})
+            return await plays[prompt.source](prompt, dataclasses.replace(seat, sampling=sampling))
+
+        return play
 
     def replay(self) -> Replay | None:
         source = self.config.pipeline.replay
@@ -266,10 +275,9 @@ class Parts(AbstractContextManager["Parts"]):
     def evaluation(self, prompts: Sequence[Prompt], plays: Mapping[str, Play]) -> Evaluation:
         config = self.config
         settings = config.eval
-        lengths = {name: source.eval_tokens for name, source in self.sources.items()}
         return Evaluation(
             prompts=prompts,
-            play=play_each(plays, lengths),
+            play=self.play(plays, lambda source: source.eval_tokens),
             scorer=self._scorer(lambda view: [view.eval_reward]),
             rewards={name: source.config.eval_reward for name, source in self.sources.items()},
             samples=settings.samples,

@@ -1,6 +1,5 @@
 """The sources of a run's prompts, one without data.sources: each has its own rows, players and rewards."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +15,7 @@ from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.observe.console import Console
 from hocket.rewards.scorer import RewardCalls, RewardScorer
-from hocket.rollout.collect import Play, Seat
+from hocket.rollout.collect import Play
 from hocket.rollout.episode import Limits
 from hocket.rollout.players import player
 from hocket.types import Prompt, Rollout, Score
@@ -125,16 +124,6 @@ class PromptSource:
         ask = Batcher(servers, tools=self.example.toolbox).ask
         renderer = renderer_of(self.config.data, self._tokenizer, self._tools)
         return player(self._environment, servers, ask, renderer, limits)
-
-
-def play_each(plays: Mapping[str, Play], max_tokens: Mapping[str, int]) -> Play:
-    """Return what plays a prompt as its source does, with the source's length."""
-
-    async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        sampling = seat.sampling.model_copy(update={"max_tokens": max_tokens[prompt.source]})
-        return await plays[prompt.source](prompt, dataclasses.replace(seat, sampling=sampling))
-
-    return play
 
 
 class EachScorer(RewardScorer):
