@@ -30,9 +30,7 @@ def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Ite
         known = view.rewards.model_copy(update={"functions": config.rewards.functions | view.rewards.functions})
         asked = (*names(view),)
         same = f"{asked}{known.model_dump_json()}"
-        if same not in made:
-            made[same] = stack.enter_context(RewardCalls(known, asked))
-        found[source] = made[same]
+        found[source] = made[same] = made.get(same) or stack.enter_context(RewardCalls(known, asked))
     return found
 
 
