@@ -74,8 +74,9 @@ def kept_up(port: int) -> Iterator[None]:
         yield
     finally:
         ends.set()
-        running[-1].kill()
-        thread.join()
+        while thread.is_alive():  # it may be starting another one
+            running[-1].kill()
+            thread.join(0.1)
 
 
 @needs_mcp

@@ -157,19 +157,15 @@ class Session:
         if os.fstat(self._stderr.fileno()).st_size > MAX_STDERR:
             self._stderr.seek(0)  # for the command, too
             self._stderr.truncate()
-        asked = asyncio.ensure_future(getattr(self._client.result(), method)(*arguments, **named))
         try:
             async with asyncio.timeout(seconds):
-                await asyncio.wait({asked, self.task}, return_when=asyncio.FIRST_COMPLETED)
-            return asked.result()
+                return await getattr(self._client.result(), method)(*arguments, **named)
         except TimeoutError:
             raise
         except Exception as error:
             if getattr(error, "code", None) == INVALID_PARAMS:
                 raise ValueError(str(error)) from error
             raise await self._loss(error) from error
-        finally:
-            asked.cancel()
 
     async def _loss(self, error: BaseException) -> LostError:
         """Close the session; return why it is lost."""
