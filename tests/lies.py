@@ -203,8 +203,8 @@ def stale_exports(trainer: Any) -> Iterator[None]:
     """Has a trainer publish, in the body, the weights of the version before, with a manifest that is right for them."""
     buckets, last = trainer.engine.buckets, []
 
-    def stale(max_bytes: int) -> Iterator[Any]:
-        new = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in buckets(max_bytes)]
+    def stale(max_bytes: int, **which: bool) -> Iterator[Any]:
+        new = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in buckets(max_bytes, **which)]
         yield from last or new
         last[:] = new
 

@@ -104,7 +104,7 @@ def test_what_the_prompts_follow_from_is_in_the_key(
         {"tok": tools},
         {"tok": tools, "tools": (tool,)},
     ]
-    monkeypatch.setattr(sources.gym, "NUM_ROWS", 0)  # `limit` of a few rows is for a few
+    monkeypatch.setattr(sources, "NUM_ROWS", 0)  # `limit` of a few rows is for a few
     rows.write_text(json.dumps({"prompt": "ab", "answer": "b c", "level": 1}) + "\n", encoding="utf-8")
     found = [[str(list(load(rows, cached=cached, **change))) for change in changes] for cached in (False, True, True)]
     assert found[0] == found[1] == found[2]

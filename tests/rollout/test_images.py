@@ -223,7 +223,7 @@ async def test_an_agent_that_fails_leaves_the_pictures_that_it_has_shown(asks: b
         decode=str,
         budget=TokenBudget(),
     )
-    rollout = await agents.play(prompt, SEAT)
+    rollout = await agents.play(prompt, dataclasses.replace(SEAT, deadline=Deadline(60)))
     assert rollout.error == "agent: it raised ValueError: no"
     assert given == [{"type": "image_url", "image_url": {"url": data_url(RED)}}]
     score = Score(total=math.nan, error=rollout.error)

@@ -23,6 +23,7 @@ TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry(
 
 Rows = Iterator[tuple[int, Any]]  # numbered
 
+NUM_ROWS = 2048  # of a built-in task, without data.limit
 SMALL = 1 << 20  # bytes: not worth a cache
 BATCH = 64  # rows that are in memory at once, with their pictures
 _MISTAKES = 0.75
@@ -51,7 +52,7 @@ def identity(data: DataConfig, *, has_images: bool) -> str | None:
     """Return what identifies a source's content; None: not worth a cache."""
     small = 0 if has_images else SMALL
     path = Path(data.source).expanduser()
-    if data.limit is not None and data.limit <= gym.NUM_ROWS:
+    if data.limit is not None and data.limit <= NUM_ROWS:
         return None
     if data.kind == "hf":
         loaded = _hugging_face(data)
@@ -61,7 +62,7 @@ def identity(data: DataConfig, *, has_images: bool) -> str | None:
 
 def _task(data: DataConfig) -> Iterator[Any]:
     rows = TASKS.get(data.source.removeprefix("task:"))(data.split, 0)
-    return itertools.islice(rows, data.limit or gym.NUM_ROWS)
+    return itertools.islice(rows, data.limit or NUM_ROWS)
 
 
 def _stored(data: DataConfig) -> Iterator[Any]:

@@ -53,6 +53,8 @@ class Task:
 class Agent(Environment):
     """A function or a program of the user; it returns the reward, a text to score, or None: score the last turn."""
 
+    keeps_messages = False
+
     def __init__(
         self, function: str | None = None, command: str | None = None, concurrency: Annotated[int, Field(ge=1)] = 64
     ) -> None:

@@ -81,6 +81,7 @@ class Environment:
     """One episode, whose state is the instance's own."""
 
     toolbox: Toolbox | None = None
+    keeps_messages = True  # what was said is in its rollouts as a chat, to be learned by sft
     thinking_tokens = 0  # before an answer of rollout.max_tokens
     gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
     takes_turns = True  # else all episodes begin at once: the engine queues them

@@ -50,7 +50,7 @@ class Tools(Environment):
     ) -> None:
         if "python" in tools:
             sandbox.way()  # now, not as an error of each call
-        self._connections = [*map(connection, mcp)]
+        self._connections: list[Any] = [*map(connection, mcp)]
         all_tools = [(name, _tool(TOOLS.get(name))) for name in tools]
         all_tools += (item for one in self._connections for item in one.tools.items())
         self._tools = dict(all_tools)

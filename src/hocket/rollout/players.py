@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from hocket.client.pool import ServerPool
 from hocket.data.renderer import Renderer
-from hocket.envs import Agent, Environment
+from hocket.envs import Environment
+from hocket.envs.agents import Agent
 from hocket.errors import ConfigError
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Play
@@ -15,8 +16,8 @@ def player(make: Callable[[], Environment], pool: ServerPool, ask: Ask, renderer
     """Return what plays episodes of the environment that `make` makes; `renderer`: of the prompts' data."""
     example = make()
     budget = TokenBudget(lambda: sum(member.kv_tokens for member in pool.members) * example.takes_turns)
-    if not isinstance(example, Agent):
-        return lambda prompt, seat: Episode(prompt, seat, make, ask, renderer, limits, budget).play()
-    if limits.history is not None:
-        raise ConfigError("env.history: an agent shortens its chat itself; leave it out")
-    return Agents(agent=example, pool=pool, limits=limits, decode=renderer.decode, budget=budget).play
+    if isinstance(example, Agent):
+        if limits.history is not None:
+            raise ConfigError("env.history: an agent shortens its chat itself; leave it out")
+        return Agents(agent=example, pool=pool, limits=limits, decode=renderer.decode, budget=budget).play
+    return lambda prompt, seat: Episode(prompt, seat, make, ask, renderer, limits, budget).play()

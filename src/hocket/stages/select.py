@@ -12,7 +12,6 @@ from typing import Any
 from hocket.common.files import numbered, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load
-from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, door
 from hocket.observe.rows import read_lines, reading
@@ -81,7 +80,7 @@ def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
     load_plugins(config.plugins)
     envs = {name: one.env for name, one in config.views.items()}
     made = {name: environments.bind(env.name, env.model_extra)() for name, env in envs.items()}
-    chats = {name: one for name, one in made.items() if not isinstance(one, Agent)}
+    chats = {name: one for name, one in made.items() if one.keeps_messages}
     if not chats:
         raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
     rows: list[Row] = []
@@ -130,13 +129,14 @@ def _demonstration(row: Row, tools: Row) -> Row:
 
 def _pictures(row: Row, run: Path) -> Row:
     """Return the column "images" of a row that has some."""
-    if not row.get("images"):
-        return {}
-    from hocket.common.images import data_url
-    from hocket.observe.images import image_of
+    found: Row = {}
+    if row.get("images"):
+        from hocket.common.images import data_url
+        from hocket.observe.images import image_of
 
-    with reading(run / "images"):
-        return {"images": [data_url(image_of(one, run).data) for one in row["images"]]}
+        with reading(run / "images"):
+            found = {"images": [data_url(image_of(one, run).data) for one in row["images"]]}
+    return found
 
 
 def _write(output: Path, rows: Sequence[Row], what: str, model: str, command: str, options: str = "") -> str:
