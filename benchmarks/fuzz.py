@@ -34,7 +34,7 @@ if __name__ == "__main__":  # --help does not wait for what follows
         at_once=(128, "connections"),
     ).parse_args()
 
-from processes import Command, free_port, wait_for
+from support.processes import Command, free_port, wait_for
 
 TOKEN = os.environ.get("HOCKET_TOKEN", "")
 CLOSED, LATE = "closed", "none in time"

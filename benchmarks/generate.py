@@ -37,7 +37,7 @@ from hocket.common.machine import cpu_threads
 from hocket.config import read_settings
 from hocket.server import main as server_main
 from hocket.server import vllm_api, vllm_arguments
-from processes import free_port
+from support.processes import free_port
 
 PROMPT_TOKENS = 16
 

@@ -11,10 +11,10 @@ import time
 
 from shared import parser
 
-from batches import played, scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.types import Prompt
-from service import FakeJudge, Service, functions
+from support.batches import played, scorer_of_all
+from support.service import FakeJudge, Service, functions
 
 AT_ONCE = 16
 PROMPT = Prompt(id="p", token_ids=(1,))

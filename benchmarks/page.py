@@ -30,7 +30,7 @@ if __name__ == "__main__":
         pictures=("", "folder for pictures of the page"),
     ).parse_args()
 
-from browser import Browser, browser
+from support.browser import Browser, browser
 
 METRICS = ("reward/mean", "reward/std", "rollout/length_mean", "train/entropy", "train/logprob_gap", "train/grad_norm",
            "train/loss", "step/tokens_per_s", "train/mfu", "rollout/tokens", "time/generate", "time/train",

@@ -58,7 +58,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
-from processes import Process
+from support.processes import Process
 
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
 HELD = "20/128/8,64/64/8,256/64/8,512/128/8,512/128/16"

@@ -23,7 +23,7 @@ from shared import QUICKSTART, parser, serving
 
 from hocket.common.environment import has_cuda
 from hocket.config import read_settings
-from processes import Process, free_port
+from support.processes import Process, free_port
 
 COLD_STEPS = 4
 CORES = sorted(os.sched_getaffinity(0))

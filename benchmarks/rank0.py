@@ -31,7 +31,6 @@ if __name__ == "__main__":  # --help does not wait for what follows
 
 import torch
 
-from batches import scoring
 from hocket.client.batcher import Batcher
 from hocket.client.pool import Deadline, ServerPool
 from hocket.envs.base import SingleTurn
@@ -42,6 +41,7 @@ from hocket.rollout.episode import Limits
 from hocket.rollout.players import player
 from hocket.trainer.batching import divide
 from hocket.types import Prompt, Rollout, Score, TrainSample
+from support.batches import scoring
 
 GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 16, 500, 150_000
 HEALTH = Health(

@@ -9,11 +9,11 @@ import time
 
 from shared import parser
 
-from batches import played, scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer, builtin
 from hocket.rewards.scorer import NUM_WORKERS
 from hocket.types import Prompt, Rollout
+from support.batches import played, scorer_of_all
 
 
 def rollouts(number: int, said: str) -> list[Rollout]:

@@ -1,6 +1,6 @@
 """What benchmarks have in common: options, a second process, a server, a random model. Not a benchmark itself.
 
-Importing it makes src/ and tests/ importable: tests/processes.py starts hocket's commands.
+Importing it makes src/ and tests/ importable: tests/support/processes.py starts hocket's commands.
 """
 
 import argparse
@@ -81,8 +81,8 @@ def _work(parent: int | None, work: Callable[..., None], *arguments: Any) -> Non
 
 @contextlib.contextmanager
 def serving(settings: Sequence[str], log: Path, **process: Any) -> Iterator[Any]:
-    """Runs `serve` during the body; `process`: further arguments of tests/processes.py, Process."""
-    from processes import Process
+    """Runs `serve` during the body; `process`: further arguments of tests/support/processes.py, Process."""
+    from support.processes import Process
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the server, too
     with Process(["serve", *settings], log, **process) as server:

@@ -38,7 +38,7 @@ from hocket.errors import HocketError
 from hocket.protocol import weight_group
 from hocket.sync.publish import Delivery, Transport
 from hocket.types import TokenSequence, TrainSample
-from processes import free_port
+from support.processes import free_port
 
 SERVE = """
 import sys

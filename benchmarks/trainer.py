@@ -71,7 +71,7 @@ from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
-from processes import Process
+from support.processes import Process
 
 SPREADS = (1, 4, 16)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

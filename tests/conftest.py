@@ -1,14 +1,16 @@
 """How the suite is shared out where it runs in several processes (`run.py test` does so)."""
 
 import os
+import random
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hocket.server.vllm_arguments import is_cpu_build
-from processes import start_fork_server, use_fork_server
+from support.processes import start_fork_server, use_fork_server
 
 ROOT = Path(__file__).parent
 LONGEST = ("server", "faults", "e2e", "trainer")
@@ -18,9 +20,19 @@ TOGETHER = ("tests/server/", "tests/trainer/test_ranks")
 
 # For all that a test starts, too. Several threads that wait for each other in busy loops, where other processes want
 # the same cores, take ten times as long.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell has what it starts in the background ignore this, and that has what it starts: no Ctrl-C would end a run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hocket")
+    group.addoption("--seed", type=int, default=0, metavar="N", help="what random tests draw from (default: 0)")
+    group.addoption("--shuffle", action="store_true", help="run the tests in an order that the seed decides")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed} (--seed N for another one; --shuffle for another order)"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,9 +80,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
+def seed(request: pytest.FixtureRequest) -> int:
+    """What a random test draws from: the suite's --seed, which its first lines say."""
+    return int(request.config.option.seed)
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """Random numbers that --seed decides."""
+    return random.Random(seed)
+
+
+@pytest.fixture(autouse=True)
+def seeded(seed: int) -> None:
+    """Has libraries that draw from a generator of their own draw alike each time."""
+    random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+@pytest.fixture(scope="session")
 def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a random Idefics3, which vLLM's CPU build serves."""
-    from eyes import make_idefics
+    from support.eyes import make_idefics
 
     return make_idefics(tmp_path_factory.mktemp("models") / "idefics")
 
@@ -78,6 +112,6 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_qwen_vl(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a random Qwen2.5-VL, for the trainer alone."""
-    from eyes import make_qwen
+    from support.eyes import make_qwen
 
     return make_qwen(tmp_path_factory.mktemp("models") / "qwen_vl")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from batches import scorer_of_all
 from hocket import config
 from hocket.common.registry import load_plugins
 from hocket.config import loading
@@ -19,7 +18,8 @@ from hocket.observe import metrics
 from hocket.protocol import ToolCall
 from hocket.sync import proof
 from hocket.types import Prompt, Rollout, TokenSequence
-from service import Answer, Headers, Service
+from support.batches import scorer_of_all
+from support.service import Answer, Headers, Service
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,7 +14,7 @@ import pytest
 
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
-from processes import ROOT, START_S, Command
+from support.processes import ROOT, START_S, Command
 
 pytestmark = pytest.mark.e2e
 

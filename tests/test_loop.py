@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batches import played
 from hocket import config as config_module
 from hocket.algorithm.samples import KlController, shape
 from hocket.commands.runs import OnStep, ends
@@ -29,6 +28,7 @@ from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Columns, Prompt, Rollout, Score, TokenSequence, TrainSample
+from support.batches import played
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""

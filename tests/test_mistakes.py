@@ -14,8 +14,6 @@ from unittest.mock import Mock
 import pytest
 from transformers import AutoTokenizer
 
-import fakes
-from batches import played
 from hocket.client.server import ServerClient
 from hocket.commands import parts
 from hocket.commands.cli import main
@@ -25,6 +23,8 @@ from hocket.observe.owner import owning
 from hocket.protocol import Health
 from hocket.rollout.collect import Seat
 from hocket.types import Prompt, Rollout
+from support import fakes
+from support.batches import played
 
 SORT = Path(__file__).parents[1] / "checkpoints" / "tiny-sort"
 FILES = {

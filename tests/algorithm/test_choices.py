@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from batches import loss_of
 from hocket.algorithm import choices
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import choose
@@ -16,6 +15,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.errors import ConfigError
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from support.batches import loss_of
 
 MINE = """
 from hocket.algorithm.choices import advantage, correction

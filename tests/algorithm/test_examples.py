@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from batches import loss_of
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import check
 from hocket.algorithm.losses import LossConfig
 from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.errors import ConfigError
+from support.batches import loss_of
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "examples" / "algorithms").glob("*.py"))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import loss_of, preset_loss
 from hocket import config as config_module
 from hocket.algorithm.losses import LossConfig
 from hocket.config.algorithm import PRESETS
+from support.batches import loss_of, preset_loss
 
 RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.1, 0.7, 1.0]])
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
 
-from processes import Process, Run, Server, free_port
+from support.processes import Process, Run, Server, free_port
 
 WARM_STEPS = 40
 OPERATIONS = 13

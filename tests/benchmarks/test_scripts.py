@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from batches import played, scorer_of_all
-from browser import PATH
 from hocket import COMMANDS, config
 from hocket.types import Prompt
-from processes import FORKS, Command, Process, free_port
+from support.batches import played, scorer_of_all
+from support.browser import PATH
+from support.processes import FORKS, Command, Process, free_port
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/**/*.py")])

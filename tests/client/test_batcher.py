@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from tests.client.test_pool import SAMPLING, FakeServer, make_pool
 
-import fakes
 from hocket.client.batcher import Batcher, Turn
 from hocket.client.pool import Deadline
 from hocket.client.server import prompt_input
 from hocket.errors import ServerError
 from hocket.protocol import GenerateRequest, StreamLine
 from hocket.types import Image
+from support import fakes
 
 TOKENS = (5, 8, 9, 9, 8, 6, 8, 9, 9, 8)  # two images of 4 tokens, whose placeholder is 9
 

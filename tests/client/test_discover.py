@@ -12,7 +12,7 @@ import pytest
 
 from hocket.client.discover import find_servers
 from hocket.errors import ServerError
-from processes import ROOT
+from support.processes import ROOT
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[str, int]]:

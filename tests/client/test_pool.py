@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import fakes
 from hocket.client.batcher import Batcher, Turn
 from hocket.client.pool import Deadline, Member, ServerPool
 from hocket.common.tasks import cancel
@@ -23,6 +22,7 @@ from hocket.protocol import (
     StreamLine,
     Toolbox,
 )
+from support import fakes
 
 SEED = 1000
 SAMPLING = SamplingParams(max_tokens=10)

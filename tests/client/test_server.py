@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-import fakes
 from hocket.client.server import ServerClient
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import (
@@ -24,6 +23,7 @@ from hocket.protocol import (
     Toolbox,
     ToolCall,
 )
+from support import fakes
 
 HEALTH = fakes.health(session="s1", version=3).model_dump(mode="json")
 DONE = fakes.completion(4, 2, logprobs=(-0.5, -0.25), version=3, text="d")

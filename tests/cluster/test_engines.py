@@ -26,7 +26,7 @@ from hocket.cluster import engines
 from hocket.cluster.engines import lay_out
 from hocket.commands import cli
 from hocket.errors import ConfigError
-from processes import wait_for
+from support.processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "engines"

@@ -19,7 +19,7 @@ from hocket.cluster import launch
 from hocket.cluster.launch import Child
 from hocket.common.files import unused
 from hocket.errors import ConfigError, ServerError
-from processes import is_gone, wait_for
+from support.processes import is_gone, wait_for
 
 WITH_CHILD = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.{handler});"

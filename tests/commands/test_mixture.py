@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from batches import SAMPLING, played
 from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.commands import sources as sources_module
@@ -25,6 +24,7 @@ from hocket.rollout.collect import Plan, collect
 from hocket.rollout.evaluate import measured
 from hocket.server.rewards import serve
 from hocket.types import Group, Prompt, Score
+from support.batches import SAMPLING, played
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXTURE = ROOT / "config" / "mixture.yaml"

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 
-import fakes
 import hocket
 from hocket.client.server import ServerClient
 from hocket.cluster.launch import visible_gpus
@@ -28,6 +27,7 @@ from hocket.protocol import GenerateRequest
 from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
 from hocket.server import vllm_arguments
+from support import fakes
 
 ROOT = Path(__file__).parents[2]
 SORT = ROOT / "checkpoints" / "tiny-sort"

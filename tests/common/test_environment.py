@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from hocket.common import environment
 from hocket.errors import SetupError
-from processes import wait_for
+from support.processes import wait_for
 
 FAKE_PYTHON = """#!/bin/sh
 # `-m venv DIR` makes DIR/bin/python from this very script; `-I lock.py install LOCK` is noted, and fails as FAIL says.

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from hocket.common.processes import kill_with_parent, without_secrets
-from processes import wait_for
+from support.processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 DETACHES = """

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from eyes import make_idefics
 from hocket.common.registry import load_plugins
 from hocket.data import tokenizer as tokenizers
 from hocket.data.curriculum import CURRICULA, Curriculum
+from support.eyes import make_idefics
 
 ROOT = Path(__file__).parents[2]
 

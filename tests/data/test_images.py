@@ -17,7 +17,6 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoProcessor
 
-from eyes import picture
 from hocket.common.images import data_url, decoded
 from hocket.config import DataConfig
 from hocket.data import cache
@@ -27,6 +26,7 @@ from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.sources import TASKS
 from hocket.errors import DataError
 from hocket.types import Prompt
+from support.eyes import picture
 
 Write = Callable[..., str]
 PLACE: dict[str, str] = {"type": "image"}

@@ -10,7 +10,6 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from batches import drawing, scorer_of_all
 from hocket import config
 from hocket.client.pool import Deadline, ServerPool
 from hocket.client.server import ServerClient
@@ -25,7 +24,8 @@ from hocket.rollout.collect import Plan, collect
 from hocket.rollout.pipeline import sampling_params
 from hocket.stages.select import select
 from hocket.types import Group, TokenSequence
-from processes import ROOT, START_S, Command, free_port
+from support.batches import drawing, scorer_of_all
+from support.processes import ROOT, START_S, Command, free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -17,7 +17,7 @@ import yaml
 from hocket.cluster.launch import visible_gpus
 from hocket.protocol.manifest import tensor_checksum
 from hocket.server import worker
-from processes import ROOT, START_S, Process, free_port
+from support.processes import ROOT, START_S, Process, free_port
 
 pytestmark = [
     pytest.mark.gpu,

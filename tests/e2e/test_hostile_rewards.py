@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import hostile
-from processes import ROOT, START_S, Run, Server, free_port, started
+from support import hostile
+from support.processes import ROOT, START_S, Run, Server, free_port, started
 
 pytestmark = pytest.mark.e2e
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from browser import PATH, browser
-from processes import START_S, Process, free_port
+from support.browser import PATH, browser
+from support.processes import START_S, Process, free_port
 
 pytestmark = pytest.mark.e2e
 HOSTILE = "<script>document.title = 'taken'</script></style>\x1b[31m\u202e<img src=x onerror=alert(1)>"

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from hocket.protocol import manifest
-from processes import ROOT, START_S, Command, Process, free_port
+from support.processes import ROOT, START_S, Command, Process, free_port
 
 pytestmark = pytest.mark.e2e
 

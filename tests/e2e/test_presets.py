@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import fakes
 from hocket import config as config_module
 from hocket.algorithm.choices import check
 from hocket.algorithm.samples import KlController, shape
@@ -40,6 +39,7 @@ from hocket.rollout.players import player
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
+from support import fakes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
 

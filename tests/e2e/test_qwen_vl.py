@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import transformers
 
-from eyes import TEMPLATE, TOKENIZER, picture, write
-from processes import START_S, Process, free_port
+from support.eyes import TEMPLATE, TOKENIZER, picture, write
+from support.processes import START_S, Process, free_port
 
 pytest.importorskip("torchvision")
 pytestmark = pytest.mark.e2e

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hocket.cluster.launch import what_next
-from processes import FORKS, ROOT, START_S, Command, Process, Run, Server, free_port, is_gone
+from support.processes import FORKS, ROOT, START_S, Command, Process, Run, Server, free_port, is_gone
 
 pytestmark = pytest.mark.e2e
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from processes import FORKS, START_S, Command, Server, free_port
+from support.processes import FORKS, START_S, Command, Server, free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,7 @@ import pytest
 from hocket.envs import Agent, Task, agent
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
-from processes import is_gone, wait_for
+from support.processes import is_gone, wait_for
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TASK = Task(

@@ -23,7 +23,7 @@ from hocket.envs.base import LostError, bind
 from hocket.envs.tools import Tools
 from hocket.errors import ConfigError
 from hocket.protocol import ToolCall
-from processes import ROOT, START_S, free_port, wait_for
+from support.processes import ROOT, START_S, free_port, wait_for
 
 PROGRAM = Path(__file__).with_name("mcp_server.py")
 COMMAND = f"{sys.executable} {PROGRAM}"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-import fakes
 from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline, ServerPool
 from hocket.common.registry import load_plugins
@@ -24,7 +23,8 @@ from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Limits
 from hocket.rollout.players import player
 from hocket.types import Group, Prompt, Rollout, Score
-from processes import ROOT
+from support import fakes
+from support.processes import ROOT
 
 EXAMPLES = ROOT / "examples" / "agents"
 END = 1  # ends a turn in checkpoints/tiny-tools

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from processes import Process, Server, free_port
+from support.processes import Process, Server, free_port
 
 
 class Spares:

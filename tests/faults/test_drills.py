@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from processes import START_S, Command, Run, Server, free_port, wait_for
+from support.processes import START_S, Command, Run, Server, free_port, wait_for
 
 pytestmark = pytest.mark.e2e
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from PIL import Image as Pictures
 
-import fakes
-from eyes import picture
 from hocket.common.images import decoded, file_name, from_text, png
 from hocket.observe.page import write_report
 from hocket.observe.reader import RunReader
 from hocket.observe.rows import groups_of, rollout_of, write_rollouts
 from hocket.rollout.pipeline import Replay
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from support import fakes
+from support.eyes import picture
 
 RED, BLUE = picture(1), picture(2)
 LARGE = png(Pictures.new("RGB", (900, 300), "red"))

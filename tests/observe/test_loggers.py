@@ -22,7 +22,7 @@ from hocket.observe import loggers
 from hocket.observe.loggers import COLUMNS, LOGGERS, Table
 from hocket.observe.run_folder import RunFolder
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
-from service import Answer, Headers, Service
+from support.service import Answer, Headers, Service
 
 PLAYED = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -0.5), text="ab\u2028\r\n")
 ROLLOUTS = tuple(

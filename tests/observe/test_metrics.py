@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from batches import loss_of
 from hocket.algorithm.losses import LossConfig
 from hocket.algorithm.samples import shape, signal_metrics, train_samples
 from hocket.config import load
@@ -20,6 +19,7 @@ from hocket.observe.metrics import (
     step_metrics,
 )
 from hocket.types import FinishReason, Group, Prompt, Rollout, Score, TokenSequence
+from support.batches import loss_of
 
 
 def rollout(length: int, finish_reason: FinishReason, version_min: int, **more: Any) -> Rollout:

@@ -15,7 +15,7 @@ import pytest
 from hocket.errors import ConfigError
 from hocket.observe import owner
 from hocket.observe.owner import owning
-from processes import ROOT
+from support.processes import ROOT
 
 PROGRAM = """
 import sys, time

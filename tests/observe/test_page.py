@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from browser import PATH, Browser, browser
 from hocket.errors import ConfigError, DataError
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.page import MAX_CHARACTERS, write_pictures, write_report
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from support.browser import PATH, Browser, browser
 
 METRICS = [
     {"step": 0, "eval/greedy": 0.25, "eval/sampled": 0.2},

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from batches import scorer_of_all
 from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import REWARDS, reward
 from hocket.types import Prompt, Rollout, Score, TokenSequence
+from support.batches import scorer_of_all
 
 
 @pytest.fixture

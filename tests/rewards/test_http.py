@@ -7,7 +7,7 @@ from hocket.errors import ConfigError
 from hocket.rewards import RewardScorer, runners
 from hocket.rewards.http import MAX_SHOWN, retry_after
 from hocket.types import Score
-from service import Answer, Saying
+from support.service import Answer, Saying
 
 Scorers = Callable[..., RewardScorer]
 Scores = Callable[..., Awaitable[Sequence[Score]]]

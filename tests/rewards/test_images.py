@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tests.rewards.test_model import TEMPLATE, made
 
-import fakes
-from eyes import picture
 from hocket.common.images import data_url
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
-from service import Saying, completion, functions
+from support import fakes
+from support.eyes import picture
+from support.service import Saying, completion, functions
 
 PLUGIN = """
 from hocket.rewards import reward

@@ -14,7 +14,7 @@ from hocket.errors import ConfigError, RewardError
 from hocket.rewards import RewardScorer, endpoint, runners
 from hocket.rewards.judge import ranking_in, score_in
 from hocket.types import Rollout, Score
-from service import (
+from support.service import (
     LIES,
     WRONG_RANKINGS,
     Answer,

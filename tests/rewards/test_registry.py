@@ -13,7 +13,6 @@ import numpy
 import psutil
 import pytest
 
-import fakes
 from hocket.config import RewardsConfig, RewardSpec
 from hocket.errors import ConfigError
 from hocket.rewards import RetryError, RewardCalls, RewardScorer
@@ -22,7 +21,8 @@ from hocket.rewards.runners import clock, clocked
 from hocket.rewards.scorer import Workers
 from hocket.rewards.scores import as_score, compose
 from hocket.types import Rollout, Score, TokenSequence
-from processes import wait_for
+from support import fakes
+from support.processes import wait_for
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]

@@ -15,7 +15,7 @@ from hocket.errors import ConfigError, RewardError
 from hocket.rewards import RewardScorer
 from hocket.rewards.scorer import NUM_WORKERS, refuse_failing
 from hocket.types import Group, Rollout, Score
-from processes import wait_for
+from support.processes import wait_for
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]

@@ -24,7 +24,7 @@ from hocket import config
 from hocket.commands.cli import main
 from hocket.rewards import RewardScorer
 from hocket.types import Rollout
-from processes import free_port
+from support.processes import free_port
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import hostile
-from batches import scorer_of_all
 from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
-from processes import started, wait_for
+from support import hostile
+from support.batches import scorer_of_all
+from support.processes import started, wait_for
 
 Make = Callable[..., Rollout]
 

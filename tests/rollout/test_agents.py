@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-import fakes
-from batches import SAMPLING, gathered, own_reward
 from hocket.client.pool import Member, ServerPool
 from hocket.common.tasks import seed_of
 from hocket.envs import Task
@@ -25,6 +23,8 @@ from hocket.protocol import AgentCall, AgentRecord, Health, SessionRequest, Sess
 from hocket.rollout.agents import Agents, join
 from hocket.rollout.episode import Limits, TokenBudget
 from hocket.types import Group, Prompt
+from support import fakes
+from support.batches import SAMPLING, gathered, own_reward
 
 
 class FakeSession:

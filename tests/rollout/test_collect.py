@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from batches import SAMPLING, drawing, gathered, ids, played, scoring
 from hocket.client.pool import Deadline
 from hocket.errors import ServerError
 from hocket.rollout.collect import Plan, Seat, collect
 from hocket.types import Prompt, Rollout, Score
+from support.batches import SAMPLING, drawing, gathered, ids, played, scoring
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
 

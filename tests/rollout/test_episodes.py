@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-import fakes
-from batches import SAMPLING, gathered, own_reward
 from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
 from hocket.common.tasks import seed_of
@@ -30,6 +28,8 @@ from hocket.rewards.base import bind
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, Limits, TokenBudget
 from hocket.types import FinishReason, Group, Message, Prompt, Rollout
+from support import fakes
+from support.batches import SAMPLING, gathered, own_reward
 
 END, ASSISTANT = 1, 4
 """Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""

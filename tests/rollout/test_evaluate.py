@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 
-from batches import played, scoring
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Comparable, Evaluation, pass_at_k
 from hocket.types import Prompt, Rollout, Score
+from support.batches import played, scoring
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
 RIGHT = {"0a": 1.0, "1a": 1.0, "2a": 0.0, "3a": 0.0}

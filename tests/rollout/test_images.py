@@ -13,9 +13,6 @@ from unittest.mock import AsyncMock
 import pytest
 from PIL import Image as Pictures
 
-import fakes
-from batches import SAMPLING
-from eyes import make_idefics, picture
 from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline, Member, ServerPool
 from hocket.common.images import data_url, decoded
@@ -31,6 +28,9 @@ from hocket.rollout.agents import Agents, join
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, Limits, TokenBudget
 from hocket.types import Group, Image, Message, Prompt, Rollout, Score
+from support import fakes
+from support.batches import SAMPLING
+from support.eyes import make_idefics, picture
 
 RED, BLUE = picture(1), picture(2, 64, 20)
 PLACE = {"type": "image"}

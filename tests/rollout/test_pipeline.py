@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-import fakes
-from batches import ids, own_reward, played, scoring
 from hocket import config as config_module
 from hocket.common.tasks import seed_of
 from hocket.config import Config
@@ -21,6 +19,8 @@ from hocket.observe.rows import lines_of
 from hocket.rollout.collect import Seat, collect
 from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
 from hocket.types import Group, Prompt, Rollout, Score
+from support import fakes
+from support.batches import ids, own_reward, played, scoring
 
 PROMPTS = Prompts(Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40))
 

@@ -13,7 +13,7 @@ from hocket.data.sources import read_rows
 from hocket.envs import Task
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
-from processes import ROOT, START_S, Process, free_port
+from support.processes import ROOT, START_S, Process, free_port
 
 TASKS = ROOT / "examples" / "agents"
 

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from fastapi import FastAPI
 
-import fakes
 from hocket.protocol import AgentRecord
-from processes import Process, free_port, wait_for
+from support import fakes
+from support.processes import Process, free_port, wait_for
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 VOCAB_SIZE = 96

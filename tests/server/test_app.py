@@ -11,11 +11,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-import fakes
 from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
+from support import fakes
 
 
 class FakeEngine(Engine):

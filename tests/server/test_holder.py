@@ -2,10 +2,10 @@
 
 import pytest
 
-import fakes
 from hocket.server import engine
 from hocket.server.engine import HOLD_S, Holder
 from hocket.server.errors import ApiError
+from support import fakes
 
 
 @pytest.fixture

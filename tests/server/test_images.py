@@ -18,8 +18,6 @@ from tests.server.test_adapters import ALL, load_by_disk, make_adapter
 from tests.server.test_compare import Altering
 from tests.server.test_deltas import FakeTrainer, client
 
-import eyes
-import fakes
 from hocket import config as config_module
 from hocket.client.server import prompt_input
 from hocket.common.images import MAX_PIXELS, data_url, decoded
@@ -29,6 +27,7 @@ from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.transports import DiskTransport
 from hocket.types import Image
+from support import eyes, fakes
 
 LOOK = "<|user|>Look: <image> and <image>?<|end|>"
 GOOD = eyes.picture(0)

@@ -22,7 +22,7 @@ from hocket.common import environment
 from hocket.errors import ConfigError, ServerError
 from hocket.server import main
 from hocket.server.errors import ApiError
-from processes import free_port
+from support.processes import free_port
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 

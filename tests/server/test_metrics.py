@@ -6,9 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-import fakes
 from hocket.server import vllm_api
 from hocket.server.metrics import Gauges
+from support import fakes
 
 
 def test_gauges_say_what_health_says() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from processes import START_S, Command
+from support.processes import START_S, Command
 
 pytestmark = pytest.mark.engine
 

@@ -13,12 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import fakes
 from hocket.protocol import DiskSource, TensorLayout, delta, manifest
 from hocket.server import versions
 from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
 from hocket.server.errors import ApiError
+from support import fakes
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import httpx
 import pytest
 import uvicorn
 
-from browser import PATH, Browser, browser
 from hocket.cluster.launch import page_of, stop
 from hocket.config import ObserveConfig
 from hocket.observe.page import policy
@@ -21,7 +20,8 @@ from hocket.observe.rows import lines_of
 from hocket.server import watch
 from hocket.server.middleware import Guard
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
-from processes import ROOT, START_S, free_port
+from support.browser import PATH, Browser, browser
+from support.processes import ROOT, START_S, free_port
 
 HOSTILE = "<script>alert(1)</script></style>\x1b[31m\u202e" + "x" * (1 << 20)
 WITH_SELF = "'self'"

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stages.builders import make_config, make_pairs, patch_rows, records_of, stopped, weights_of
-from tests.trainer.builders import logprobs_of, pack, sequence
 from tests.trainer.conftest import make_model
 
 import hocket
@@ -19,6 +17,8 @@ from hocket.errors import ConfigError
 from hocket.stages import dpo, driver, pairs
 from hocket.trainer.reference import FrozenModel
 from hocket.trainer.trainer import Trainer
+from support.stages import make_config, make_pairs, patch_rows, records_of, stopped, weights_of
+from support.training import logprobs_of, pack, sequence
 
 
 @pytest.fixture(scope="module")

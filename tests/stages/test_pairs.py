@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from tests.trainer import worker
-from tests.trainer.builders import untimed
 from tests.trainer.conftest import make_model
 from tests.trainer.test_ranks import run_together
+
+from support.training import untimed
 
 pytestmark = pytest.mark.ranks
 

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.stages.builders import make_config, make_pairs, patch_rows, records_of, stopped, weights_of
-from tests.trainer.builders import pack, sequence
 from tests.trainer.conftest import make_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from batches import scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, DataError
 from hocket.stages import driver, pairs, rm, stage_of
@@ -22,7 +19,10 @@ from hocket.trainer import memory
 from hocket.trainer.export import export
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout
-from processes import ROOT
+from support.batches import scorer_of_all
+from support.processes import ROOT
+from support.stages import make_config, make_pairs, patch_rows, records_of, stopped, weights_of
+from support.training import pack, sequence
 
 TINY = ROOT / "checkpoints" / "tiny-sort"
 WORDS = ("ba", "cab", "dcab", "bedca", "afcbd", "gab")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stages.builders import records_of
 from tests.stages.record_trl import BATCH, PAIRS, RATE, REWARDS, SMOOTHING, START, STEPS, make_classifier, rows
-from tests.trainer.builders import pack, sequence
 
 from hocket import config
 from hocket.stages import dpo, driver, pairs, rm
 from hocket.trainer.batching import TrainBatch
+from support.stages import records_of
+from support.training import pack, sequence
 
 RECORDED = json.loads((Path(__file__).parent / "trl.json").read_text(encoding="utf-8"))  # by record_trl.py
 GIVEN = {name: torch.tensor(values, dtype=torch.float64) for name, values in RECORDED["inputs"].items()}

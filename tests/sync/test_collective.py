@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fakes
 from hocket import config as config_module
 from hocket.errors import ServerError, TrainerError
 from hocket.protocol import (
@@ -28,6 +27,7 @@ from hocket.server import vllm_weights
 from hocket.server.worker import WorkerExtension
 from hocket.sync.collective import CollectiveTransport
 from hocket.sync.publish import Answer
+from support import fakes
 
 BUCKETS: list[list[tuple[str, Tensor]]] = [
     [("a", torch.arange(4 << 20, dtype=torch.float32).view(2, -1))],  # more than a socket buffers

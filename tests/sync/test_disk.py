@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import fakes
 from hocket import config as config_module
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec, delta, manifest
@@ -24,6 +23,7 @@ from hocket.sync.disk import Versions
 from hocket.sync.publish import Answer
 from hocket.sync.transports import DiskTransport
 from hocket.types import Metrics
+from support import fakes
 
 SHAPES = {"a": (40, 50), "b": (9,)}
 GONE = ServerError("can't reach it", code="unreachable")

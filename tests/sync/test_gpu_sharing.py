@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import fakes
 import hocket.commands.parts
 from hocket import config as config_module
 from hocket import protocol
@@ -20,6 +19,7 @@ from hocket.errors import ServerError, SyncError
 from hocket.protocol import manifest
 from hocket.sync.gpu_sharing import put_to_sleep
 from hocket.types import Prompt, TrainSample
+from support import fakes
 
 TENSORS = {"w": torch.ones(2)}
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import fakes
 from hocket import config as config_module
 from hocket.client.pool import ServerPool
 from hocket.errors import HocketError, ServerError, SyncError, TrainerError
@@ -21,6 +20,7 @@ from hocket.sync.proof import Proof, Scored, missing_share
 from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
 from hocket.types import Prompt, TrainSample
+from support import fakes
 
 A, B, C = URLS = ("http://a", "http://b", "http://c")
 GONE = ServerError("can't reach it", code="unreachable")

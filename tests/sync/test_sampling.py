@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-import fakes
 from hocket import config as config_module
 from hocket.client.pool import ServerPool
 from hocket.commands import parts
 from hocket.errors import SyncError
 from hocket.sync.sampling import SamplingCheck, certain_odds, contradiction, equal_pairs, farthest
 from hocket.types import Prompt, Rollout, TokenSequence, TrainSample
+from support import fakes
 
 PROMPT = Prompt(id="p", token_ids=(1,))
 

@@ -3,11 +3,11 @@ import math
 import random
 
 import pytest
-from tests.trainer.builders import pack, sample_of, sequence
 
 from hocket.errors import TrainerError
 from hocket.trainer.batching import TrainBatch, check_fits, unpack
 from hocket.types import TrainSample
+from support.training import pack, sample_of, sequence
 
 
 def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0) -> TrainSample:

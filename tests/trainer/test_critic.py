@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer import builders
-from tests.trainer.builders import load, same, save, weights_of
 from transformers import AutoModel
 
 from hocket.errors import TrainerError
@@ -16,8 +14,10 @@ from hocket.trainer.critic import explained_variance, value_loss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
+from support import training
+from support.training import load, same, save, weights_of
 
-ROLLOUTS = builders.make_rollouts(12, longest=14, seed=3)
+ROLLOUTS = training.make_rollouts(12, longest=14, seed=3)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
@@ -27,7 +27,7 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
         "critic.learning_rate=3e-3",
         "trainer.micro_batch_tokens=1000",
     )
-    return builders.make_trainer(ranks, model, *defaults, *settings)
+    return training.make_trainer(ranks, model, *defaults, *settings)
 
 
 def expected_of(rollout: TokenSequence) -> float:
@@ -38,7 +38,7 @@ def expected_of(rollout: TokenSequence) -> float:
 def make_samples(trainer: Trainer) -> list[TrainSample]:
     """Returns the rollouts with the critic's values of now, and what it should have said of each token."""
     return [
-        builders.sample_of(one, 0.5, columns={**measured, "returns": tuple(expected_of(one) * m for m in one.mask)})
+        training.sample_of(one, 0.5, columns={**measured, "returns": tuple(expected_of(one) * m for m in one.mask)})
         for one, measured in zip(ROLLOUTS, trainer.measure(ROLLOUTS), strict=True)
     ]
 
@@ -124,7 +124,7 @@ def test_the_policy_waits_for_the_critic(ranks: Ranks, tied_model: str, tmp_path
     with make_trainer(ranks, tied_model, *settings) as trainer:
         load(trainer, tmp_path / "checkpoint")
         again = train(trainer, 2)
-    assert [*map(builders.untimed, again)] == [*map(builders.untimed, learning)]
+    assert [*map(training.untimed, again)] == [*map(training.untimed, learning)]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer.builders import make_rollouts, make_trainer, same, sample_of, sequence, weights_of
 from transformers import AutoModelForCausalLM
 
 from hocket.errors import SyncError
 from hocket.observe.metrics import DRAWN
 from hocket.trainer.ranks import Ranks
+from support.training import make_rollouts, make_trainer, same, sample_of, sequence, weights_of
 
 
 def greedy_ids(folder: Path, count: int) -> list[int]:

@@ -11,8 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.trainer import builders
-from tests.trainer.builders import read_batch, same, weights_of
 from torch import Tensor
 
 from hocket.algorithm.losses import LossOutput
@@ -25,15 +23,17 @@ from hocket.trainer.engine import Setup
 from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
+from support import training
+from support.training import read_batch, same, weights_of
 
 SAMPLES = [
-    builders.sample_of(builders.sequence(range(first, first + 9)), advantage, id=f"step 1/0/{first}")
+    training.sample_of(training.sequence(range(first, first + 9)), advantage, id=f"step 1/0/{first}")
     for first, advantage in ((0, 1.0), (10, -1.0), (20, 0.5))
 ]
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
-    return builders.make_trainer(ranks, model, "trainer.micro_batch_tokens=20", *settings, loss=loss)
+    return training.make_trainer(ranks, model, "trainer.micro_batch_tokens=20", *settings, loss=loss)
 
 
 # test_ranks.py skips a step in float32 at every stage; in bfloat16, ZeRO-1 has a class of its own.
@@ -46,9 +46,9 @@ def test_a_fluke_is_made_good_and_a_step_that_stays_not_finite_is_kept_with_its_
     with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", f"model.dtype={dtype}") as trainer:
         norm, outcomes, updated = trainer.policy.model.model.norm, [], []
         norm.register_forward_hook(lambda module, inputs, output: output * next(factors, 1.0))
-        builders.save(trainer, tmp_path / "state")
+        training.save(trainer, tmp_path / "state")
         for factor in (1.0, math.nan):  # of the first of several forward passes
-            builders.load(trainer, tmp_path / "state")
+            training.load(trainer, tmp_path / "state")
             factors = iter([factor])
             stats = trainer.step(SAMPLES, keep=tmp_path / "skipped" / "step_000001.json")
             outcomes.append((stats["train/loss"], stats["train/grad_norm"]))
@@ -109,7 +109,7 @@ def test_in_float16_an_overflow_lowers_the_scale_and_only_at_the_lowest_it_is_a_
         assert trainer.step(SAMPLES)["train/skipped"]
         factor = 0.01
         assert trainer.step(SAMPLES, keep=keep)["train/loss_scale"] == 4096
-        builders.save(trainer, tmp_path / "state")
+        training.save(trainer, tmp_path / "state")
         factor = 1e9
         before = weights_of(trainer)
         stats = [trainer.step(SAMPLES, keep=keep) for _ in range(12)]
@@ -121,7 +121,7 @@ def test_in_float16_an_overflow_lowers_the_scale_and_only_at_the_lowest_it_is_a_
         assert same(before, weights_of(trainer))
         with pytest.raises(TrainerError, match=r"2 steps in a row.*gradient of the policy's model\."):
             trainer.step(SAMPLES, keep=keep)
-        builders.load(trainer, tmp_path / "state")
+        training.load(trainer, tmp_path / "state")
         assert trainer.engine.loss_scale == 4096
 
 

@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.trainer.builders import make_rollouts, pack, sample_of
 from torch import Tensor, nn
 from transformers.models.qwen2 import modeling_qwen2
 
@@ -16,6 +15,7 @@ from hocket.errors import ConfigError
 from hocket.trainer import kernels, long_rows
 from hocket.trainer import policy as policy_module
 from hocket.trainer.policy import Policy
+from support.training import make_rollouts, pack, sample_of
 
 LIGER = "liger_kernel.transformers.monkey_patch"
 

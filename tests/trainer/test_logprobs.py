@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.builders import peak_bytes
 
 from hocket.trainer.logprobs import token_logprobs
+from support.training import peak_bytes
 
 TEMPERATURE = 0.7
 Inputs = tuple[torch.Tensor, torch.nn.Linear, torch.Tensor, torch.Tensor]

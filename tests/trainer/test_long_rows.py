@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.builders import gap_of, make_groups, make_trainer, measured, weights_of
 from torch import Tensor
 
 from hocket.trainer import long_rows
 from hocket.trainer.ranks import Ranks
+from support.training import gap_of, make_groups, make_trainer, measured, weights_of
 
 
 @pytest.mark.parametrize("model", ["tied_model", "experts_model"])

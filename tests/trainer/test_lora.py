@@ -10,8 +10,6 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer import builders
-from tests.trainer.builders import make_samples, same, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hocket.config import LoraConfig, ModelConfig
@@ -24,13 +22,15 @@ from hocket.trainer.lora import Adapter
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
+from support import training
+from support.training import make_samples, same, weights_of
 
 IDS = torch.arange(12)[None]
 LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
-    return builders.make_trainer(ranks, model, "trainer.learning_rate=1e-2", "model.lora={}", *settings)
+    return training.make_trainer(ranks, model, "trainer.learning_rate=1e-2", "model.lora={}", *settings)
 
 
 def with_peft(base: str, folder: Path) -> Any:
@@ -168,7 +168,7 @@ def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
     pytest.importorskip("bitsandbytes")
     settings = (f"trainer.zero_stage={stage}", "model.dtype=bfloat16")
     with make_trainer(ranks, untied_model, *settings) as trainer:
-        exact = builders.gap_of(trainer, make_samples())
+        exact = training.gap_of(trainer, make_samples())
         full = sum(p.nbytes for p in trainer.policy.parameters())
     with make_trainer(ranks, untied_model, *settings, "model.lora.quantize=nf4") as trainer:
         held = {name: p for name, p in trainer.policy.named_parameters() if not p.requires_grad}
@@ -177,7 +177,7 @@ def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
         before = {name: p.detach().clone() for name, p in held.items()}
         assert sum(p.nbytes for p in trainer.policy.parameters()) < 0.7 * full
         # Rounding to 4 bits shows, but little: both are about |log p + 3|.
-        assert 0 < abs(builders.gap_of(trainer, make_samples()) - exact) < 0.5
+        assert 0 < abs(training.gap_of(trainer, make_samples()) - exact) < 0.5
         losses = [trainer.step(make_samples())["train/loss"] for _ in range(5)]
         trainer.offload()
         trainer.onload()

@@ -8,8 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.trainer import builders
-from tests.trainer.builders import CPU, bytes_besides, peak_bytes, storages
 from tests.trainer.conftest import FAMILIES, make_experts, make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -24,6 +22,8 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.shape import Shape
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
+from support import training
+from support.training import CPU, bytes_besides, peak_bytes, storages
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
 def samples(num_positions: int, largest: int = 65) -> list[TrainSample]:
     """Returns sequences of 65 tokens, all of them sampled, of ids below `largest`, that begin differently."""
     ids = ([(t + first) % largest for t in range(65)] for first in range(num_positions // 64))
-    return [builders.sample_of(builders.sequence(one, 0)) for one in ids]
+    return [training.sample_of(training.sequence(one, 0)) for one in ids]
 
 
 def test_a_hand_worked_estimate() -> None:
@@ -175,9 +175,9 @@ def test_a_rehearsed_step_of_every_learner_leaves_no_trace(
     work = [dataclasses.replace(sample, columns={"values": zeros, "returns": zeros}) for sample in samples(512, 62)]
     with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", f"algorithm.preset={preset}") as trainer:
         assert [learner.name for learner in trainer.models.learners[1:]] == ["critic"] * (preset == "ppo")
-        builders.save(trainer, tmp_path / "state")
+        training.save(trainer, tmp_path / "state")
         losses = [trainer.step(work)["train/loss"] for _ in range(2)]
-        builders.load(trainer, tmp_path / "state")
+        training.load(trainer, tmp_path / "state")
         for learner in trainer.models.learners:
             memory.rehearse(learner, 1024, ranks, longest=50)
         assert [trainer.step(work)["train/loss"] for _ in range(2)] == losses
@@ -190,13 +190,13 @@ def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(memory, "fit_micro_batch", lambda *_, **options: 63)
     with make_trainer(ranks, tied_model) as trainer:
-        builders.save(trainer, tmp_path / "state")
+        training.save(trainer, tmp_path / "state")
         assert "trainer.micro_batch_tokens=auto is 63: sequences of up to 64 tokens have room" in trainer.memory
     monkeypatch.setattr(memory, "fit_micro_batch", lambda *_, **options: 55)  # something else takes more
     for changed, expected in (("steps=7", 63), ("max_grad_norm=2", 55), ("micro_batch_tokens=50", 50)):
         with make_trainer(ranks, tied_model, f"trainer.{changed}") as trainer:
             assert trainer.micro_batch_tokens == min(55, expected)
-            builders.load(trainer, tmp_path / "state")
+            training.load(trainer, tmp_path / "state")
             assert trainer.micro_batch_tokens == expected
 
 
@@ -229,11 +229,11 @@ def test_auto_on_a_gpu_is_a_size_that_fits_and_a_run_that_goes_on_keeps_it(
         size = trainer.micro_batch_tokens
         trainer.step(samples(3 * size))
         assert torch.cuda.max_memory_reserved() - held[0].nbytes > 1.5 * GIB
-        builders.save(trainer, tmp_path / "state")
+        training.save(trainer, tmp_path / "state")
     held.append(torch.empty(GIB, dtype=torch.uint8, device="cuda"))
     with make_trainer(ranks, wide_model, *apart) as trainer:
         assert 0.2 * size < trainer.micro_batch_tokens < 0.8 * size
-        builders.load(trainer, tmp_path / "state")
+        training.load(trainer, tmp_path / "state")
         assert trainer.micro_batch_tokens == size
 
 

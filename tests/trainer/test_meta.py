@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.builders import measured, sample_of, sequence
 from tests.trainer.conftest import make_tokenizer
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -33,6 +32,7 @@ from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
+from support.training import measured, sample_of, sequence
 
 META = torch.device("meta")
 SIZES = {  # layers as wide as those of Qwen2.5 of half a billion parameters, but fewer

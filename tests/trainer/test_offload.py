@@ -4,13 +4,13 @@ import gc
 
 import pytest
 import torch
-from tests.trainer import builders
-from tests.trainer.builders import CPU, bytes_besides, storages
 
 from hocket.trainer.offload import offload, onload, sizes
 from hocket.trainer.ranks import Ranks
+from support import training
+from support.training import CPU, bytes_besides, storages
 
-SAMPLE = builders.sample_of(builders.sequence((3, 1, 4, 1, 5), 1))
+SAMPLE = training.sample_of(training.sequence((3, 1, 4, 1, 5), 1))
 
 
 def test_views_and_aliases_are_the_same_again() -> None:
@@ -48,8 +48,8 @@ def test_nothing_of_the_training_state_stays(
     gc.collect()  # what went before; a step itself must leave nothing that only a collection would free
     before = storages()
     more = (f"model.dtype={dtype}", f"trainer.zero_stage={stage}")
-    with builders.make_trainer(ranks, untied_model, *more, *settings) as trainer:
-        trainer.step(builders.measured(trainer, [SAMPLE], returns=1.0))
+    with training.make_trainer(ranks, untied_model, *more, *settings) as trainer:
+        trainer.step(training.measured(trainer, [SAMPLE], returns=1.0))
         expected, on = trainer.measure([SAMPLE.sequence]), bytes_besides(before)
         assert len(trainer.models.tensors) == (3 if settings else 1)
         trainer.offload()

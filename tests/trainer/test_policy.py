@@ -4,17 +4,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.trainer.builders import make_rollouts, pack, sample_of, sequence
 from tests.trainer.conftest import SIZES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Phi3Config, Phi3ForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
-from batches import preset_loss
 from hocket.algorithm.losses import LossConfig, policy_loss
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError
 from hocket.trainer.policy import MixedProduct, Policy, compute_in_float32
 from hocket.types import TrainSample
+from support.batches import preset_loss
+from support.training import make_rollouts, pack, sample_of, sequence
 
 CPU = torch.device("cpu")
 

@@ -8,16 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.trainer.builders import (
-    make_groups,
-    make_trainer,
-    measured,
-    pack,
-    sample_of,
-    sequence,
-    state_of,
-    untimed,
-)
 from tests.trainer.conftest import SIZES
 from tests.trainer.test_updates import assert_same_states
 from torch import Tensor, nn
@@ -39,6 +29,16 @@ from hocket.trainer.critic import ValueModel
 from hocket.trainer.policy import Policy
 from hocket.trainer.ranks import Ranks
 from hocket.types import TrainSample
+from support.training import (
+    make_groups,
+    make_trainer,
+    measured,
+    pack,
+    sample_of,
+    sequence,
+    state_of,
+    untimed,
+)
 
 BEGIN = tuple(range(10, 22))
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.trainer import worker
-from tests.trainer.builders import logprobs_of, make_groups, pack, read_batch, untimed
 from tests.trainer.test_updates import assert_about_equal, assert_same_states, by_hand
 from tests.trainer.test_vision import make_seeing
 from transformers import AutoModelForCausalLM
 
-from processes import Process, free_port
+from support.processes import Process, free_port
+from support.training import logprobs_of, make_groups, pack, read_batch, untimed
 
 pytestmark = pytest.mark.ranks
 
@@ -114,7 +114,7 @@ def weights_of(runs: dict[int, Path], size: int, stage: int, name: str) -> dict[
 
 
 def read_state(folder: Path) -> dict[str, torch.Tensor]:
-    """Reads the tensors that `builders.save` wrote, of all learners."""
+    """Reads the tensors that `support.training.save` wrote, of all learners."""
     found: dict[str, torch.Tensor] = {}
     for path in folder.glob("state_*.safetensors"):
         found |= load_file(path)

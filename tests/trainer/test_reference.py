@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer import builders
-from tests.trainer.builders import logprobs_of
 
-import fakes
 from hocket.algorithm.losses import LossOutput
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, TrainerError
@@ -21,19 +18,21 @@ from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import Columns, TrainSample
+from support import fakes, training
+from support.training import logprobs_of
 
-ROLLOUTS = builders.make_rollouts(9, longest=20, seed=1)
+ROLLOUTS = training.make_rollouts(9, longest=20, seed=1)
 LONGEST = max(len(rollout.token_ids) for rollout in ROLLOUTS)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
     defaults = ("trainer.learning_rate=1e-2", "algorithm.preset=reinforce_pp")
-    return builders.make_trainer(ranks, model, *defaults, *settings)
+    return training.make_trainer(ranks, model, *defaults, *settings)
 
 
 def make_samples() -> list[TrainSample]:
     rng = random.Random(2)
-    return [builders.sample_of(rollout, rng.gauss(0, 1)) for rollout in ROLLOUTS]
+    return [training.sample_of(rollout, rng.gauss(0, 1)) for rollout in ROLLOUTS]
 
 
 def assert_close(measured: Sequence[Columns], expected: Sequence[Sequence[float]], atol: float = 1e-5) -> None:
@@ -82,9 +81,9 @@ def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_do
         base = trainer.measure(rollouts)
     with make_trainer(ranks, untied_model, *settings, "model.lora={}") as trainer:
         assert len(trainer.models.tensors) == 1, "there is no second model"
-        builders.save(trainer, tmp_path / "state")
+        training.save(trainer, tmp_path / "state")
         norms = [trainer.step(samples)["train/grad_norm"] for _ in range(2)]
-        builders.load(trainer, tmp_path / "state")
+        training.load(trainer, tmp_path / "state")
         for norm in norms:
             assert trainer.measure(rollouts) == base
             assert trainer.step(samples)["train/grad_norm"] == norm > 0
@@ -113,9 +112,9 @@ def test_in_16_bits_a_policy_that_has_not_moved_agrees_with_its_reference_to_the
             dataclasses.replace(sample, sequence=dataclasses.replace(sample.sequence, logprobs=known["ref_logprobs"]))
             for sample, known in zip(make_samples(), measured, strict=True)
         ]
-        assert builders.gap_of(trainer, samples) == 0
+        assert training.gap_of(trainer, samples) == 0
         trainer.step(samples)
-        assert builders.gap_of(trainer, samples) > 0
+        assert training.gap_of(trainer, samples) > 0
 
 
 def test_a_rollout_that_nothing_is_asked_of_may_be_longer_than_a_micro_batch(ranks: Ranks, tied_model: str) -> None:
@@ -137,7 +136,7 @@ def test_without_a_divergence_or_with_a_loss_of_its_own_there_is_nothing_to_meas
     loss: BatchLoss = lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={})  # noqa: E731
     kl = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
     for own, settings in ((None, ("algorithm.preset=grpo",)), (loss, kl)):
-        with builders.make_trainer(ranks, tied_model, *settings, loss=own) as trainer:
+        with training.make_trainer(ranks, tied_model, *settings, loss=own) as trainer:
             assert trainer.measure(ROLLOUTS) == []
             assert len(trainer.models.tensors) == 1
     with make_trainer(ranks, tied_model) as trainer:

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer import builders
-from tests.trainer.builders import make_samples
 from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
@@ -20,6 +18,8 @@ from hocket.trainer.export import export
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
+from support import training
+from support.training import make_samples
 
 IDS = torch.arange(12)[None]
 
@@ -142,12 +142,12 @@ def test_a_schedule_goes_on_with_the_settings_of_now_and_skipped_steps_are_count
     with Trainer(make_config(tied_model, tmp_path, *schedule), ranks=ranks) as trainer:
         steps = [trainer.step(samples) for samples in (make_samples(), make_samples(), bad)]
         assert [step["train/skipped"] for step in steps] == [0, 0, 1]
-        builders.save(trainer, tmp_path / "state")
+        training.save(trainer, tmp_path / "state")
         assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.5e-2)
     longer = ("trainer.schedule=linear", "trainer.steps=8", "trainer.learning_rate=3e-2")
     with Trainer(make_config(tied_model, tmp_path, *longer), ranks=ranks) as trainer:
-        builders.load(trainer, tmp_path / "state")
+        training.load(trainer, tmp_path / "state")
         assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.75 * 3e-2)
-        builders.load(trainer, tmp_path / "state")
+        training.load(trainer, tmp_path / "state")
         with pytest.raises(TrainerError, match="2 steps in a row"):
             trainer.step(bad)

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
-from tests.trainer import builders
-from tests.trainer.builders import make_rollouts, make_samples, make_trainer, same, sample_of, untimed, weights_of
 from transformers import AutoModelForCausalLM
 
 from hocket.config import TrainerConfig
@@ -25,6 +23,8 @@ from hocket.protocol import manifest, weight_group
 from hocket.trainer.engine import Setup, default_zero_stage
 from hocket.trainer.ranks import FAILURE, Ranks
 from hocket.trainer.trainer import Trainer
+from support import training
+from support.training import make_rollouts, make_samples, make_trainer, same, sample_of, untimed, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_in_another_thread_off_the_device_between_steps_and_resumed_all_is_the_s
     settings = (f"trainer.zero_stage={stage}", f"model.dtype={dtype}", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
 
     def work(leaves: bool) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-        samples = builders.measured(trainer, make_samples())
+        samples = training.measured(trainer, make_samples())
         steps = []
         for _ in range(3):
             if leaves:
@@ -155,9 +155,9 @@ def test_in_another_thread_off_the_device_between_steps_and_resumed_all_is_the_s
     with make_trainer(ranks, untied_model, *settings) as trainer, ThreadPoolExecutor(1) as thread:
         trainer.onload()  # it is there already
         start = weights_of(trainer)
-        builders.save(trainer, tmp_path / "state")
+        training.save(trainer, tmp_path / "state")
         steps, tensors = work(leaves=False)
-        builders.load(trainer, tmp_path / "state")
+        training.load(trainer, tmp_path / "state")
         same_steps, same_tensors = thread.submit(work, leaves=True).result(60)
         trainer.offload()  # it can be closed so
     trainer.close()
@@ -213,7 +213,7 @@ def test_the_log_probs_of_samples_are_those_of_transformers_in_the_order_of_the_
 ) -> None:
     rollouts = make_rollouts(4, longest=30, seed=3)
     trainer.export(tmp_path)
-    expected = builders.logprobs_of(tmp_path, rollouts)
+    expected = training.logprobs_of(tmp_path, rollouts)
     before = weights_of(trainer)
     found = trainer.logprobs([sample_of(rollout, 0.0) for rollout in rollouts])
     for own, row in zip(found, expected, strict=True):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.builders import CPU, make_trainer
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig, TrainerConfig
@@ -16,6 +15,7 @@ from hocket.trainer.attention import Segments, attend
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.ulysses import Split
+from support.training import CPU, make_trainer
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 2, 2), (4, 2, 4), (4, 1, 2), (6, 3, 2), (12, 4, 6)])

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from tests.trainer import worker
-from tests.trainer.builders import make_groups, make_trainer, measured, same, weights_of
 from transformers import AutoModelForCausalLM
 
 from hocket.common.tasks import seed_of
@@ -14,6 +13,7 @@ from hocket.errors import TrainerError
 from hocket.trainer.batching import minibatches
 from hocket.trainer.ranks import Ranks
 from hocket.types import TrainSample
+from support.training import make_groups, make_trainer, measured, same, weights_of
 
 NUMBER = 3
 SEED = seed_of(0, "minibatches", NUMBER)

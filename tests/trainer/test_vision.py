@@ -14,7 +14,23 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.trainer.builders import (
+from tests.trainer.test_policy import loss_and_gradient
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+
+from hocket import config as config_module
+from hocket.common.images import Stored, decoded
+from hocket.config import ModelConfig
+from hocket.errors import ConfigError, TrainerError
+from hocket.trainer import batching, flops, memory, prefixes
+from hocket.trainer.critic import ValueModel
+from hocket.trainer.export import export
+from hocket.trainer.policy import Policy, skeleton
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.weights import part_of
+from hocket.types import Image, TokenSequence, TrainSample
+from support import fakes
+from support.eyes import picture
+from support.training import (
     gap_of,
     load,
     make_trainer,
@@ -27,22 +43,6 @@ from tests.trainer.builders import (
     untimed,
     weights_of,
 )
-from tests.trainer.test_policy import loss_and_gradient
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
-
-import fakes
-from eyes import picture
-from hocket import config as config_module
-from hocket.common.images import Stored, decoded
-from hocket.config import ModelConfig
-from hocket.errors import ConfigError, TrainerError
-from hocket.trainer import batching, flops, memory, prefixes
-from hocket.trainer.critic import ValueModel
-from hocket.trainer.export import export
-from hocket.trainer.policy import Policy, skeleton
-from hocket.trainer.ranks import Ranks
-from hocket.trainer.weights import part_of
-from hocket.types import Image, TokenSequence, TrainSample
 
 SIZES = ((40, 64), (64, 64), (24, 20))
 

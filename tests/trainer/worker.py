@@ -21,19 +21,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.stages.builders import make_pairs
-from tests.trainer.builders import (
-    bytes_besides,
-    gap_of,
-    load,
-    make_groups,
-    make_rollouts,
-    measured,
-    sample_of,
-    save,
-    storages,
-    weights_of,
-)
 from tests.trainer.test_vision import make_seeing
 
 from hocket import config as config_module
@@ -46,6 +33,19 @@ from hocket.trainer.models import Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
+from support.stages import make_pairs
+from support.training import (
+    bytes_besides,
+    gap_of,
+    load,
+    make_groups,
+    make_rollouts,
+    measured,
+    sample_of,
+    save,
+    storages,
+    weights_of,
+)
 
 SETTINGS = (
     "model.dtype=float32",

@@ -20,7 +20,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FORK_SERVER: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
 FORKS = "HOCKET_TEST_FORKS"
 """Variable of a forked program whose own `Process`es are forked, too."""
@@ -54,7 +54,7 @@ def is_gone(pid: int | str) -> bool:
 
 def start_fork_server() -> str:
     """Starts what forks for this process, unless one is used already; returns its address."""
-    FORK_SERVER.set_forkserver_preload(["preload"])
+    FORK_SERVER.set_forkserver_preload(["support.preload"])
     with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where it looks for preload
         FORK_SERVER.ensure_running()
     return str(FORK_SERVER._forkserver_address)

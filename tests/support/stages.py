@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.builders import sequence
 
 from hocket import config as config_module
 from hocket.config import DataConfig
 from hocket.data.preferences import Preference
 from hocket.observe.run_folder import RunFolder
+from support.training import sequence
 
 
 def make_pairs(count: int) -> list[Preference]:

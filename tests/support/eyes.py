@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from hocket.common.images import png
 
-TOKENIZER = Path(__file__).parents[1] / "checkpoints" / "tiny-sort"
+TOKENIZER = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"
 IMAGE_TOKENS = 4  # of each picture of the Idefics3
 TEMPLATE = """{%- for message in messages -%}
 {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
