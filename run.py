@@ -13,12 +13,6 @@ import sys
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
-TEST_HELP = """Without arguments: everything that needs no GPU, real engines and whole runs too; 10 minutes on 2 cores.
-`run.py test -m "not engine and not ranks and not e2e and not gpu"` leaves those out: 1 to 2 minutes.
-`run.py test tests/algorithm` runs one folder, `run.py test -m gpu` what needs a GPU.
-Ctrl-C leaves nothing running."""
-
-
 def main(argv: list[str]) -> int:
     """Run one command and return its exit status."""
     from hocket import COMMANDS
@@ -40,9 +34,6 @@ def main(argv: list[str]) -> int:
         print(f"run.py: vLLM needs Python 3.11 or newer, this is {found}; use python3.11 run.py ...", file=sys.stderr)
         return 1
     asks_for_help = "-h" in argv or "--help" in argv
-    if command == "test" and asks_for_help:
-        print(f"usage: run.py test [pytest arguments]\n\n{COMMANDS['test']}\n\n{TEST_HELP}")
-        return 0
 
     from hocket.common import environment
     from hocket.errors import SetupError
@@ -59,12 +50,10 @@ def main(argv: list[str]) -> int:
 
         return doctor.run()
     if command == "test":
-        from hocket.common.processes import contain
+        sys.path.insert(0, os.path.join(ROOT, "tests"))
+        import suite
 
-        os.chdir(ROOT)
-        chosen = any(argument.startswith("tests") or argument == "gpu" for argument in argv[1:])  # which one GPU takes
-        parallel = [] if chosen else ["-n", "3", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
-        return contain([sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
+        return suite.main(argv[1:])
     try:
         from hocket.commands import cli
     except ModuleNotFoundError as error:

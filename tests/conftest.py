@@ -4,12 +4,14 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hocket.server.vllm_arguments import is_cpu_build
+from support import rules
 from support.processes import start_fork_server, use_fork_server
 
 ROOT = Path(__file__).parent
@@ -17,6 +19,8 @@ LONGEST = ("server", "faults", "e2e", "trainer")
 """Folders that are begun first, so that no process is left with a long one at the end."""
 TOGETHER = ("tests/server/", "tests/trainer/test_ranks")
 """What files that share engines or ranks, which take long to start, begin with."""
+LEFT_OUT: set[str] = set()
+"""Long tests that are not run."""
 
 # For all that a test starts, too. Several threads that wait for each other in busy loops, where other processes want
 # the same cores, take ten times as long.
@@ -50,6 +54,26 @@ def pytest_configure_node(node: Any) -> None:
         node.workerinput["fork_server"] = start_fork_server()
 
 
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    LEFT_OUT.update(item.nodeid for item in items if item.get_closest_marker("long"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Has the process that began the others know what they leave out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = sorted(LEFT_OUT)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", ()))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if LEFT_OUT:
+        terminalreporter.write_line(f"{len(LEFT_OUT)} long tests were left out: python3 run.py test --rest")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keeps the tests of a file, or of a folder with costly fixtures, in one process."""
@@ -63,8 +87,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with what takes longest. The CUDA build of vLLM can't do without a GPU: its tests are those marked gpu."""
+    """Begins with what takes longest, or in an order that the seed decides; holds the rule of support/rules.py.
+
+    The CUDA build of vLLM can't do without a GPU: its tests are those marked gpu.
+    """
+    rules.check(items)
     if not is_cpu_build():
         on_gpu = pytest.mark.skip(reason="means vLLM's CPU build: HOCKET_DEVICE=cpu python3 run.py test runs it")
         for item in items:
@@ -75,7 +104,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(ROOT).parts[0]
         return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
 
-    if hasattr(config, "workerinput"):  # in one of several processes
+    if config.option.shuffle:
+        drawn = random.Random(config.option.seed)
+        files = {item.path: drawn.random() for item in items}  # a file's tests share fixtures that take long
+        items.sort(key=lambda item: (files[item.path], drawn.random()))
+    elif hasattr(config, "workerinput"):  # in one of several processes
         items.sort(key=rank)
 
 

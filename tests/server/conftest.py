@@ -184,6 +184,7 @@ class Server(Process):
     """A running server of a model, which it saves in its folder."""
 
     forked = True
+    starts_engine = True
 
     def __init__(
         self,

@@ -275,6 +275,8 @@ class Command(Process):
 class Server(Command):
     """A generation server on a port of its own, which keeps that port over restarts."""
 
+    starts_engine = True
+
     def __init__(self, folder: Path, port: int, *settings: str) -> None:
         self.folder, self.port, self.settings = folder, port, settings
         self.url = f"http://127.0.0.1:{port}"

@@ -1,0 +1,59 @@
+"""`python3 run.py test`: what a change is likely to break, in five minutes on two cores; `--rest`: all the others."""
+
+import argparse
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hocket.common.processes import contain
+
+ROOT = Path(__file__).resolve().parents[1]
+EPILOG = """Everything else goes to pytest:
+  run.py test tests/algorithm     one folder, long tests too
+  run.py test -k resume -x        tests with a word in their names, until one fails
+  run.py test --seed 7 --shuffle  other random numbers, and another order
+  run.py test -m gpu              what needs a GPU
+Ctrl-C leaves nothing running."""
+
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="run.py test",
+        description="Run the tests that need no GPU and that a change is likely to break: one real engine, one real "
+        "quickstart, ranks, a drill, and whatever takes milliseconds. Five minutes on two cores.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # pytest's own options may begin alike
+    )
+    part = command.add_mutually_exclusive_group()
+    part.add_argument("--rest", action="store_true", help="run all the others, and those of optional packages")
+    part.add_argument("--all", action="store_true", help="run both")
+    return command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the suite, or a part of it; return the first exit status that is not 0."""
+    options, words = parser().parse_known_args(argv)
+    os.chdir(ROOT)
+    pytest = [sys.executable, "-m", "pytest"]
+    if any(word.startswith("tests") or word == "gpu" for word in words):  # chosen ones, or those that one GPU takes
+        return contain([*pytest, "-m", "not gpu", *words])
+    begun = time.monotonic()
+    marks = "not gpu" if options.all else "long and not gpu" if options.rest else "not long and not gpu"
+    # tests/conftest.py says what stays together in one process
+    status = contain([*pytest, "-n", str(workers()), "--no-loadscope-reorder", "-m", marks, *words])
+    if (options.rest or options.all) and not words:
+        status = contain([sys.executable, "tests/optional.py"]) or status
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = f"{time.monotonic() - begun:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processors"
+    others = "run.py test" if options.rest else "run.py test --rest"
+    print(took if options.all else f"{took}; the others are run by `python3 {others}`")
+    return status
+
+
+def workers() -> int:
+    """Return how many processes share the tests: one a core, as each imports torch; more than four only wait."""
+    return max(2, min(4, len(os.sched_getaffinity(0))))
