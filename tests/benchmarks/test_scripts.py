@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/**/*.py")])
 SCRIPTS = [path for path in PYTHON if '__name__ == "__main__"' in path.read_text()]
 SHELL = sorted([*ROOT.glob("docker/*.sh"), *ROOT.glob("tests/deploy/*.sh")])
-ENGINE, WHOLE = [pytest.mark.engine], [pytest.mark.e2e]
+ENGINE, WHOLE = [pytest.mark.engine, pytest.mark.long], [pytest.mark.e2e, pytest.mark.long]
 SENT = "MiB # seconds # prepare # transfer # compare #"
 TINY = "--layers 1 --hidden 64 --rounds 1"
 SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive number, *: anything)

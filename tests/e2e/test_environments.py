@@ -27,7 +27,7 @@ from hocket.types import Group, TokenSequence
 from support.batches import drawing, scorer_of_all
 from support.processes import ROOT, START_S, Command, free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

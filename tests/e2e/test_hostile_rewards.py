@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support import hostile
 from support.processes import ROOT, START_S, Run, Server, free_port, started
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PLUGIN = """
 import ctypes, os, sys, time

@@ -9,7 +9,7 @@ import pytest
 from support.browser import PATH, browser
 from support.processes import START_S, Process, free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 HOSTILE = "<script>document.title = 'taken'</script></style>\x1b[31m\u202e<img src=x onerror=alert(1)>"
 REWARD = f"""
 from hocket.rewards import reward

@@ -15,7 +15,7 @@ import pytest
 from hocket.protocol import manifest
 from support.processes import ROOT, START_S, Command, Process, free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```\n(curl.*?)```(?:\n```json\n(.*?)```)?", PAGE, re.DOTALL)

@@ -41,7 +41,7 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from support import fakes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6

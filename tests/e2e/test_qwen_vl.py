@@ -13,7 +13,7 @@ from support.eyes import TEMPLATE, TOKENIZER, picture, write
 from support.processes import START_S, Process, free_port
 
 pytest.importorskip("torchvision")
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 WORDS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEXT = {

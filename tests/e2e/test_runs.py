@@ -1,4 +1,4 @@
-"""Whole runs with real processes: quickstart, a control, two terminals in the wrong order, Ctrl-C, a dead server.
+"""Whole runs with real processes: a control, two terminals in the wrong order, Ctrl-C, a dead server.
 
 Only the tests of how a run starts and ends start it as a user does; the others have a server in common.
 """
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from hocket.cluster.launch import what_next
 from support.processes import FORKS, ROOT, START_S, Command, Process, Run, Server, free_port, is_gone
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def running(command: str, log: Path, *settings: str) -> Process:
@@ -41,42 +41,6 @@ def ranks_of(processes: list[psutil.Process]) -> list[str]:
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    with running("quickstart", log, f"run.dir={run_dir}", "trainer.steps=30", "eval.every_steps=0") as process:
-        assert process.wait_end(START_S + 300) == 0, log.read_text()
-        process.assert_gone()
-    out = log.read_text()
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["before"]["greedy"] == summary["before"]["sampled"] == 0, out  # it can't do the task
-    assert min(summary["after"]["greedy"], summary["after"]["sampled"]) >= 0.05, out
-    assert (summary["steps"], summary["seed"]) == (30, 0)
-    steps = metrics_of(run_dir)[1:]
-    assert [step["step"] for step in steps] == list(range(1, 31))
-    # Every step trains on tokens that were sampled from exactly the weights that the trainer holds.
-    assert max(step["train/logprob_gap"] for step in steps) < 1e-3
-    assert all(step["staleness/max"] == 0 for step in steps)
-    assert sorted(path.name for path in run_dir.iterdir()) == [
-        "checkpoints",
-        "config.yaml",
-        "ledger.jsonl",
-        "logs",
-        "metrics.jsonl",
-        "report.html",
-        "rollouts",
-        "summary.json",
-        "timeline.jsonl",
-        "trained",
-        "trainer_id",
-        "weights",
-    ]
-    versions = sorted(path.name for path in (run_dir / "weights").iterdir())
-    assert versions[-1] == f"v{summary['final_version']:06d}"
-    assert len((run_dir / "rollouts" / "step_000030.jsonl").read_text().splitlines()) == 16 * 12
-    assert "held-out accuracy, greedy  0.000 → " in out
-    assert out.count("→") >= 5  # before → after, twice, and three samples
 
 
 def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_to_the_last_bit(server: Server) -> None:

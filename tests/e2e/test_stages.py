@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from support.processes import FORKS, START_S, Command, Server, free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def test_samples_become_pairs_a_reward_model_and_better_policies(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from support.processes import START_S, Command, Run, Server, free_port, wait_for
+from support.processes import Command, Run, Server, free_port, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 SLOW = "plugins=[tests/faults/slow_update.py]"
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -190,71 +190,8 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(spares: A
     leave(server, spares, processes)
 
 
-def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
-    tmp_path: Path, processes: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for command in (Server, Run):  # the first of each starts as a user starts it; those that are forked must not differ
-        monkeypatch.setattr(command, "forked", False)
-    # One sequence at a time: what an engine computes for one depends in its last bits on those beside it.
-    server = Server(tmp_path, free_port(), "server.engine.max_num_seqs=1")
-    processes.append(server)
-    server.wait_ready()
-    updates = ("algorithm.epochs=2", "algorithm.minibatches=2")
-    batches = ("trainer.steps=6", "rollout.prompts_per_step=4", "rollout.group_size=4", "checkpoint.every_steps=3")
-    settings = (*updates, *batches)
-    held_out = ("eval.num_prompts=4", "eval.every_steps=3")
-
-    straight = Run(tmp_path, "straight", [server], *settings, *held_out)
-    processes.append(straight)
-    monkeypatch.undo()
-    assert straight.wait_end() == 0, straight.output()
-
-    resumable = ("checkpoint.resume=true", "checkpoint.async=true", *settings, *held_out)
-    slow = ("sync.backend=nccl", SLOW)
-    run = Run(tmp_path, "resumed", [server], *resumable, *slow)
-    processes.append(run)
-    run.wait_step(4)
-    wait_for(lambda: (run.dir / "checkpoints" / "step_000003" / "COMPLETE").exists(), "a checkpoint")
-    server.wait_until(lambda health: health["status"] == "updating", "an update after it")
-    run.kill()
-    run.assert_gone()
-    between = Run(tmp_path, "resumed", [server], *resumable, "plugins=[tests/faults/die_between_updates.py]")
-    processes.append(between)
-    assert between.wait_end() == -signal.SIGKILL
-    assert between.steps()[-1]["step"] == 4
-    again = Run(tmp_path, "resumed", [server], *resumable)
-    processes.append(again)
-    assert again.wait_end() == 0, again.output()
-    assert re.search(r"going on from .*step_000003; .*sync\.backend was 'nccl' and is 'disk'", again.output())
-
-    folders = [straight.dir, again.dir]
-    tensors = [(folder / "checkpoints/step_000006/state_00000.safetensors").read_bytes() for folder in folders]
-    assert tensors[0] == tensors[1]
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-    weights = [
-        folder / "weights" / f"v{summary['final_version']:06d}" / "model.safetensors"
-        for folder, summary in zip(folders, summaries, strict=True)
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    for name in ("before", "after", "steps", "seed"):
-        assert summaries[0][name] == summaries[1][name]
-    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in folders]
-    for one, other in zip(*(map(json.loads, rows) for rows in lines), strict=True):  # each step once, and the same
-        timed = {name for name in one if name.endswith("_s") or name == "train/mfu"}
-        same = {name for name in one if name.startswith(("reward/", "train/", "eval/")) or name == "step"} - timed
-        assert {name: one[name] for name in same} == {name: other[name] for name in same}
-    again.assert_whole(6, 4, 4)
-
-    model = tmp_path / "runs" / "model"
-    made = Command(["export", f"{again.dir}/checkpoints/step_000006", str(model)], tmp_path / "export.log")
-    processes.append(made)
-    assert made.popen.wait(START_S) == 0, made.output()
-    assert (model / "model.safetensors").read_bytes() == weights[1].read_bytes()  # and that, the server has loaded
-    server.end()
-
-
 def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_once(
-    tmp_path: Path, spares: Any, processes: list[Any]
+    tmp_path: Path, spares: Any, processes: list[Any], rng: random.Random
 ) -> None:
     server = spares.take()
     processes.append(server)
@@ -270,12 +207,11 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
         f"rollout.prompts_per_step={per_step}",
         "rollout.group_size=4",
     )
-    draw = random.Random(int(time.time()))  # anywhere in the steps
     for kill in range(KILLS):
         run = Run(server.folder, "again", [server], *settings)
         processes.append(run)
         run.wait_step((kill + 1) * num_steps // (KILLS + 2))
-        time.sleep(draw.uniform(0, 0.5))
+        time.sleep(rng.uniform(0, 0.5))  # anywhere in the step
         assert run.popen.poll() is None, "it was over before it could be killed"
         run.kill()
         run.assert_gone()
