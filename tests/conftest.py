@@ -69,8 +69,8 @@ def pytest_testnodedown(node: Any) -> None:
     LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", ()))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if LEFT_OUT:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if LEFT_OUT and "not long" in config.option.markexpr:
         terminalreporter.write_line(f"{len(LEFT_OUT)} long tests were left out: python3 run.py test --rest")
 
 

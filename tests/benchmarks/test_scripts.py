@@ -41,6 +41,9 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         second run: 0 calls, 0 lost; *"""),
     "lies": (ENGINE, "lies --dtype float32 --kind full --rate 2e-4 --lie one_behind",
         "| one_behind | float32 full 2e-4 | 1 parameters / # log-probs | *"),
+    "machines": ([], "--stand-ins SSE --show ^seed|steps: config trainer.steps=3", """SSE:
+        steps: 3
+        exit status 0, *"""),
     "page": ([pytest.mark.skipif(PATH is None, reason="Chromium is not installed")], "--steps 1000 --rollouts 10",
         """1000 x 10 rollouts, written in *
         first page shows after # s
