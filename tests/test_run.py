@@ -80,23 +80,12 @@ def test_children_find_the_source_and_the_environments_programs(
     assert os.environ["PATH"] == f"/env/bin{os.pathsep}/usr/bin"
 
 
-@pytest.mark.parametrize(
-    ("given", "parallel"),
-    [
-        (["-k", "config", "-m", "engine"], ["-n", "3", "--no-loadscope-reorder"]),
-        (["-m", "gpu"], []),
-        (["--durations=5", "tests/test_config.py::test_defaults"], []),
-    ],
-)
-def test_the_test_command_hands_its_arguments_to_pytest_and_shares_out_the_whole_suite(
-    given: list[str], parallel: list[str], door: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[list[str]] = []
+def test_the_test_command_runs_the_suite_with_its_arguments(door: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
     monkeypatch.setattr("hocket.common.environment.ensure", lambda command, install: None)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("hocket.common.processes.contain", lambda command: started.append(command) or 3)
-    assert door.main(["test", *given]) == 3
-    assert started == [[sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *given]]
+    monkeypatch.setattr("suite.main", lambda argv: given.append(argv) or 3)
+    assert door.main(["test", "--rest", "-k", "resume"]) == 3
+    assert given == [["--rest", "-k", "resume"]]
 
 
 @pytest.mark.parametrize(
