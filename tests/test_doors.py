@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -178,10 +179,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def carry_out(feature: str, source: Path) -> None:
-    """Makes a copy of the package without a feature: its files are gone, and what its doors have from them."""
-    files, doors = FEATURES[feature]
+def carry_out(features: Sequence[str], source: Path) -> None:
+    """Makes a copy of the package without features: their files are gone, and what their doors have from them."""
     shutil.copytree(ROOT / "src" / "hocket", source / "hocket", ignore=shutil.ignore_patterns("__pycache__"))
+    files = {file for feature in features for file in FEATURES[feature][0]}
+    doors = {door for feature in features for door in FEATURES[feature][1]} - files
     for file in files:
         (source / "hocket" / file).unlink()
     gone = {"hocket." + file.removesuffix(".py").replace("/", ".") for file in files}
@@ -192,10 +194,15 @@ def carry_out(feature: str, source: Path) -> None:
         assert opened.read_text(encoding="utf-8") != text, door
 
 
-@pytest.mark.parametrize("feature", NAMES)
-def test_what_is_left_without_a_feature_is_imported_and_trains(feature: str, recorded: Path, tmp_path: Path) -> None:
+ONE_BY_ONE = [pytest.param([name], id=name, marks=pytest.mark.long) for name in NAMES]
+
+
+@pytest.mark.parametrize("features", [pytest.param(NAMES, id="all"), *ONE_BY_ONE])
+def test_what_is_left_without_features_is_imported_and_trains(
+    features: list[str], recorded: Path, tmp_path: Path
+) -> None:
     source = tmp_path / "src"
-    carry_out(feature, source)
+    carry_out(features, source)
     (tmp_path / "left.py").write_text(LEFT)
     words = [str(source), str(tmp_path / "run"), str(recorded)]
     with Command(words, tmp_path / "log", program=[str(tmp_path / "left.py")]) as process:
@@ -205,6 +212,7 @@ def test_what_is_left_without_a_feature_is_imported_and_trains(feature: str, rec
     assert min(step["train/grad_norm"] for step in metrics[1:]) > 0
 
 
+@pytest.mark.long
 def test_a_text_run_has_imported_nothing_of_images(recorded: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", TEXT, str(tmp_path / "run"), str(recorded)]  # Command's have all imported
     variables = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -212,6 +220,7 @@ def test_a_text_run_has_imported_nothing_of_images(recorded: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_what_is_left_without_a_feature_type_checks(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     cache = tmp_path / "cache"  # of the last check of ROOT, if there was one: a check of all files takes 20 s
@@ -232,7 +241,7 @@ def test_what_is_left_without_a_feature_type_checks(tmp_path: Path) -> None:
     known = mistakes()  # which comments allow, that the syntax tree has no more
     for feature in NAMES:
         shutil.rmtree(tmp_path / "src")
-        carry_out(feature, tmp_path / "src")
+        carry_out([feature], tmp_path / "src")
         assert mistakes() <= known, feature
 
 
