@@ -3,7 +3,7 @@
 Sums of float32 come out a little differently with wider vectors, more threads or another library, and a run that
 samples follows the difference. Each stand-in makes this machine's libraries use older instructions; then the command
 runs, and the lines of its output that match --show are printed with its exit status and seconds. Learning runs say more
-with more seeds: each of --seeds runs the command with run.seed=N.
+with more seeds: each of --seeds runs the command with trainer.seed=N.
 
     benchmarks/machines.py --seeds 0,1,2 quickstart
     benchmarks/machines.py --seeds 0,1,2 quickstart examples/own_everything/config.yaml
@@ -39,7 +39,8 @@ def run(words: list[str], variables: dict[str, str], show: str) -> int:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    lines = [line for line in done.stdout.splitlines() if re.search(show, line)]
+    said = done.stdout.splitlines()
+    lines = [line for line in said if re.search(show, line)] or said[-5:]  # which say why there are none
     print("\n".join([*lines, f"exit status {done.returncode}, {time.monotonic() - begun:.0f} s"]), flush=True)
     return done.returncode
 
@@ -53,7 +54,7 @@ def main(words: list[str], stand_ins: list[str], seeds: list[int], show: str) ->
         for seed in seeds:
             print(f"{name}, seed {seed}:", flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                settings = [f"run.seed={seed}", f"run.dir={folder}/run"]
+                settings = [f"trainer.seed={seed}", f"run.dir={folder}/run"]
                 failed += run([*words, *settings], STAND_INS[name], show) != 0
     return int(failed > 0)
 
@@ -63,7 +64,7 @@ if __name__ == "__main__":
 
     PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     PARSER.add_argument("--stand-ins", default=",".join(STAND_INS), help="which, with commas between (default: all)")
-    PARSER.add_argument("--seeds", type=numbers, default=[], metavar="N,N", help="run.seed of one run after the other")
+    PARSER.add_argument("--seeds", type=numbers, default=[], metavar="N,N", help="trainer.seed of one run after the other")
     PARSER.add_argument("--show", default=r"^held-out accuracy", help="lines of the output to print: an expression")
     PARSER.add_argument("words", nargs=argparse.REMAINDER, help="the command and its arguments")
     OPTIONS = PARSER.parse_args()
