@@ -6,6 +6,7 @@ import torch
 
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.samples import are_equal, whiten
+from support.samples import NORMALISED
 
 
 @pytest.mark.parametrize(
@@ -21,13 +22,14 @@ from hocket.algorithm.samples import are_equal, whiten
         ([1e6, 1e6 + 1e-3], [0, 0], {"scale": "none"}, [-5e-4, 5e-4]),
         # all centred rewards −1 1 | −3 3: mean 0, unbiased variance (1 + 1 + 9 + 9) / 3
         ([0.0, 2.0, 4.0, 10.0], [0, 0, 1, 1], {"scale": "batch"}, [x / math.sqrt(20 / 3) for x in (-1, 1, -3, 3)]),
+        ([0.0, 2.0, 4.0, 10.0], [0, 0, 1, 1], {"scale": "tokens"}, [-1.0, 1.0, -3.0, 3.0]),  # only centred
     ],
 )
 def test_advantages_by_hand(
     rewards: list[float], group_ids: list[int], knobs: dict[str, Any], expected: list[float]
 ) -> None:
     found = group_advantages(rewards, group_ids, **{"baseline": "mean", "scale": "group"} | knobs)
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
+    assert found.tolist() == pytest.approx(expected, rel=NORMALISED)
 
 
 def test_whitening_leaves_mean_zero_and_an_unbiased_deviation_of_one() -> None:
