@@ -10,12 +10,11 @@ from hocket.algorithm import choices
 from hocket.algorithm.advantages import group_advantages
 from hocket.algorithm.choices import choose
 from hocket.algorithm.losses import LossConfig
-from hocket.algorithm.samples import shape, train_samples
+from hocket.algorithm.samples import shape
 from hocket.common.registry import load_plugins
-from hocket.config import load
 from hocket.errors import ConfigError
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 from support.batches import loss_of
+from support.samples import MAX_TOKENS, algorithm, group_of, make_rollout, sampled
 
 MINE = """
 from hocket.algorithm.choices import advantage, correction
@@ -30,6 +29,14 @@ def rank(rewards_g, power: float = 1.0):
 @advantage("over_batch", per="batch")
 def over_batch(rewards_n, group_n):
     return rewards_n - rewards_n.mean() + group_n
+
+@advantage("part", per="batch")
+def part(parts_n, of: str):
+    return parts_n[of]
+
+@advantage("all_alone", per="token")
+def all_alone(rewards_t):
+    return rewards_t.sum()
 
 @advantage("last_alone", per="token")
 def last_alone(rewards_t):
@@ -49,20 +56,13 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def two_alike() -> Group:
-    """Two rollouts of two sampled tokens with the reward 2."""
-    sequence = TokenSequence(token_ids=(1, 2, 3), mask=(False, True, True), logprobs=(0.0, -1.0, -1.0))
-    rollout = Rollout(id="0", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
-    return Group(id="0", rollouts=(rollout,) * 2, scores=(Score(total=2.0),) * 2)
-
-
 def test_an_own_advantage_of_the_group_has_its_options_and_is_divided_by_scale() -> None:
     # ranks −1, 0, 1 | −1, 1, and their squares; deviation of 0, 3, 9: √21
     rewards = [0.0, 3.0, 9.0, 5.0, 7.0]
     found = group_advantages(rewards, [0, 0, 0, 1, 1], baseline={"name": "rank", "power": 2}, scale="none")
     assert found.tolist() == [-1.0, 0.0, 1.0, -1.0, 1.0]
     scaled = group_advantages(rewards[:3], [0, 0, 0], baseline="rank", scale="group")
-    torch.testing.assert_close(scaled, torch.tensor([-1.0, 0.0, 1.0]) / math.sqrt(21))
+    assert scaled.tolist() == pytest.approx([-1 / math.sqrt(21), 0.0, 1 / math.sqrt(21)])  # beside 1e-6 of 4.6
 
 
 def test_an_own_advantage_of_the_batch_gets_all_rewards_and_the_numbers_of_their_groups() -> None:
@@ -72,22 +72,38 @@ def test_an_own_advantage_of_the_batch_gets_all_rewards_and_the_numbers_of_their
     assert group_advantages([1.0, 2.0, 6.0], [0, 0, 1], baseline="over_batch", scale="none", parts=parts).equal(found)
 
 
-def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_spread() -> None:
-    algorithm = load(None, ["algorithm.baseline=last_alone", "algorithm.scale=none"]).algorithm
-    shaped = shape(two_alike(), algorithm, 10)
-    assert shaped.reason is None
-    samples, _ = train_samples([shaped], [], algorithm, 0.0)
-    assert [list(sample.advantages) for sample in samples] == [[0.0, 0.0, 2.0]] * 2
-    compared = load(None, ["algorithm.baseline=rank"]).algorithm
-    assert shape(two_alike(), compared, 10).reason == "every reward is 2"
+def test_an_own_advantage_gets_the_parts_of_the_rewards_nan_where_a_source_has_no_such_one() -> None:
+    rollouts = [make_rollout(-1.0)] * 2
+    groups = [group_of(*rollouts, rewards=[{name: 1.0}, {name: 2.0}]) for name in ("a", "b")]
+    for name, expected in (("a", [1.0, 2.0, math.nan, math.nan]), ("b", [math.nan, math.nan, 1.0, 2.0])):
+        samples, _ = sampled(groups, algorithm(f"baseline={{name: part, of: {name}}}", "scale=none"))
+        assert [sample.advantages[-1] for sample in samples] == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("last_alone", [0.0, 2.0]), ("all_alone", [2.0, 2.0])])
+def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_spread(
+    name: str, expected: list[float]
+) -> None:
+    alike = group_of(*[make_rollout(-1.0, -1.0)] * 2, rewards=[2.0, 2.0])
+    own = algorithm(f"baseline={name}", "scale=none")
+    assert shape(alike, own, MAX_TOKENS).reason is None
+    assert [list(sample.advantages) for sample in sampled([alike], own)[0]] == [[0.0, 0.0, *expected]] * 2
+    assert shape(alike, algorithm("baseline=rank"), MAX_TOKENS).reason == "every reward is 2"
 
 
 def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_examples.py has objectives, aggregates, KLs
     config = LossConfig(correction={"name": "root", "power": 0.25}, aggregate="token_mean")
-    rollout, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)
-    advantages = torch.tensor([[3.0, -1.0]])
+    rollout, mask = torch.tensor([[-1.0, -2.0]]).double(), torch.ones(1, 2, dtype=torch.bool)
+    advantages = torch.tensor([[3.0, -1.0]]).double()
     output = loss_of(rollout + math.log(16), rollout, advantages, mask, config=config, num_tokens=2)
     assert output.loss.item() == pytest.approx(-2 * (3.0 - 1.0) / 2)  # 16 to the power of 1/4; every ratio is 1
+
+
+@pytest.mark.parametrize("bounds", [(0.5, 1.0), (1.0, 2.0)])
+@pytest.mark.parametrize("name", ["mask", "sequence_mask"])
+def test_a_weight_at_a_bound_is_kept(name: str, bounds: tuple[float, float]) -> None:
+    known = {"log_importance_bt": torch.zeros(1, 1), "mask_bt": torch.ones(1, 1), "sample_bt": torch.tensor([[0]])}
+    assert choose("correction", {"name": name, "bounds": bounds})(**known).tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +111,11 @@ def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_exampl
     [
         ("baseline=rnk", r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: .*critic, .*; add your own"),
         ("clip=pp0", "there is no objective 'pp0'"),
+        ("aggregate=token_men", "there is no aggregate 'token_men'"),
+        ("correction=msk", "there is no correction 'msk'"),
+        ("credit=step_group", "there is no credit 'step_group'"),
+        ("baseline=over_batch;credit=turn", "compares turns of a group, algorithm.baseline=over_batch does not"),
+        ("preset=distill", "algorithm.preset=distill needs a teacher: set algorithm.reference"),
         ("baseline={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),
         ("baseline={name: rank, power: x}", "algorithm.baseline.power: must be a number, got 'x'"),
         ("clip={name: ppo, dual_clip: 1}", "algorithm.clip.dual_clip: Input should be greater than 1"),
@@ -108,19 +129,19 @@ def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_exampl
     ],
 )
 def test_what_can_not_be_chosen_or_does_not_fit_is_refused_with_the_fix(settings: str, message: str) -> None:
-    algorithm = load(None, [f"algorithm.{one}" for one in settings.split(";")]).algorithm
     with pytest.raises(ConfigError, match=message):
-        choices.check(algorithm, group_size=8)
+        choices.check(algorithm(*settings.split(";")), group_size=8)
 
 
 def test_one_rollout_leaves_a_group_nothing_to_compare_with() -> None:
-    algorithm = load(None, []).algorithm
     with pytest.raises(ConfigError, match=r"rollout.group_size=1 leaves algorithm.baseline=mean nothing"):
-        choices.check(algorithm, group_size=1)
-    choices.check(load(None, ["algorithm.preset=reinforce_pp"]).algorithm, group_size=1)
+        choices.check(algorithm(), group_size=1)
+    choices.check(algorithm(), group_size=2)
+    choices.check(algorithm("preset=reinforce_pp"), group_size=1)
+    choices.check(algorithm("baseline=critic", "scale=none", "credit=turn", "correction=none"), group_size=1)
 
 
 def test_a_choice_without_options_is_its_name_in_a_config_that_is_written() -> None:
-    algorithm = load(None, ["algorithm.baseline={name: rank}", "algorithm.clip={name: ppo, dual_clip: 3}"]).algorithm
-    assert (algorithm.baseline, algorithm.clip) == ("rank", {"name": "ppo", "dual_clip": 3})
-    assert choose("clip", algorithm.clip).options == {"dual_clip": 3.0}
+    own = algorithm("baseline={name: rank}", "clip={name: ppo, dual_clip: 3}")
+    assert (own.baseline, own.clip) == ("rank", {"name": "ppo", "dual_clip": 3})
+    assert choose("clip", own.clip).options == {"dual_clip": 3.0}
