@@ -42,6 +42,12 @@ def test_numbers_of_any_size_and_count_agree_with_plain_python(count: int) -> No
     assert tensor_checksum(values.bfloat16()) == in_plain_python(upper)
 
 
+def test_a_tensor_is_summed_to_its_end_however_large_it_is() -> None:
+    words = torch.zeros(513 * BLOCK + 1, dtype=torch.int64)  # 512 blocks are summed at once
+    words[0], words[512 * BLOCK], words[-1] = 5, 3, 2
+    assert tensor_checksum(words) == f"{(5 * K * K**513 + 3 * K * K + 2 * K) % 2**64:016x}"
+
+
 @pytest.mark.parametrize("position", [0, 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 4])
 def test_the_smallest_change_anywhere_is_noticed_and_the_layout_in_memory_does_not_matter(position: int) -> None:
     values = torch.zeros(2 * BLOCK + 5)
@@ -72,3 +78,9 @@ def test_a_versions_sum_covers_every_property_in_any_order(change: dict[str, obj
     assert total_checksum({"a": original, "b": other}) == total_checksum({"b": other, "a": original})
     assert total_checksum({"a": original}) != total_checksum({"a": original.model_copy(update=change)})
     assert total_checksum({"a": original}) != total_checksum({"b": original})
+
+
+def test_a_checkpoints_sum_covers_its_text_too() -> None:
+    tensors = {"a": manifest.spec(torch.ones(2))}
+    sums = {total_checksum(tensors, text) for text in ("", '{"step": 1}', '{"step": 2}')}
+    assert len(sums) == 3
