@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,96 +13,20 @@ from hocket.client.batcher import Batcher, Turn
 from hocket.client.pool import Deadline, Member, ServerPool
 from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import (
-    ErrorBody,
-    GenerateRequest,
-    Health,
-    HeartbeatRequest,
-    SamplingParams,
-    StreamLine,
-    Toolbox,
-)
+from hocket.protocol import ErrorBody, GenerateRequest, Health, SamplingParams, StreamLine, Toolbox
 from support import fakes
+from support.servers import SAMPLING, FakeServer, error, make_pool, until
 
 SEED = 1000
-SAMPLING = SamplingParams(max_tokens=10)
 
 
-def error(code: str, status: int | None = None) -> ServerError:
-    return ServerError(f"it is {code}", code=code, status=status)
-
-
-class FakeServer:
-    """Completes every prompt with a text that tells its first token and the seed; fails as it is told to."""
-
-    def __init__(self, number: int) -> None:
-        self.url = f"http://server{number}"
-        self.session, self.status = f"s{number + 1}", "ready"
-        self.failure: ErrorBody | None = None
-        self.requests: list[GenerateRequest] = []
-        self.played: list[tuple[Any, int]] = []  # first token and seed of every completion
-        self.looks = 0  # how often /health was asked
-        self.beats: list[tuple[bool, bool]] = []  # take_over and leaving of each heartbeat
-        self.works_for: str | None = None  # another trainer, which it works for until it is taken over
-        self.dead = self.mute = self.closed = False
-        self.go = asyncio.Event()  # completions wait for it
-        self.go.set()
-        self.cut: tuple[int, Exception | None] | None = None  # ends one answer after this many completions, and how
-        self.refuse: Exception | None = None
-
-    def die(self) -> None:
-        self.dead = True
-        self.go.set()
-
-    async def close(self) -> None:
-        self.closed = True
-
-    def check(self) -> None:
-        if self.dead:
-            raise ServerError(f"can't reach {self.url}", code="unreachable")
-
-    async def health(self, *, timeout_s: float) -> Health:
-        self.looks += 1
-        self.check()
-        if self.mute:
-            await asyncio.sleep(timeout_s)
-            raise error("timeout")
-        return fakes.health(status=self.status, session=self.session, error=self.failure)
-
-    async def ask(self, request: HeartbeatRequest, *, timeout_s: float) -> Health:
-        self.beats.append((request.take_over, request.leaving))
-        self.works_for = None if request.take_over else self.works_for
-        if self.works_for is not None:
-            raise error("other_trainer", 409)
-        return await self.health(timeout_s=timeout_s)
-
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
-        self.requests.append(request)
-        self.check()
-        if self.refuse is not None:
-            raise self.refuse
-        if request.session != self.session:
-            raise error("other_session", 409)
-        pairs = [(i, j) for i, seeds in enumerate(request.seeds or ()) for j in range(len(seeds))]
-        for number, (i, j) in enumerate(pairs):
-            if self.cut is not None and number == self.cut[0]:
-                (_, failure), self.cut = self.cut, None
-                if failure is None:
-                    return  # as if the answer were whole
-                raise failure
-            try:
-                await asyncio.wait_for(self.go.wait(), timeout_s)
-            except TimeoutError:
-                raise error("timeout") from None
-            self.check()
-            self.played.append((request.prompts[i][0], (request.seeds or ())[i][j]))
-            done = fakes.completion(5, logprobs=(-0.5,), text="{} {}".format(*self.played[-1]))
-            yield StreamLine(prompt=i, index=j, completion=done)
+def make_server(number: int) -> FakeServer:
+    return FakeServer(f"http://server{number}", session=f"s{number + 1}")
 
 
 @pytest.fixture
 def servers() -> list[FakeServer]:
-    return [FakeServer(0), FakeServer(1)]
+    return [make_server(0), make_server(1)]
 
 
 @pytest.fixture(autouse=True)
@@ -121,12 +45,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> fakes.Clock:
     clock = fakes.Clock()
     monkeypatch.setattr("hocket.client.pool.time", clock)
     return clock
-
-
-def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
-    pool = ServerPool([], **{"start_timeout_s": 10.0} | options)
-    pool.members = [Member(server) for server in servers]  # type: ignore[arg-type]
-    return pool
 
 
 class Listing:
@@ -152,6 +70,20 @@ class Listing:
         """Waits until the pool has made use of the list as it is now."""
         count = self.count
         await until(lambda: self.count > count + 1)  # it asks again only then
+
+
+def bring_up(pool: ServerPool, check: Callable[[Member], None] = lambda member: None) -> list[tuple[str, str]]:
+    """Has the pool bring up servers that pass a check; returns URL and session of those that came, as they come."""
+    brought: list[tuple[str, str]] = []
+
+    async def bring(there: Mapping[Member, Health]) -> None:
+        for member, health in there.items():
+            member.mark_ready(health)  # as the transport reports, before it is checked
+            check(member)
+            brought.append((member.url, health.session))
+
+    pool.bring_up = bring
+    return brought
 
 
 def turn(token_ids: Sequence[int], seed: int, deadline: Deadline, sampling: SamplingParams, place: str = "") -> Turn:
@@ -182,11 +114,6 @@ async def play(
         assert [done.text for done in await asyncio.gather(*asks)] == [f"{t.token_ids[0]} {t.seed}" for t in turns]
     finally:
         await cancel(asks)
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: list[FakeServer]) -> None:
@@ -263,15 +190,11 @@ async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeSer
 
 
 async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: list[FakeServer]) -> None:
-    brought, said = list[tuple[str, str]](), list[str]()
-    well = True
+    said, well = list[str](), True
 
-    async def bring_up(there: Mapping[Member, Health]) -> None:
-        for member, health in there.items():
-            member.mark_ready(health)  # as the transport reports, before it is checked
-            if not well:
-                raise SyncError("it can't take the weights")
-            brought.append((member.url, health.session))
+    def check(member: Member) -> None:
+        if not well:
+            raise SyncError("it can't take the weights")
 
     async def played() -> int:
         """Plays four prompts and returns how many of all were played by the first server."""
@@ -280,7 +203,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         return len(servers[0].played)
 
     async with make_pool(servers, say=said.append) as pool:
-        pool.bring_up = bring_up
+        brought = bring_up(pool, check)
         await pool.wait_up()
         well = False
         servers[0].session = "s9"  # another process, with other weights, behind the same URL
@@ -323,7 +246,7 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
 
 
 async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer], clock: fakes.Clock) -> None:
-    servers += [FakeServer(2), FakeServer(3)]
+    servers += [make_server(2), make_server(3)]
     servers[0].die()
     servers[1].status = "updating"
     for server, code in zip(servers[2:], ("engine_dead", "reload_failed"), strict=True):
@@ -358,16 +281,15 @@ async def test_a_server_that_a_reload_mends_is_brought_up_and_plays_what_it_had_
 ) -> None:
     alone, found = servers[0], list[str]()
 
-    async def bring_up(there: Mapping[Member, Health]) -> None:
-        alone.status, alone.refuse, alone.failure = "ready", None, None
-        for member, health in there.items():
-            found.append(health.status)
-            member.mark_ready(health)
+    def mend(member: Member) -> None:
+        found.append(alone.status)
+        alone.status, alone.failure = "ready", None
+        alone.errors.clear()
 
     async with make_pool([alone]) as pool:
-        pool.bring_up = bring_up
+        bring_up(pool, mend)
         await pool.wait_up()
-        alone.status, alone.refuse = "failed", error(code, 503)
+        alone.status, alone.errors["generate"] = "failed", error(code, 503)
         alone.failure = ErrorBody(code=code, message="it stands still", hint="")
         await play(pool, [[1], [2]])
     assert found == ["ready", "failed"]
@@ -408,7 +330,7 @@ async def test_work_that_is_not_done_in_time_is_an_error(servers: list[FakeServe
     [error("unauthorized", 401), error("context_too_long", 422), error("other_trainer", 409), ValueError("no answer")],
 )
 async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServer], failure: Exception) -> None:
-    servers[0].refuse = failure
+    servers[0].errors["generate"] = failure
     async with make_pool(servers) as pool:
         with pytest.raises(type(failure), match=str(failure)):
             await play(pool, [[1]])
@@ -455,17 +377,14 @@ async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(
 async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
     servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-    async def bring_up(there: Mapping[Member, Health]) -> None:
-        clock.now += 0.2
-        for member, health in there.items():
-            if member.url == servers[0].url:
-                member.mark_ready(health)
-            else:
-                pool.mark_lost(member, "it does not load")
+    def load(member: Member) -> None:
+        clock.now += 0.2 if member is pool.members[-1] else 0.0
+        if member.url != servers[0].url:
+            pool.mark_lost(member, "it does not load")
 
     for there, rests_s in ((servers[1:], 0.2), (servers, 2.0)):
         async with make_pool(there) as pool:
-            pool.bring_up = bring_up
+            bring_up(pool, load)
             await pool.look_at_all()
             assert pool.members[-1].next_look - clock.now == pytest.approx(rests_s)
 
@@ -474,7 +393,7 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
     servers: list[FakeServer],
 ) -> None:
     for server in servers:
-        server.refuse = error("engine_dead", 503)
+        server.errors["generate"] = error("engine_dead", 503)
     says = r"3 servers failed while generating step 1/0/0 \(prompt p0\)\..*see the server logs"
     async with make_pool(servers) as pool:
         with pytest.raises(ServerError, match=says):
@@ -487,16 +406,10 @@ async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are
     servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = servers
-    listing, said, brought = Listing(servers, monkeypatch), list[str](), list[str]()
-
-    async def bring_up(there: Mapping[Member, Health]) -> None:
-        for member, health in there.items():
-            brought.append(member.url)
-            member.mark_ready(health)
-
+    listing, said = Listing(servers, monkeypatch), list[str]()
     listing.servers = [first]
-    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
-        pool.bring_up = bring_up
+    async with make_pool([], find=listing.find, say=said.append) as pool:
+        brought = bring_up(pool)
         prompts = [[i] for i in range(8)]
         await play(pool, prompts)  # the first list is waited for
         assert len(first.played) == 8
@@ -504,7 +417,7 @@ async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are
         await listing.followed()
         await play(pool, prompts)
         assert [len(server.played) for server in servers] == [12, 4]
-        assert brought == [first.url, second.url]
+        assert brought == [(first.url, "s1"), (second.url, "s2")]
         listing.servers = [second]
         await listing.followed()
         await play(pool, prompts)  # the first one still works, listed or not
@@ -516,7 +429,7 @@ async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are
         await playing  # by the second one, after all
         await listing.followed()
         assert [member.url for member in pool.members] == [second.url]
-        assert (first.closed, second.closed) == (True, False)
+        assert (first.is_closed, second.is_closed) == (True, False)
         looks = first.looks
         await play(pool, prompts)
         assert first.looks == looks  # nobody looks at it any more
@@ -525,7 +438,7 @@ async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are
         listing.servers = [first, second]  # another process at its address
         await listing.followed()
         await pool.wait_up()
-        assert brought == [first.url, second.url, first.url]
+        assert brought[2:] == [(first.url, "s9")]
     lost = f"can't reach {first.url}"
     assert said == [f"lost server {first.url}: {lost}", f"server {first.url} has left: {lost}"]
 
@@ -534,7 +447,7 @@ async def test_a_look_up_that_hangs_or_fails_disturbs_nobody_and_is_reported_onc
     servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing, said = Listing(servers, monkeypatch), list[str]()
-    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+    async with make_pool([], find=listing.find, say=said.append) as pool:
         await pool.wait_up()
         for _ in range(2):
             listing.error = ServerError("server.discover=x:1 finds no server: it is down", code="unreachable")
@@ -543,7 +456,7 @@ async def test_a_look_up_that_hangs_or_fails_disturbs_nobody_and_is_reported_onc
             await play(pool, [[i] for i in range(4)])
             listing.error = None
             await listing.followed()
-        listing.servers = [FakeServer(7)]  # no client can be made of its URL
+        listing.servers = [make_server(7)]  # no client can be made of its URL
         await listing.followed()
         listing.servers = servers
         await listing.followed()
@@ -566,7 +479,7 @@ async def test_a_list_that_stays_empty_is_waited_for_and_then_named(
         listing.go.set()
         clock.now += 5.0 if listing.count > 1 else 0.0
 
-    async with ServerPool([], find=listing.find, on_wait=on_wait, start_timeout_s=10.0) as pool:
+    async with make_pool([], find=listing.find, on_wait=on_wait) as pool:
         with pytest.raises(ServerError, match=r"gave up after 15 s .* no such name.* or server\.discover") as raised:
             await pool.wait_up()
     assert raised.value.code == "timeout"
@@ -650,20 +563,17 @@ async def test_turns_wait_for_no_company_where_a_server_has_become_idle_however_
 async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_listed_one_ends_the_run(
     servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch, other: ServerError
 ) -> None:
-    listing, said, looks = Listing(servers, monkeypatch), list[str](), list[str]()
+    listing, said = Listing(servers, monkeypatch), list[str]()
 
-    async def bring_up(there: Mapping[Member, Health]) -> None:
-        for member, health in there.items():
-            looks.append(member.url)
-            if member.url == servers[1].url:
-                raise other
-            member.mark_ready(health)
+    def check(member: Member) -> None:
+        if member.url == servers[1].url:
+            raise other
 
-    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
-        pool.bring_up = bring_up
+    async with make_pool([], find=listing.find, say=said.append) as pool:
+        bring_up(pool, check)
         listing.servers = [servers[1]]  # first it is the only one
         waiting = asyncio.create_task(play(pool, [[1], [2]]))
-        await until(lambda: len(looks) > 2)
+        await until(lambda: servers[1].looks > 2)
         listing.servers = [*servers]
         await waiting
         pool.members[0].next_look = 0.0
@@ -673,7 +583,7 @@ async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_l
     assert f"server {servers[1].url} is left out: " in said[0]
     assert str(other) in said[0]
     async with make_pool(servers) as pool:
-        pool.bring_up = bring_up
+        bring_up(pool, check)
         with pytest.raises(ServerError, match=str(other)):
             await pool.wait_up()
 
@@ -688,10 +598,7 @@ async def test_another_program_is_left_out_and_said_and_where_it_is_all_that_is_
     def passing(what: str, seconds: float) -> None:
         clock.now += 6.0
 
-    async def answers_otherwise(*, timeout_s: float) -> Health:
-        raise other
-
-    servers[1].health = answers_otherwise  # type: ignore[method-assign]
+    servers[1].errors["health"] = other
     async with make_pool(servers, say=said.append) as pool:
         assert [member.url for member in await pool.wait_up()] == [servers[0].url]
         await play(pool, [[1], [2]])
@@ -758,13 +665,13 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
     monkeypatch.setattr("hocket.client.pool.LOOK_S", 0.2)
     loaded = asyncio.Event()
 
-    async def bring_up(there: Mapping[Member, Health]) -> None:
+    async def load(there: Mapping[Member, Health]) -> None:
         await loaded.wait()
         for member, health in there.items():
             member.mark_ready(health)
 
     async with make_pool(servers, trainer="mine") as pool:
-        pool.bring_up = bring_up
+        pool.bring_up = load
         looking = asyncio.create_task(pool.wait_up())
         await until(lambda: min(len(server.beats) for server in servers) > 5)  # weights may load for minutes
         loaded.set()

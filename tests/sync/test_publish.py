@@ -14,13 +14,15 @@ import pytest
 from hocket import config as config_module
 from hocket.client.pool import ServerPool
 from hocket.errors import HocketError, ServerError, SyncError, TrainerError
-from hocket.protocol import GenerateRequest, GenerateResponse, Health, ReloadResponse
+from hocket.protocol import Completion, Health, ReloadResponse
 from hocket.sync.disk import Versions
 from hocket.sync.proof import Proof, Scored, missing_share
 from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
-from hocket.types import Prompt, TrainSample
+from hocket.types import Prompt
 from support import fakes
+from support.servers import FakeServer, until
+from support.weights import FakeTrainer
 
 A, B, C = URLS = ("http://a", "http://b", "http://c")
 GONE = ServerError("can't reach it", code="unreachable")
@@ -31,48 +33,6 @@ UNABLE = ServerError("no memory is left", code="compare_failed", status=500)
 SLOW = ServerError("the files were not read", code="slow_disk", status=503)
 NOT_HELD = ServerError("layers.1.mlp.down_proj differs", code="not_held", status=409)
 METRICS = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
-
-
-class FakeServer:
-    """Answers /health and the proof's /generate; what it holds, the transports say."""
-
-    def __init__(self, url: str, version: int) -> None:
-        self.url, self.version, self.session = url, version, f"s1 {url}"
-        self.error: ServerError | None = None
-        self.asked: list[GenerateRequest] = []
-        self.left_out = 0  # completions
-        self.together = asyncio.Barrier(1)  # of the servers that answer the proof at once
-
-    async def health(self, *, timeout_s: float = 10.0) -> Health:
-        if self.error is not None:
-            raise self.error
-        return fakes.health(version=self.version, session=self.session)
-
-    async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
-        self.asked.append(request)
-        if self.error is not None:
-            raise self.error
-        await self.together.wait()
-        completions = [[fakes.completion(7, 8, logprobs=(-0.5, -0.25))] for _ in request.prompts[self.left_out :]]
-        return GenerateResponse(version=self.version, model="", completions=completions)
-
-
-class FakeTrainer:
-    """Disagrees by the next of `gaps` with each version scored, or by 1e-6."""
-
-    def __init__(self) -> None:
-        self.gaps: list[float] = []
-        self.scored: list[Sequence[TrainSample]] = []
-        self.other_model = False
-
-    def check_same_model(self, health: Health) -> None:
-        if self.other_model:
-            raise TrainerError("the server serves another model")
-
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        self.scored.append(samples)
-        gap = self.gaps.pop(0) if self.gaps else 1e-6
-        return [tuple(value + gap if value else 0.0 for value in sample.sequence.logprobs) for sample in samples]
 
 
 class FakeTransport:
@@ -108,10 +68,15 @@ class World:
     collective: FakeTransport
     said: list[str]
     alarmed: bool = False
+    other_model: bool = False  # the servers serve
 
     @property
     def up(self) -> list[str]:
         return [member.url for member in self.pool.up]
+
+    def check_model(self, health: Health) -> None:
+        if self.other_model:
+            raise TrainerError("the server serves another model")
 
     async def look_again(self) -> None:
         """Has the pool look at every server that is out with its next chance, as if time had passed."""
@@ -120,13 +85,17 @@ class World:
         await self.pool.wait_up()
 
 
+def completes(prompt: Any, seed: int) -> Completion:
+    return fakes.completion(7, 8, logprobs=(-0.5, -0.25))
+
+
 def make(*settings: str, servers: int = 2, collective: bool = False, version: int = 4, start_s: float = 5.0) -> World:
     config = config_module.load(None, ["rollout.max_tokens=8", "rollout.temperature=0.7", *settings])
     said: list[str] = []
     pool = ServerPool(URLS[:servers], start_timeout_s=start_s, say=said.append)
-    fakes = [FakeServer(url, version) for url in URLS[:servers]]
-    for member, fake in zip(pool.members, fakes, strict=True):
-        member.server = fake  # type: ignore[assignment]
+    there = [FakeServer(url, session=f"s1 {url}", complete=completes) for url in URLS[:servers]]
+    for member, server in zip(pool.members, there, strict=True):
+        member.server, server.version = server, version  # type: ignore[assignment]
     trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
     prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
     sync = Publisher(
@@ -143,8 +112,8 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         alarmed=lambda: world.alarmed,
     )
     sync.check = proof.check
-    pool.bring_up = functools.partial(sync.bring_up, trainer.check_same_model)
-    world = World(sync, proof, pool, fakes, trainer, disk, fast, said)
+    world = World(sync, proof, pool, there, trainer, disk, fast, said)
+    pool.bring_up = functools.partial(sync.bring_up, world.check_model)
     return world
 
 
@@ -157,10 +126,14 @@ async def make_up(*settings: str, **options: Any) -> World:
 
 async def test_the_first_version_is_one_above_the_servers_and_each_goes_to_all_at_once() -> None:
     world = make(version=4)
-    world.servers[0].together = world.servers[1].together = asyncio.Barrier(2)
+    for server in world.servers:
+        server.go.clear()
     assert world.sync.versions.current == 0
-    async with asyncio.timeout(10):
-        await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
+    looks = [asyncio.create_task(world.pool.wait_up()) for _ in range(2)]  # FakeTransport looks for an overlap
+    await until(lambda: all(server.requests for server in world.servers))  # they answer the proof at the same time
+    for server in world.servers:
+        server.go.set()
+    await asyncio.gather(*looks)
     assert world.sync.versions.current == 5
     assert [member.session for member in world.pool.members] == ["s1 http://a", "s1 http://b"]
     assert f"server {A} holds version 5: float32, 3.0 MiB in 0.75 s, parameters compared" in world.said[0]
@@ -200,7 +173,7 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
 
 async def test_the_trainer_scores_the_servers_own_completions_as_they_were_sampled() -> None:
     world = await make_up(servers=1)
-    (request,) = world.servers[0].asked
+    (request,) = world.servers[0].requests
     assert request.prompts == [[1, 2, 3], [4]]
     assert (request.sampling.temperature, request.sampling.max_tokens, request.session) == (0.7, 8, "s1 http://a")
     no, yes = False, True
@@ -240,10 +213,10 @@ async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_ch
     world.trainer.gaps = [0.02, 0.03]
     metrics = await world.sync.publish()
     assert metrics["sync/logprob_gap"] == pytest.approx(0.03)
-    world.servers[0].error = GONE
+    world.servers[0].die()
     metrics = await world.sync.publish()
     assert (world.up, metrics["sync/servers"], metrics["sync/logprob_gap"]) == ([B], 1.0, pytest.approx(1e-6))
-    world.servers[1].left_out = 1
+    world.servers[1].cut = 1, None
     assert (await world.sync.publish())["sync/servers"] == 0.0
     assert "lost server http://b: http://b/generate gave 1 of 2 completions" in world.said
 
@@ -423,7 +396,7 @@ async def test_a_server_that_the_first_version_does_not_reach_is_waited_for_and_
     with pytest.raises(ServerError, match=r"gave up after .* waiting for http://a \(can't reach it\)"):
         await world.pool.wait_up()
     world = make(servers=1)
-    world.trainer.other_model = True
+    world.other_model = True
     with pytest.raises(TrainerError, match="another model"):
         await world.pool.wait_up()
     assert world.disk.sent == []
