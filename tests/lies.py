@@ -83,8 +83,16 @@ OF_WEIGHTS: dict[str, Lie] = {
     "vision_off": _scaled("vision_model.encoder.layers.0.mlp.fc1.weight", 0.9),
     "frozen_vision": _frozen("vision_model.encoder.layers.1.self_attn.q_proj.weight"),
 }
+
+
+def _noisy(logprobs: list[float]) -> list[float]:
+    """Up to 5 % off, the same for the same completion, whichever came before it."""
+    rng = random.Random(str(logprobs))
+    return [value * rng.uniform(0.95, 1.05) for value in logprobs]
+
+
 OF_LOGPROBS: dict[str, Callable[[list[float]], list[float]]] = {
-    "wrong_logprobs": lambda logprobs: [value * random.uniform(0.95, 1.05) for value in logprobs],
+    "wrong_logprobs": _noisy,
     "shifted_logprobs": lambda logprobs: [*logprobs[1:], logprobs[0]],
     "larger_logprobs": lambda logprobs: [value * 1.02 for value in logprobs],
     "rounded_logprobs": lambda logprobs: [round(value, 3) for value in logprobs],

@@ -116,19 +116,20 @@ async def play(
         await cancel(asks)
 
 
-async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: list[FakeServer]) -> None:
-    draw = random.Random(0)
-    prompts = [[i] * draw.randint(1, 60) for i in range(60)]
+async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(
+    servers: list[FakeServer], rng: random.Random
+) -> None:
+    prompts = [[i] * rng.randint(1, 60) for i in range(60)]
     async with make_pool(servers) as pool:
         await play(pool, prompts, n=2)
         assert [member.in_flight for member in pool.members] == [0, 0]
     (one,), (other,) = (server.requests for server in servers)
     mine = [{prompt[0] for prompt in request.prompts} for request in (one, other)]
     assert not mine[0] & mine[1]
-    assert [len(request.prompts) for request in (one, other)] == [pytest.approx(30, rel=0.1)] * 2
+    assert [len(share) for share in mine] == [pytest.approx(30, abs=3)] * 2
     assert {len(seeds) for request in (one, other) for seeds in request.seeds or ()} == {2}
     tokens = [sum(2 * (len(prompts[i]) + 10) for i in share) for share in mine]
-    assert tokens == [pytest.approx(sum(tokens) / 2, rel=0.02)] * 2
+    assert abs(tokens[0] - tokens[1]) <= 2 * (60 + 10)  # a prompt, which goes where less is, tips it by itself at most
     async with make_pool(servers[:1]) as pool:  # whoever plays it
         await play(pool, prompts, n=2)
 
