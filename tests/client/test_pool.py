@@ -86,12 +86,6 @@ def bring_up(pool: ServerPool, check: Callable[[Member], None] = lambda member: 
     return brought
 
 
-def turn(token_ids: Sequence[int], seed: int, deadline: Deadline, sampling: SamplingParams, place: str = "") -> Turn:
-    """A turn of the group that its first token names."""
-    group, ids = f"g/{token_ids[0]}", tuple(token_ids)
-    return Turn(token_ids=ids, sampling=sampling, seed=seed, deadline=deadline, group=group, place=place)
-
-
 async def play(
     pool: ServerPool,
     prompts: Sequence[Sequence[int]],
@@ -105,7 +99,14 @@ async def play(
     """Asks for n completions of each prompt; each is its own, whoever plays it. The turns of a prompt are a group."""
     batcher, deadline = batcher or Batcher(pool), deadline or Deadline(timeout_s)
     turns = [
-        turn(prompt, SEED + i * n + j, deadline, sampling, f"step 1/{i}/{j} (prompt p{i})")
+        Turn(
+            token_ids=tuple(prompt),
+            sampling=sampling,
+            seed=SEED + i * n + j,
+            deadline=deadline,
+            group=f"g/{prompt[0]}",
+            place=f"step 1/{i}/{j} (prompt p{i})",
+        )
         for i, prompt in enumerate(prompts)
         for j in range(n)
     ]
@@ -172,14 +173,8 @@ async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeSer
         changes: list[list[bool]] = []
         pool.on_change = lambda: changes.append([member.session is not None for member in pool.members])
         await pool.wait_up()
-        seen = {
-            "status": "ready",
-            "version": 0,
-            "in_flight": 0,
-            "waiting": None,
-            "kv_use": None,
-            "kv_tokens": fakes.health().kv_tokens,
-        }
+        load = {"in_flight": 0, "waiting": None, "kv_use": None, "kv_tokens": fakes.health().kv_tokens}
+        seen = {"status": "ready", "version": 0, **load}
         assert pool.states() == [
             {"url": servers[0].url, "up": True, "out": None, **seen},
             {"url": servers[1].url, "up": False, "out": "it is updating", **seen, "status": "updating"},
@@ -526,36 +521,50 @@ async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_mor
         assert [len(server.requests) for server in servers] == [1, 2]
 
 
-async def test_the_more_requests_are_in_flight_the_longer_turns_wait_for_company(servers: list[FakeServer]) -> None:
+async def test_the_more_requests_are_in_flight_the_longer_turns_wait_for_company(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.batcher.time", clock := fakes.Clock())
     async with make_pool(servers[:1]) as pool:
         batcher = Batcher(pool)
-        batcher._requests[(await pool.wait_up())[0]] = 60  # 2 ms · 2 ** (60 / 8) is 0.36 s
+        batcher._requests[(await pool.wait_up())[0]] = 60  # 2 ms · 2 ** (60 / 8) is 0.362 s
         first = asyncio.create_task(play(pool, [[1]], batcher=batcher))
         await asyncio.sleep(0.05)
+        clock.now += 0.36
+        others = [asyncio.create_task(play(pool, [[i]], batcher=batcher)) for i in range(2, 6)]
+        await asyncio.sleep(0.05)
         assert servers[0].requests == []
-        await asyncio.gather(first, *(play(pool, [[i]], batcher=batcher) for i in range(2, 6)))
+        clock.now += 0.01
+        await asyncio.gather(first, *others)
         batcher._requests[pool.members[0]] = 10**6
         assert batcher._window_s() < 1.1
     assert len(servers[0].requests) == 5  # of five batches, at the same moment
 
 
 async def test_turns_wait_for_no_company_where_a_server_has_become_idle_however_busy_others_are(
-    servers: list[FakeServer],
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hocket.client.batcher.time", clock := fakes.Clock())
+    monkeypatch.setattr("hocket.client.batcher.DOUBLES", 1)
     for server in servers:
         server.go.clear()
-    kinds = [SamplingParams(max_tokens=10 + number) for number in range(100)]  # a request of each
+    kinds = [SamplingParams(max_tokens=10 + number) for number in range(9)]  # a request of each: 2 ms · 2 ** 9
     async with make_pool(servers) as pool:
         batcher, asks = Batcher(pool), list[asyncio.Task[None]]()
         for member, server in zip(await pool.wait_up(), servers, strict=True):
             member.in_flight -= 10**6  # all go there
             asks += [asyncio.create_task(play(pool, [[1]], batcher=batcher, sampling=kind)) for kind in kinds]
+            await until(lambda: batcher._waiting)
+            clock.now += 2.0
             await until(lambda server=server: len(server.requests) == len(kinds))
             member.in_flight += 10**6
         late = asyncio.create_task(play(pool, [[2]], batcher=batcher))
+        await until(lambda: batcher._waiting)
+        clock.now += 1.0
         await asyncio.sleep(0.05)
+        assert [len(server.requests) for server in servers] == [9, 9]
         servers[1].go.set()
-        await asyncio.wait_for(late, 5)
+        await late
         servers[0].go.set()
         await asyncio.gather(*asks)
 

@@ -4,20 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from hocket import protocol
 from hocket.client.pool import Member, ServerPool
 from hocket.errors import ServerError
-from hocket.protocol import (
-    Completion,
-    ErrorBody,
-    GenerateRequest,
-    GenerateResponse,
-    Health,
-    HeartbeatRequest,
-    ReloadRequest,
-    ReloadResponse,
-    SamplingParams,
-    StreamLine,
-)
+from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, ReloadResponse, SamplingParams, StreamLine
 from support import fakes
 
 SAMPLING = SamplingParams(max_tokens=10)
@@ -81,7 +71,7 @@ class FakeServer:
         )
 
     async def ask(self, request: Any, *, timeout_s: float) -> Any:
-        if isinstance(request, HeartbeatRequest):
+        if isinstance(request, protocol.HeartbeatRequest):
             self.beats.append((request.take_over, request.leaving))
             self.works_for = None if request.take_over else self.works_for
             if self.works_for is not None:
@@ -91,12 +81,12 @@ class FakeServer:
             completions: list[list[Completion]] = [[] for _ in request.prompts]
             async for line in self.generate(request, timeout_s=timeout_s):
                 completions[line.prompt].append(line.completion)
-            return GenerateResponse(version=self.version, model="", completions=completions)
+            return protocol.GenerateResponse(version=self.version, model="", completions=completions)
         self.requests.append(request)
         self.check("reload")
         return await self.reload(request, timeout_s)
 
-    async def reload(self, request: ReloadRequest, timeout_s: float) -> ReloadResponse:
+    async def reload(self, request: protocol.ReloadRequest, timeout_s: float) -> ReloadResponse:
         raise NotImplementedError
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
