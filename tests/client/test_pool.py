@@ -35,7 +35,7 @@ async def deadline(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     for name in ("client.pool.POLL_S", "client.pool.FIND_S", "client.pool.LOST_REST_S", "client.batcher.POLL_S"):
         monkeypatch.setattr(f"hocket.{name}", 0.02)
     # In the test's own task: a fixture has another one.
-    ends = asyncio.get_running_loop().call_later(30, lambda: [task.cancel() for task in asyncio.all_tasks()])
+    ends = asyncio.get_running_loop().call_later(120, lambda: [task.cancel() for task in asyncio.all_tasks()])
     yield
     ends.cancel()
 

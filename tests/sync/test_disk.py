@@ -232,7 +232,8 @@ async def test_a_comparison_sends_the_same_files_again_and_its_finding_is_no_rea
 
 def flip(folder: Path) -> None:
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def cut(folder: Path) -> None:
