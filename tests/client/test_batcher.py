@@ -12,7 +12,7 @@ from hocket.errors import ServerError
 from hocket.protocol import Completion
 from hocket.types import Image
 from support import fakes
-from support.servers import SAMPLING, FakeServer, make_pool
+from support.servers import SAMPLING, FakeServer, Pool
 
 TOKENS = (5, 8, 9, 9, 8, 6, 8, 9, 9, 8)  # two images of 4 tokens, whose placeholder is 9
 
@@ -45,7 +45,7 @@ def sees(prompt: Any, seed: int) -> Completion:
 
 
 async def asked(server: FakeServer, turns: list[Turn]) -> list[Any]:
-    async with make_pool([server]) as pool:
+    async with Pool([server]) as pool:
         batcher = Batcher(pool)
         return [done.text for done in await asyncio.gather(*map(batcher.ask, turns))]
 

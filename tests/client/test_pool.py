@@ -15,9 +15,10 @@ from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import ErrorBody, GenerateRequest, Health, SamplingParams, StreamLine, Toolbox
 from support import fakes
-from support.servers import SAMPLING, FakeServer, error, make_pool, until
+from support.servers import SAMPLING, FakeServer, Pool, error, until
 
 SEED = 1000
+Servers = list[FakeServer]
 
 
 def make_server(number: int) -> FakeServer:
@@ -25,7 +26,7 @@ def make_server(number: int) -> FakeServer:
 
 
 @pytest.fixture
-def servers() -> list[FakeServer]:
+def servers() -> Servers:
     return [make_server(0), make_server(1)]
 
 
@@ -117,11 +118,9 @@ async def play(
         await cancel(asks)
 
 
-async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(
-    servers: list[FakeServer], rng: random.Random
-) -> None:
+async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: Servers, rng: random.Random) -> None:
     prompts = [[i] * rng.randint(1, 60) for i in range(60)]
-    async with make_pool(servers) as pool:
+    async with Pool(servers) as pool:
         await play(pool, prompts, n=2)
         assert [member.in_flight for member in pool.members] == [0, 0]
     (one,), (other,) = (server.requests for server in servers)
@@ -131,31 +130,30 @@ async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(
     assert {len(seeds) for request in (one, other) for seeds in request.seeds or ()} == {2}
     tokens = [sum(2 * (len(prompts[i]) + 10) for i in share) for share in mine]
     assert abs(tokens[0] - tokens[1]) <= 2 * (60 + 10)  # a prompt, which goes where less is, tips it by itself at most
-    async with make_pool(servers[:1]) as pool:  # whoever plays it
+    async with Pool(servers[:1]) as pool:  # whoever plays it
         await play(pool, prompts, n=2)
 
 
 async def test_what_is_too_much_for_one_request_goes_in_several(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.client.batcher.MAX_TURNS", 4)
     prompts = [[i] for i in range(1, 4)]
-    async with make_pool(servers[:1]) as pool:
+    async with Pool(servers[:1]) as pool:
         await play(pool, prompts, n=3)
     assert sorted(sum(map(len, request.seeds or ())) for request in servers[0].requests) == [1, 4, 4]
 
 
 @pytest.mark.parametrize("ends_early", [False, True])
 async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewhere_once(
-    servers: list[FakeServer], ends_early: bool, monkeypatch: pytest.MonkeyPatch
+    servers: Servers, ends_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.client.pool.LOST_REST_S", 60.0)  # the cut one stays out, also on a busy machine
     prompts = [[i] for i in range(8)]
-    said: list[str] = []
     toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
     # Of its 4 prompts with 3 completions each: in the middle of the second prompt.
     servers[0].cut = 5, None if ends_early else error("cut")
-    async with make_pool(servers, say=said.append) as pool:
+    async with Pool(servers) as pool:
         await play(pool, prompts, n=3, batcher=Batcher(pool, tools=toolbox))
         assert [member.in_flight for member in pool.members] == [0, 0]
     assert [len(server.played) for server in servers] == [5, 12 + 7]
@@ -163,13 +161,13 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
     again = servers[1].requests[1]
     assert sorted(map(len, again.seeds or ())) == [1, 3, 3]  # what is left of a prompt, and two whole ones
     why = f"{servers[0].url}/generate ended 7 completions too early" if ends_early else "it is cut"
-    assert said[0] == f"lost server {servers[0].url}: {why}"
+    assert pool.said[0] == f"lost server {servers[0].url}: {why}"
     assert [request.tools for server in servers for request in server.requests] == [toolbox] * 3
 
 
-async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeServer]) -> None:
+async def test_a_run_can_tell_what_it_knows_of_each_server(servers: Servers) -> None:
     servers[1].status = "updating"
-    async with make_pool(servers, trainer="mine") as pool:
+    async with Pool(servers, trainer="mine") as pool:
         changes: list[list[bool]] = []
         pool.on_change = lambda: changes.append([member.session is not None for member in pool.members])
         await pool.wait_up()
@@ -185,8 +183,8 @@ async def test_a_run_can_tell_what_it_knows_of_each_server(servers: list[FakeSer
         assert [state["out"] for state in pool.states()] == ["it broke", "it is updating"]
 
 
-async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: list[FakeServer]) -> None:
-    said, well = list[str](), True
+async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: Servers) -> None:
+    well = True
 
     def check(member: Member) -> None:
         if not well:
@@ -198,7 +196,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         pool.members[0].next_look = 0.0
         return len(servers[0].played)
 
-    async with make_pool(servers, say=said.append) as pool:
+    async with Pool(servers) as pool:
         brought = bring_up(pool, check)
         await pool.wait_up()
         well = False
@@ -206,7 +204,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         assert await played() == 0  # it said 409 to what was for the one before
         assert servers[0].requests[0].session == "s1"
         assert await played() == 0  # it was looked at, and could not be brought up
-        assert said[-1] == f"server {servers[0].url} is left out: {pool.members[0].out}"
+        assert pool.said[-1] == f"server {servers[0].url} is left out: {pool.members[0].out}"
         assert (pool.up, pool.members[0].out) == ([pool.members[1]], "it can't take the weights")
         well = True
         assert await played() == 2
@@ -220,7 +218,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
 
 
 async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline_with_it(
-    servers: list[FakeServer], clock: fakes.Clock
+    servers: Servers, clock: fakes.Clock
 ) -> None:
     waited, alone = list[tuple[str, float]](), servers[0]
 
@@ -229,7 +227,7 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
         clock.now += 100.0
         alone.dead = len(waited) < 2
 
-    async with make_pool([alone], on_wait=on_wait, start_timeout_s=1000.0) as pool:
+    async with Pool([alone], on_wait=on_wait, start_timeout_s=1000.0) as pool:
         await pool.wait_up()
         alone.go.clear()
         playing = asyncio.create_task(play(pool, [[1], [2]], timeout_s=20.0))
@@ -241,30 +239,30 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
     assert waited[1][1] == 100.0
 
 
-async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer], clock: fakes.Clock) -> None:
+async def test_waiting_ends_with_every_servers_reason(servers: Servers, clock: fakes.Clock) -> None:
     servers += [make_server(2), make_server(3)]
     servers[0].die()
     servers[1].status = "updating"
     for server, code in zip(servers[2:], ("engine_dead", "reload_failed"), strict=True):
         server.status, server.failure = "failed", ErrorBody(code=code, message=f"it is {code}", hint="")
     passing = lambda what, seconds: setattr(clock, "now", clock.now + 6.0)  # noqa: E731
-    async with make_pool(servers[:3], on_wait=passing) as pool:
+    async with Pool(servers[:3], on_wait=passing) as pool:
         with pytest.raises(ServerError, match=r"gave up after 12 s of waiting for http.*run\.py serve") as raised:
             await asyncio.wait_for(play(pool, [[1], [2]]), 20)  # every turn that waits is told
     reasons = ("nothing answers there yet", "it is updating", "it failed: it is engine_dead")
     said = " or ".join(f"{server.url} ({reason})" for server, reason in zip(servers, reasons, strict=False))
     assert said in str(raised.value)
     assert raised.value.code == "timeout"
-    async with make_pool(servers) as pool:  # a failed load may be mended
+    async with Pool(servers) as pool:  # a failed load may be mended
         assert [member.url for member in await pool.wait_up()] == [servers[3].url]
 
 
 @pytest.mark.parametrize("code", ["aborted", "asleep"])
 async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same_server(
-    servers: list[FakeServer], code: str
+    servers: Servers, code: str
 ) -> None:
     servers[0].cut = 0, error(code)
-    async with make_pool(servers[:1]) as pool:
+    async with Pool(servers[:1]) as pool:
         await play(pool, [[1], [2]], n=2)
         assert pool.members[0].in_flight == 0
     assert len(servers[0].requests) == 2
@@ -273,7 +271,7 @@ async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same
 
 @pytest.mark.parametrize("code", ["reload_failed", "not_resumed"])
 async def test_a_server_that_a_reload_mends_is_brought_up_and_plays_what_it_had_not_finished(
-    servers: list[FakeServer], code: str
+    servers: Servers, code: str
 ) -> None:
     alone, found = servers[0], list[str]()
 
@@ -282,7 +280,7 @@ async def test_a_server_that_a_reload_mends_is_brought_up_and_plays_what_it_had_
         alone.status, alone.failure = "ready", None
         alone.errors.clear()
 
-    async with make_pool([alone]) as pool:
+    async with Pool([alone]) as pool:
         bring_up(pool, mend)
         await pool.wait_up()
         alone.status, alone.errors["generate"] = "failed", error(code, 503)
@@ -291,11 +289,8 @@ async def test_a_server_that_a_reload_mends_is_brought_up_and_plays_what_it_had_
     assert found == ["ready", "failed"]
 
 
-async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is_waited_for(
-    servers: list[FakeServer],
-) -> None:
-    said: list[str] = []
-    async with make_pool(servers, silence_s=0.1, say=said.append) as pool:
+async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is_waited_for(servers: Servers) -> None:
+    async with Pool(servers, silence_s=0.1) as pool:
         await pool.wait_up()
         servers[0].mute = True
         for server in servers:
@@ -303,7 +298,7 @@ async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is
         prompts = [[i] for i in range(4)]
         playing = asyncio.create_task(play(pool, prompts))
         await until(lambda: len(servers[1].requests) == 2)
-        assert said == [f"lost server {servers[0].url}: it has not answered for 0.1 s"]
+        assert pool.said == [f"lost server {servers[0].url}: it has not answered for 0.1 s"]
         looks = servers[1].looks
         await until(lambda: servers[1].looks > looks + 8)  # each after a fourth of the silence
         servers[1].go.set()
@@ -311,10 +306,10 @@ async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is
     assert len(servers[1].requests) == 2
 
 
-async def test_work_that_is_not_done_in_time_is_an_error(servers: list[FakeServer]) -> None:
+async def test_work_that_is_not_done_in_time_is_an_error(servers: Servers) -> None:
     for server in servers:
         server.go.clear()
-    async with make_pool(servers) as pool:
+    async with Pool(servers) as pool:
         with pytest.raises(ServerError, match="it is timeout"):
             await play(pool, [[1], [2]], timeout_s=0.05)
         assert [member.in_flight for member in pool.members] == [0, 0]
@@ -325,16 +320,16 @@ async def test_work_that_is_not_done_in_time_is_an_error(servers: list[FakeServe
     "failure",
     [error("unauthorized", 401), error("context_too_long", 422), error("other_trainer", 409), ValueError("no answer")],
 )
-async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServer], failure: Exception) -> None:
+async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: Servers, failure: Exception) -> None:
     servers[0].errors["generate"] = failure
-    async with make_pool(servers) as pool:
+    async with Pool(servers) as pool:
         with pytest.raises(type(failure), match=str(failure)):
             await play(pool, [[1]])
         assert pool.members[0].in_flight == 0
     assert servers[1].requests == []
 
 
-async def test_an_answer_that_makes_no_sense_is_raised_with_its_stream_closed(servers: list[FakeServer]) -> None:
+async def test_an_answer_that_makes_no_sense_is_raised_with_its_stream_closed(servers: Servers) -> None:
     tasks: list[Any] = []
 
     async def generate(request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[StreamLine, None]:
@@ -345,20 +340,18 @@ async def test_an_answer_that_makes_no_sense_is_raised_with_its_stream_closed(se
             tasks.append(asyncio.current_task())
 
     servers[0].generate = generate  # type: ignore[method-assign]
-    async with make_pool(servers[:1]) as pool:
+    async with Pool(servers[:1]) as pool:
         with pytest.raises(IndexError):
             await play(pool, [[1]])
     begun, closed = tasks  # by the garbage collector it would be another one, after its deadline perhaps
     assert closed is begun
 
 
-async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(
-    servers: list[FakeServer],
-) -> None:
+async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(servers: Servers) -> None:
     servers[0].go.clear()
     playing = []
     with pytest.raises(RuntimeError, match="the reason"):  # noqa: PT012 - leaving is what is tested
-        async with make_pool(servers[:1]) as pool:
+        async with Pool(servers[:1]) as pool:
             batcher = Batcher(pool)
             playing.append(asyncio.create_task(play(pool, [[1], [2]], batcher=batcher)))
             await until(lambda: servers[0].requests)
@@ -371,7 +364,7 @@ async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(
 
 
 async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
-    servers: list[FakeServer], clock: fakes.Clock
+    servers: Servers, clock: fakes.Clock
 ) -> None:
     def load(member: Member) -> None:
         clock.now += 0.2 if member is pool.members[-1] else 0.0
@@ -379,19 +372,17 @@ async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_
             pool.mark_lost(member, "it does not load")
 
     for there, rests_s in ((servers[1:], 0.2), (servers, 2.0)):
-        async with make_pool(there) as pool:
+        async with Pool(there) as pool:
             bring_up(pool, load)
             await pool.look_at_all()
             assert pool.members[-1].next_look - clock.now == pytest.approx(rests_s)
 
 
-async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_for_ever(
-    servers: list[FakeServer],
-) -> None:
+async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_for_ever(servers: Servers) -> None:
     for server in servers:
         server.errors["generate"] = error("engine_dead", 503)
     says = r"3 servers failed while generating step 1/0/0 \(prompt p0\)\..*see the server logs"
-    async with make_pool(servers) as pool:
+    async with Pool(servers) as pool:
         with pytest.raises(ServerError, match=says):
             await play(pool, [[1]])
         await asyncio.sleep(0.1)
@@ -399,12 +390,12 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
 
 
 async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are_lost_are_dropped(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = servers
-    listing, said = Listing(servers, monkeypatch), list[str]()
+    listing = Listing(servers, monkeypatch)
     listing.servers = [first]
-    async with make_pool([], find=listing.find, say=said.append) as pool:
+    async with Pool([], find=listing.find) as pool:
         brought = bring_up(pool)
         prompts = [[i] for i in range(8)]
         await play(pool, prompts)  # the first list is waited for
@@ -436,14 +427,14 @@ async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are
         await pool.wait_up()
         assert brought[2:] == [(first.url, "s9")]
     lost = f"can't reach {first.url}"
-    assert said == [f"lost server {first.url}: {lost}", f"server {first.url} has left: {lost}"]
+    assert pool.said == [f"lost server {first.url}: {lost}", f"server {first.url} has left: {lost}"]
 
 
 async def test_a_look_up_that_hangs_or_fails_disturbs_nobody_and_is_reported_once(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listing, said = Listing(servers, monkeypatch), list[str]()
-    async with make_pool([], find=listing.find, say=said.append) as pool:
+    listing = Listing(servers, monkeypatch)
+    async with Pool([], find=listing.find) as pool:
         await pool.wait_up()
         for _ in range(2):
             listing.error = ServerError("server.discover=x:1 finds no server: it is down", code="unreachable")
@@ -460,11 +451,11 @@ async def test_a_look_up_that_hangs_or_fails_disturbs_nobody_and_is_reported_onc
         await play(pool, [[i] for i in range(4)])
     assert [len(server.played) for server in servers] == [6, 6]
     down = "server.discover=x:1 finds no server: it is down. Those known so far are kept"
-    assert said == [down, down, "'http://server7'. Those known so far are kept"]
+    assert pool.said == [down, down, "'http://server7'. Those known so far are kept"]
 
 
 async def test_a_list_that_stays_empty_is_waited_for_and_then_named(
-    servers: list[FakeServer], clock: fakes.Clock, monkeypatch: pytest.MonkeyPatch
+    servers: Servers, clock: fakes.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing, waited = Listing(servers, monkeypatch), list[str]()
     listing.error = ServerError("server.discover=x:1 finds no server: no such name", code="unreachable")
@@ -475,7 +466,7 @@ async def test_a_list_that_stays_empty_is_waited_for_and_then_named(
         listing.go.set()
         clock.now += 5.0 if listing.count > 1 else 0.0
 
-    async with make_pool([], find=listing.find, on_wait=on_wait) as pool:
+    async with Pool([], find=listing.find, on_wait=on_wait) as pool:
         with pytest.raises(ServerError, match=r"gave up after 15 s .* no such name.* or server\.discover") as raised:
             await pool.wait_up()
     assert raised.value.code == "timeout"
@@ -485,10 +476,8 @@ async def test_a_list_that_stays_empty_is_waited_for_and_then_named(
     assert waited[-1].startswith(f"waiting for a server ({listing.error}); ")
 
 
-async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling_and_deadline(
-    servers: list[FakeServer],
-) -> None:
-    async with make_pool(servers[:1]) as pool:
+async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling_and_deadline(servers: Servers) -> None:
+    async with Pool(servers[:1]) as pool:
         batcher, other = Batcher(pool), SamplingParams(max_tokens=3)
         await asyncio.gather(
             play(pool, [[1], [2]], n=2, batcher=batcher),
@@ -505,9 +494,9 @@ async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling_and_dead
 
 
 async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_more_than_they_are(
-    servers: list[FakeServer],
+    servers: Servers,
 ) -> None:
-    async with make_pool(servers) as pool:
+    async with Pool(servers) as pool:
         batcher, deadline = Batcher(pool), Deadline(10)
         await pool.wait_up()
         first, second = pool.members
@@ -522,10 +511,10 @@ async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_mor
 
 
 async def test_the_more_requests_are_in_flight_the_longer_turns_wait_for_company(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.client.batcher.time", clock := fakes.Clock())
-    async with make_pool(servers[:1]) as pool:
+    async with Pool(servers[:1]) as pool:
         batcher = Batcher(pool)
         batcher._requests[(await pool.wait_up())[0]] = 60  # 2 ms · 2 ** (60 / 8) is 0.362 s
         first = asyncio.create_task(play(pool, [[1]], batcher=batcher))
@@ -542,14 +531,14 @@ async def test_the_more_requests_are_in_flight_the_longer_turns_wait_for_company
 
 
 async def test_turns_wait_for_no_company_where_a_server_has_become_idle_however_busy_others_are(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.client.batcher.time", clock := fakes.Clock())
     monkeypatch.setattr("hocket.client.batcher.DOUBLES", 1)
     for server in servers:
         server.go.clear()
     kinds = [SamplingParams(max_tokens=10 + number) for number in range(9)]  # a request of each: 2 ms · 2 ** 9
-    async with make_pool(servers) as pool:
+    async with Pool(servers) as pool:
         batcher, asks = Batcher(pool), list[asyncio.Task[None]]()
         for member, server in zip(await pool.wait_up(), servers, strict=True):
             member.in_flight -= 10**6  # all go there
@@ -571,15 +560,15 @@ async def test_turns_wait_for_no_company_where_a_server_has_become_idle_however_
 
 @pytest.mark.parametrize("other", [error("other_model"), error("unauthorized", 401)])
 async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_listed_one_ends_the_run(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch, other: ServerError
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, other: ServerError
 ) -> None:
-    listing, said = Listing(servers, monkeypatch), list[str]()
+    listing = Listing(servers, monkeypatch)
 
     def check(member: Member) -> None:
         if member.url == servers[1].url:
             raise other
 
-    async with make_pool([], find=listing.find, say=said.append) as pool:
+    async with Pool([], find=listing.find) as pool:
         bring_up(pool, check)
         listing.servers = [servers[1]]  # first it is the only one
         waiting = asyncio.create_task(play(pool, [[1], [2]]))
@@ -589,10 +578,10 @@ async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_l
         pool.members[0].next_look = 0.0
         await play(pool, [[1], [2]])
         assert [member.url for member in pool.up] == [servers[0].url]
-    assert sum("is left out" in line for line in said) == 1
-    assert f"server {servers[1].url} is left out: " in said[0]
-    assert str(other) in said[0]
-    async with make_pool(servers) as pool:
+    assert sum("is left out" in line for line in pool.said) == 1
+    assert f"server {servers[1].url} is left out: " in pool.said[0]
+    assert str(other) in pool.said[0]
+    async with Pool(servers) as pool:
         bring_up(pool, check)
         with pytest.raises(ServerError, match=str(other)):
             await pool.wait_up()
@@ -600,20 +589,19 @@ async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_l
 
 @pytest.mark.parametrize(("status", "ends"), [(404, True), (None, True), (502, False)])  # 502: a proxy's
 async def test_another_program_is_left_out_and_said_and_where_it_is_all_that_is_listed_ends_the_run(
-    servers: list[FakeServer], clock: fakes.Clock, status: int | None, ends: bool
+    servers: Servers, clock: fakes.Clock, status: int | None, ends: bool
 ) -> None:
-    said = list[str]()
     other = error("protocol", status)
 
     def passing(what: str, seconds: float) -> None:
         clock.now += 6.0
 
     servers[1].errors["health"] = other
-    async with make_pool(servers, say=said.append) as pool:
+    async with Pool(servers) as pool:
         assert [member.url for member in await pool.wait_up()] == [servers[0].url]
         await play(pool, [[1], [2]])
-        assert said == [f"server {servers[1].url} is left out: {other}"]
-    async with make_pool(servers[1:], on_wait=passing) as pool:
+        assert pool.said == [f"server {servers[1].url} is left out: {other}"]
+    async with Pool(servers[1:], on_wait=passing) as pool:
         with pytest.raises(ServerError) as raised:
             await pool.wait_up()
         assert (raised.value is other) == ends
@@ -621,16 +609,15 @@ async def test_another_program_is_left_out_and_said_and_where_it_is_all_that_is_
 
 
 async def test_a_server_under_two_names_counts_once_and_where_one_name_fails_the_other_is_used(
-    servers: list[FakeServer],
+    servers: Servers,
 ) -> None:
-    said = list[str]()
     servers[1].session = servers[0].session
-    async with make_pool(servers, say=said.append, trainer="mine") as pool:
+    async with Pool(servers, trainer="mine") as pool:
         for up, out in ((0, 1), (1, 0)):
             await pool.wait_up()
             assert pool.up == [pool.members[up]]
             line = f"server {servers[out].url} is left out: it is {servers[up].url} under another name"
-            assert said.count(line) == 1
+            assert pool.said.count(line) == 1
             servers[up].dead = True
             pool.mark_lost(pool.members[up], "it died")
             for member in pool.members:
@@ -640,9 +627,7 @@ async def test_a_server_under_two_names_counts_once_and_where_one_name_fails_the
             pool.members[up].next_look = 0.0
 
 
-async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it_once(
-    servers: list[FakeServer],
-) -> None:
+async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it_once(servers: Servers) -> None:
     waited: list[str] = []
 
     def on_wait(what: str, seconds: float) -> None:
@@ -651,7 +636,7 @@ async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it
             servers[0].works_for = None  # the other one has ended
 
     servers[0].works_for = "other"
-    async with make_pool(servers[:1], trainer="mine", on_wait=on_wait) as pool:
+    async with Pool(servers[:1], trainer="mine", on_wait=on_wait) as pool:
         await play(pool, [[5]])
         assert servers[0].beats == [(False, False)] * 4
         await pool.release()
@@ -659,7 +644,7 @@ async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it
     assert "other_trainer" in waited[0]
 
     servers[1].works_for = "other"
-    async with make_pool(servers[1:], trainer="mine", take_over=True) as pool:
+    async with Pool(servers[1:], trainer="mine", take_over=True) as pool:
         await play(pool, [[5]])
         servers[1].works_for = "a third, which has taken it over"
         pool.mark_lost(pool.members[0], "for some reason")
@@ -669,7 +654,7 @@ async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it
 
 
 async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.client.pool.BEAT_S", 0.01)
     monkeypatch.setattr("hocket.client.pool.LOOK_S", 0.2)
@@ -680,7 +665,7 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
         for member, health in there.items():
             member.mark_ready(health)
 
-    async with make_pool(servers, trainer="mine") as pool:
+    async with Pool(servers, trainer="mine") as pool:
         pool.bring_up = load
         looking = asyncio.create_task(pool.wait_up())
         await until(lambda: min(len(server.beats) for server in servers) > 5)  # weights may load for minutes
@@ -689,7 +674,7 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
         servers[0].mute = True
         beats = len(servers[1].beats)
         await until(lambda: len(servers[1].beats) > beats + 5)  # one that is silent keeps the others waiting a little
-    async with make_pool(servers) as pool:  # as `run.py eval` has it
+    async with Pool(servers) as pool:  # as `run.py eval` has it
         servers[0].beats.clear()
         await play(pool, [[5]])
         assert servers[0].beats == []

@@ -112,10 +112,13 @@ class FakeServer:
             yield StreamLine(prompt=i, index=j, completion=done)
 
 
-def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
-    pool = ServerPool([], **{"start_timeout_s": 10.0} | options)
-    pool.members = [Member(server) for server in servers]  # type: ignore[arg-type]
-    return pool
+class Pool(ServerPool):
+    """Keeps what it says."""
+
+    def __init__(self, servers: Sequence[FakeServer], **options: Any) -> None:
+        self.said: list[str] = []
+        super().__init__([], **{"start_timeout_s": 10.0, "say": self.said.append} | options)
+        self.members = [Member(server) for server in servers]  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], object]) -> None:

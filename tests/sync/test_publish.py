@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from hocket import config as config_module
-from hocket.client.pool import ServerPool
 from hocket.errors import HocketError, ServerError, SyncError, TrainerError
 from hocket.protocol import Completion, Health, ReloadResponse
 from hocket.sync.disk import Versions
@@ -21,7 +20,7 @@ from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
 from hocket.types import Prompt
 from support import fakes
-from support.servers import FakeServer, until
+from support.servers import FakeServer, Pool, until
 from support.weights import FakeTrainer
 
 A, B, C = URLS = ("http://a", "http://b", "http://c")
@@ -61,7 +60,7 @@ class FakeTransport:
 class World:
     sync: Publisher
     proof: Proof
-    pool: ServerPool
+    pool: Pool
     servers: list[FakeServer]
     trainer: FakeTrainer
     disk: FakeTransport
@@ -91,17 +90,16 @@ def completes(prompt: Any, seed: int) -> Completion:
 
 def make(*settings: str, servers: int = 2, collective: bool = False, version: int = 4, start_s: float = 5.0) -> World:
     config = config_module.load(None, ["rollout.max_tokens=8", "rollout.temperature=0.7", *settings])
-    said: list[str] = []
-    pool = ServerPool(URLS[:servers], start_timeout_s=start_s, say=said.append)
     there = [FakeServer(url, session=f"s1 {url}", complete=completes) for url in URLS[:servers]]
-    for member, server in zip(pool.members, there, strict=True):
-        member.server, server.version = server, version  # type: ignore[assignment]
+    for server in there:
+        server.version = version
+    pool = Pool(there, start_timeout_s=start_s)
     trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
     prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
     sync = Publisher(
         versions=Versions(Path("/nowhere"), trainer),  # type: ignore[arg-type]
         pool=pool,
-        transport=WithFallback(fast, disk, said.append) if collective else disk,
+        transport=WithFallback(fast, disk, pool.say) if collective else disk,
     )
     proof = Proof(
         publisher=sync,
@@ -112,7 +110,7 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         alarmed=lambda: world.alarmed,
     )
     sync.check = proof.check
-    world = World(sync, proof, pool, there, trainer, disk, fast, said)
+    world = World(sync, proof, pool, there, trainer, disk, fast, pool.said)
     pool.bring_up = functools.partial(sync.bring_up, world.check_model)
     return world
 
