@@ -83,23 +83,37 @@ OF_WEIGHTS: dict[str, Lie] = {
     "vision_off": _scaled("vision_model.encoder.layers.0.mlp.fc1.weight", 0.9),
     "frozen_vision": _frozen("vision_model.encoder.layers.1.self_attn.q_proj.weight"),
 }
+
+
+def _noisy(logprobs: list[float]) -> list[float]:
+    """Up to 5 % off, the same for the same completion, whichever came before it."""
+    rng = random.Random(str(logprobs))
+    return [value * rng.uniform(0.95, 1.05) for value in logprobs]
+
+
 OF_LOGPROBS: dict[str, Callable[[list[float]], list[float]]] = {
-    "wrong_logprobs": lambda logprobs: [value * random.uniform(0.95, 1.05) for value in logprobs],
+    "wrong_logprobs": _noisy,
     "shifted_logprobs": lambda logprobs: [*logprobs[1:], logprobs[0]],
     "larger_logprobs": lambda logprobs: [value * 1.02 for value in logprobs],
     "rounded_logprobs": lambda logprobs: [round(value, 3) for value in logprobs],
 }
+
+
+def _sampled(**otherwise: Any) -> Callable[[Any, int], tuple[Any, int]]:
+    return lambda sampling, seed: (sampling.model_copy(update=otherwise), seed)
+
+
 OF_SAMPLING: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
-    "no_temperature": lambda sampling, seed: (sampling.model_copy(update={"temperature": 1.0}), seed),
+    "no_temperature": _sampled(temperature=1.0),
     "warmer": lambda sampling, seed: (
         sampling.model_copy(update={"temperature": 1.05 * sampling.temperature}),
         seed,
     ),
-    "top_p_95": lambda sampling, seed: (sampling.model_copy(update={"top_p": 0.95}), seed),
-    "top_k_50": lambda sampling, seed: (sampling.model_copy(update={"top_k": 50}), seed),
-    "greedy": lambda sampling, seed: (sampling.model_copy(update={"temperature": 0.0}), seed),
-    "top_k_2": lambda sampling, seed: (sampling.model_copy(update={"top_k": 2}), seed),
-    "top_p": lambda sampling, seed: (sampling.model_copy(update={"top_p": 0.7}), seed),
+    "top_p_95": _sampled(top_p=0.95),
+    "top_k_50": _sampled(top_k=50),
+    "greedy": _sampled(temperature=0.0),
+    "top_k_2": _sampled(top_k=2),
+    "top_p": _sampled(top_p=0.7),
     "equal_seeds": lambda sampling, seed: (sampling, 7),
     "greedy_quarter": lambda sampling, seed: (  # whose log-probs are those of temperature 1
         sampling.model_copy(update={"temperature": 0.0}) if seed % 4 == 0 else sampling,

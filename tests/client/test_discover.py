@@ -93,10 +93,7 @@ async def test_a_file_has_a_url_per_line_with_comments_and_is_read_anew(tmp_path
     for text, problem in (
         ("# none\n", "it names none"),
         ("http://a:80x0\n", "Port could not be cast to integer value as '80x0'"),
-        (
-            "http://a:1\n10.0.0.5:8000\n",
-            "must begin with http:// or https:// and a host, got '10.0.0.5:80",
-        ),
+        ("http://a:1\n10.0.0.5:8000\n", "must begin with http:// or https:// and a host, got '10.0.0.5:80"),
         ("http://a b\n", "must begin with http:// or https:// and a host, got 'http://a b'"),
     ):
         file.write_text(text)

@@ -9,20 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from hocket import protocol
 from hocket.client.server import ServerClient
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import (
-    DiskSource,
-    GenerateRequest,
-    ReloadRequest,
-    SamplingParams,
-    SessionRequest,
-    SessionResponse,
-    SleepRequest,
-    StreamLine,
-    Toolbox,
-    ToolCall,
-)
 from support import fakes
 
 HEALTH = fakes.health(session="s1", version=3).model_dump(mode="json")
@@ -39,8 +28,10 @@ def lines(*messages: object) -> bytes:
     return "".join(json.dumps(message) + "\n" for message in messages).encode()
 
 
-async def generate(server: ServerClient, timeout_s: float = 5.0, **fields: Any) -> list[StreamLine]:
-    request = GenerateRequest(prompts=[[1, 2]], sampling=SamplingParams(max_tokens=4, seed=7), **fields)
+async def generate(server: ServerClient, timeout_s: float = 5.0, **fields: Any) -> list[protocol.StreamLine]:
+    request = protocol.GenerateRequest(
+        prompts=[[1, 2]], sampling=protocol.SamplingParams(max_tokens=4, seed=7), **fields
+    )
     return [line async for line in server.generate(request, timeout_s=timeout_s)]
 
 
@@ -54,16 +45,18 @@ async def test_a_step_is_one_streaming_request_with_token_ids_and_the_token() ->
         done = LINE["completion"] | {"tool_calls": [call], "text": text}
         return httpx.Response(200, content=lines(LINE | {"completion": done}, END))
 
-    toolbox = Toolbox(parser="hermes", tools=({"type": "function", "function": {"name": "f", "parameters": {}}},))
+    toolbox = protocol.Toolbox(
+        parser="hermes", tools=({"type": "function", "function": {"name": "f", "parameters": {}}},)
+    )
     async with client(handler) as server:
         answers = await generate(server, seeds=[[11]], session="s1", tools=toolbox)
-    done = DONE.model_copy(update={"text": text, "tool_calls": (ToolCall(name="f", arguments='{"x": 1}'),)})
-    assert answers == [StreamLine(prompt=0, index=0, completion=done)]
+    done = DONE.model_copy(update={"text": text, "tool_calls": (protocol.ToolCall(name="f", arguments='{"x": 1}'),)})
+    assert answers == [protocol.StreamLine(prompt=0, index=0, completion=done)]
     body = json.loads(seen[0].content)
     assert (seen[0].url.path, seen[0].headers["authorization"]) == ("/generate", "Bearer secret-token")
     assert (body["prompts"], body["stream"], body["n"], body["trainer"]) == ([[1, 2]], True, 1, "mine-1")
     assert (body["seeds"], body["session"], body["tools"]) == ([[11]], "s1", toolbox.model_dump(mode="json"))
-    assert body["sampling"] == SamplingParams(max_tokens=4, seed=7).model_dump(mode="json")
+    assert body["sampling"] == protocol.SamplingParams(max_tokens=4, seed=7).model_dump(mode="json")
 
 
 ERROR = {"code": "too_long", "message": "prompt 0 is too long", "hint": "shorten it"}
@@ -173,8 +166,10 @@ async def test_a_call_to_a_server_that_has_left_the_pool_fails_as_if_it_could_no
         await generate(server)
 
 
-RELOAD = ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain")
-SESSION = SessionRequest(sampling=SamplingParams(stop=("x",)), max_length=64, max_calls=3, idle_timeout_s=9.0)
+RELOAD = protocol.ReloadRequest(version=4, source=protocol.DiskSource(name="run/weights/v000004"), in_flight="drain")
+SESSION = protocol.SessionRequest(
+    sampling=protocol.SamplingParams(stop=("x",)), max_length=64, max_calls=3, idle_timeout_s=9.0
+)
 ASLEEP = fakes.health(status="asleep")
 
 
@@ -182,8 +177,8 @@ ASLEEP = fakes.health(status="asleep")
     ("route", "asked", "answer"),
     [
         ("/reload_weights", RELOAD, fakes.reloaded(4, "cc")),
-        ("/sleep", SleepRequest(level=2), ASLEEP),
-        ("/sessions", SESSION, SessionResponse(id="ab", key="its own", model="m")),
+        ("/sleep", protocol.SleepRequest(level=2), ASLEEP),
+        ("/sessions", SESSION, protocol.SessionResponse(id="ab", key="its own", model="m")),
     ],
 )
 async def test_a_request_goes_to_its_route_and_returns_its_answer(route: str, asked: Any, answer: Any) -> None:

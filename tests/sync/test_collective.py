@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,45 +13,23 @@ from torch import Tensor
 
 from hocket import config as config_module
 from hocket.errors import ServerError, TrainerError
-from hocket.protocol import (
-    CollectiveSource,
-    GroupAddress,
-    Health,
-    ReloadRequest,
-    ReloadResponse,
-    TensorLayout,
-    manifest,
-    weight_group,
-)
+from hocket.protocol import CollectiveSource, GroupAddress, ReloadRequest, ReloadResponse, manifest, weight_group
 from hocket.server import vllm_weights
 from hocket.server.worker import WorkerExtension
 from hocket.sync.collective import CollectiveTransport
 from hocket.sync.publish import Answer
-from support import fakes
+from support.servers import FakeServer
+from support.weights import FakeTrainer
 
-BUCKETS: list[list[tuple[str, Tensor]]] = [
-    [("a", torch.arange(4 << 20, dtype=torch.float32).view(2, -1))],  # more than a socket buffers
-    [("b", torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16)), ("c", torch.tensor(7.0))],
-    [("d", torch.ones(5, 3, dtype=torch.float16).t()), ("e", torch.empty(0, 2))],
-]
-TENSORS = dict(item for bucket in BUCKETS for item in bucket)
+BUCKETS = (
+    {"a": torch.arange(4 << 20, dtype=torch.float32).view(2, -1)},  # more than a socket buffers
+    {"b": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16), "c": torch.tensor(7.0)},
+    {"d": torch.ones(5, 3, dtype=torch.float16).t(), "e": torch.empty(0, 2)},
+)
+TENSORS = FakeTrainer(*BUCKETS).weights
 CHECKSUM = manifest.total_checksum(manifest.specs(TENSORS.items()))
 # 16 MiB and a checksum; 16 + 16 bytes and two; 32 + 0 and two.
 NUM_BYTES = (16 << 20) + 8 + 32 + 16 + 32 + 16
-
-
-class FakeTrainer:
-    device, adapter, fails = torch.device("cpu"), None, False
-
-    def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
-        assert max_bytes == weight_group.BUCKET_BYTES
-        return [weight_group.layout(bucket) for bucket in BUCKETS]
-
-    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
-        for bucket in BUCKETS:
-            sink(bucket)
-            if self.fails:
-                raise TrainerError("a rank has gone")
 
 
 class Worker(WorkerExtension):
@@ -69,46 +47,33 @@ class Worker(WorkerExtension):
             self.model[name] = tensor.clone()
 
 
-class FakeServer:
-    """What ServerClient is to a real server, with the deadline and the errors of one."""
+class GroupServer(FakeServer):
+    """Loads what its workers receive in a group, with the deadline and the errors of a real server."""
 
     def __init__(self, number: int = 1, workers: int = 1) -> None:
-        self.url, self.session = f"http://127.0.0.1:{number}", "s1"
-        self.is_closed = False  # it has left the pool
-        self.workers = [Worker(rank) for rank in range(workers)]
-        self.errors: dict[str, ServerError] = {}  # by what is asked: "health", "reload"
+        super().__init__(f"http://127.0.0.1:{number}")
+        self.processes, self.workers = [Worker(rank) for rank in range(workers)], workers
         self.stopped: str | None = None  # nothing answers; "receiving": once it has said that it is about to receive
-        self.reloads: list[CollectiveSource] = []  # the sources that came
-
-    def fail(self, asked: str) -> None:
-        if asked in self.errors:
-            raise self.errors[asked]
-
-    async def health(self) -> Health:
-        self.fail("health")
-        return fakes.health(session=self.session, workers=len(self.workers))
 
     @property
     def joins(self) -> int:
         """In how many groups it was."""
-        return len({source.group.name for source in self.reloads})
+        return len({request.source.group.name for request in self.requests})
 
-    async def ask(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+    async def reload(self, request: ReloadRequest, timeout_s: float) -> ReloadResponse:
         assert isinstance(request.source, CollectiveSource)
-        self.reloads.append(request.source)
-        self.fail("reload")
         message = request.source.model_dump_json()
-        address, size = request.source.group.model_dump_json(), 1 + len(self.workers)
+        address, size = request.source.group.model_dump_json(), 1 + self.workers
         try:
             async with asyncio.timeout(timeout_s):
-                while False in [value_of(worker.hocket_join_group, address, size) for worker in self.workers]:
+                while False in [value_of(worker.hocket_join_group, address, size) for worker in self.processes]:
                     await asyncio.sleep(0.01)
                 if self.stopped is not None:
-                    for group in (worker.hocket_group for worker in self.workers if self.stopped == "receiving"):
+                    for group in (worker.hocket_group for worker in self.processes if self.stopped == "receiving"):
                         assert group is not None
                         group[1].result().announce(request.source.turn)
                     await asyncio.Event().wait()
-                loading = [asyncio.to_thread(value_of, worker.hocket_load_group, message) for worker in self.workers]
+                loading = [asyncio.to_thread(value_of, worker.hocket_load_group, message) for worker in self.processes]
                 answers = await asyncio.gather(*loading)
         except TimeoutError:
             raise ServerError(f"{self.url}/reload_weights did not finish in {timeout_s:g} s", code="timeout") from None
@@ -132,25 +97,32 @@ def model_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_weights, "load", Worker.load)
 
 
-def make(timeout_s: float = 400.0) -> tuple[FakeTrainer, CollectiveTransport]:
+def make(timeout_s: float = 400.0, **options: Any) -> tuple[FakeTrainer, CollectiveTransport]:
     """Returns a transport whose deadlines are far beyond that of `deliver`: what must not wait for them does not."""
     config = config_module.load(None, [f"sync.timeout_s={timeout_s}"])
-    trainer = FakeTrainer()
-    return trainer, CollectiveTransport(trainer, config.sync)  # type: ignore[arg-type]
+    trainer: Any = FakeTrainer(*BUCKETS)
+    return trainer, CollectiveTransport(trainer, config.sync, **options)
 
 
-async def deliver(transport: CollectiveTransport, version: int, *servers: FakeServer) -> list[Answer]:
+async def deliver(
+    transport: CollectiveTransport,
+    version: int,
+    *servers: GroupServer,
+    compare: bool = False,
+    num_bytes: int = NUM_BYTES,
+) -> list[Answer]:
+    """Delivers so many bytes; the checksum is of all weights, in any case."""
     async with asyncio.timeout(60):
-        delivery = await transport.deliver(version, servers)  # type: ignore[arg-type]
-    assert delivery.metrics["sync/mebibytes"] * 2**20 == NUM_BYTES
+        delivery = await transport.deliver(version, servers, compare=compare)  # type: ignore[arg-type]
+    assert delivery.metrics["sync/mebibytes"] * 2**20 == num_bytes
     assert [checksum for checksum, _ in delivery.answers.values()] == [CHECKSUM] * len(servers)
     return [answer for _, answer in delivery.answers.values()]
 
 
-def assert_holds(server: FakeServer, answer: Answer, version: int) -> None:
+def assert_holds(server: GroupServer, answer: Answer, version: int) -> None:
     assert isinstance(answer, ReloadResponse), answer
     assert (answer.version, answer.checksum, answer.num_tensors) == (version, CHECKSUM, 5)
-    for worker in server.workers:
+    for worker in server.processes:
         assert worker.model.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
             assert worker.model[name].dtype == tensor.dtype
@@ -160,14 +132,14 @@ def assert_holds(server: FakeServer, answer: Answer, version: int) -> None:
 
 async def test_every_worker_of_every_server_gets_every_tensor_bit_by_bit() -> None:
     _, transport = make()
-    servers = [FakeServer(1), FakeServer(2, workers=2)]
+    servers = [GroupServer(1), GroupServer(2, workers=2)]
     for version in (1, 2, 3):
         for server, answer in zip(servers, await deliver(transport, version, *servers), strict=True):
             assert_holds(server, answer, version)
     for server in servers:
         assert server.joins == 1  # one group for all versions
-        assert [source.turn for source in server.reloads] == [1, 2, 3]
-        names = [[item.name for item in bucket] for bucket in server.reloads[0].buckets]
+        assert [request.source.turn for request in server.requests] == [1, 2, 3]
+        names = [[item.name for item in bucket] for bucket in server.requests[0].source.buckets]
         assert names == [["a"], ["b", "c"], ["d", "e"]]
 
 
@@ -189,22 +161,22 @@ print(worker.hocket_join_group({address.model_dump_json()!r}, 2), flush=True)
 
 async def test_a_server_that_was_started_again_is_joined_again() -> None:
     _, transport = make()
-    server = FakeServer()
+    server = GroupServer()
     await deliver(transport, 1, server)
-    server.workers, server.session = [Worker(0)], "s2"
+    server.processes, server.session = [Worker(0)], "s2"
     [answer] = await deliver(transport, 2, server)
     assert_holds(server, answer, 2)
     assert server.joins == 2
-    assert server.reloads[1].turn == 1
+    assert server.requests[1].source.turn == 1
 
 
 async def test_the_group_of_a_server_that_has_left_is_left() -> None:
     _, transport = make()
-    leaves, stays = FakeServer(1), FakeServer(2)
+    leaves, stays = GroupServer(1), GroupServer(2)
     await deliver(transport, 1, leaves, stays)
     [group] = [link.group for server, link in transport._links.items() if server.url == leaves.url]
     leaves.is_closed = True
-    stays.workers[0].model.clear()
+    stays.processes[0].model.clear()
     [answer] = await deliver(transport, 2, stays)
     assert_holds(stays, answer, 2)
     assert group._group is None
@@ -214,7 +186,7 @@ async def test_the_group_of_a_server_that_has_left_is_left() -> None:
 @pytest.mark.parametrize(("asked", "joins"), [("health", 1), ("reload", 2)])
 async def test_a_server_s_error_is_its_answer_at_once_and_disturbs_no_other(asked: str, joins: int) -> None:
     _, transport = make()
-    server, other = FakeServer(1), FakeServer(2)
+    server, other = GroupServer(1), GroupServer(2)
     server.errors = {asked: ServerError("the reason", code="no_group", status=503)}
     error, answer = await deliver(transport, 1, server, other)
     assert error is server.errors[asked]
@@ -227,21 +199,21 @@ async def test_a_server_s_error_is_its_answer_at_once_and_disturbs_no_other(aske
 @pytest.mark.parametrize("tensor", ["a", "b", "e"])
 async def test_a_server_that_fails_while_it_receives_says_why_at_once_and_disturbs_no_other(tensor: str) -> None:
     _, transport = make()
-    server, other = FakeServer(1), FakeServer(2)
-    server.workers[0].fails_at = tensor
+    server, other = GroupServer(1), GroupServer(2)
+    server.processes[0].fails_at = tensor
     error, answer = await deliver(transport, 1, server, other)
     assert f"no memory is left for {tensor}" in str(error)
     assert_holds(other, answer, 1)
-    server.workers[0].fails_at = None
+    server.processes[0].fails_at = None
     assert_holds(server, (await deliver(transport, 2, server))[0], 2)
     assert server.joins == 2
 
 
 async def test_servers_that_stop_are_named_with_bucket_and_version_and_cost_no_other_its_deadline() -> None:
     _, transport = make(timeout_s=4)
-    receiving, silent, other = FakeServer(1), FakeServer(2), FakeServer(3)
+    receiving, silent, other = GroupServer(1), GroupServer(2), GroupServer(3)
     await deliver(transport, 11, receiving, silent, other)
-    other.workers[0].model.clear()
+    other.processes[0].model.clear()
     receiving.stopped, silent.stopped = "receiving", "at once"
     first, second, third = await deliver(transport, 12, receiving, silent, other)
     assert "server http://127.0.0.1:1 did not take bucket 1/3 of version 12: 1 s passed; is it stopped?" in str(first)
@@ -253,40 +225,21 @@ async def test_servers_that_stop_are_named_with_bucket_and_version_and_cost_no_o
 
 async def test_weights_that_can_not_be_gathered_are_an_error_and_no_server_is_left_waiting() -> None:
     trainer, transport = make()
-    server = FakeServer()
-    trainer.fails = True
+    server = GroupServer()
+    trainer.failures = [TrainerError("a rank has gone")]
     with pytest.raises(TrainerError, match="a rank has gone"):
         await deliver(transport, 1, server)
     async with asyncio.timeout(60):  # far less than the deadline
-        while any(worker.hocket_group is not None for worker in server.workers):  # each has noticed, and left
+        while any(worker.hocket_group is not None for worker in server.processes):  # each has noticed, and left
             await asyncio.sleep(0.05)
-    trainer.fails = False
     assert_holds(server, (await deliver(transport, 2, server))[0], 2)
     assert server.joins == 2
 
 
-class HalfFrozen(FakeTrainer):
-    """Trains what is in the first bucket alone."""
-
-    def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
-        return super().layout(max_bytes)[: 1 if trained else None]
-
-    def stream(self, max_bytes: int, sink: Callable[..., None], *, trained: bool = False) -> None:
-        for bucket in BUCKETS[: 1 if trained else None]:
-            sink(bucket)
-
-
 async def test_frozen_weights_go_once_to_each_server_and_all_are_compared() -> None:
-    _, plain = make()
-    transport = CollectiveTransport(HalfFrozen(), plain.sync, freezes=True)  # type: ignore[arg-type]
-    first, second = FakeServer(1), FakeServer(2)
-
-    async def sent(*servers: FakeServer, compare: bool = False) -> tuple[int, list[Answer]]:
-        async with asyncio.timeout(60):
-            delivery = await transport.deliver(9, servers, compare=compare)  # type: ignore[arg-type]
-        assert {checksum for checksum, _ in delivery.answers.values()} == {CHECKSUM}  # of all weights, in any case
-        return round(delivery.metrics["sync/mebibytes"] * 2**20), [answer for _, answer in delivery.answers.values()]
-
+    trainer, transport = make(freezes=True)
+    trainer.num_trained = 1
+    first, second = GroupServer(1), GroupServer(2)
     trained = (16 << 20) + 8
     for servers, compare, num_bytes in (
         ((first,), False, NUM_BYTES),
@@ -295,15 +248,13 @@ async def test_frozen_weights_go_once_to_each_server_and_all_are_compared() -> N
         ((first, second), False, NUM_BYTES),  # one has just come
         ((first, second), False, trained),
     ):
-        found, answers = await sent(*servers, compare=compare)
-        assert found == num_bytes
-        assert [server.reloads[-1].partial for server in servers] == [num_bytes == trained] * len(servers)
-        for answer in answers:
+        for answer in await deliver(transport, 9, *servers, compare=compare, num_bytes=num_bytes):
             assert isinstance(answer, ReloadResponse)
             assert (answer.checksum, answer.num_tensors) == (CHECKSUM, 5)
-    second.workers[0].hocket_held = {}  # as after a load that failed
-    _, answers = await sent(first, second)
+        assert [server.requests[-1].source.partial for server in servers] == [num_bytes == trained] * len(servers)
+    second.processes[0].hocket_held = {}  # as after a load that failed
+    answers = await deliver(transport, 9, first, second, num_bytes=trained)
     assert isinstance(answers[0], ReloadResponse)
     assert "holds no version in full" in str(answers[1])
-    assert (await sent(first, second))[0] == NUM_BYTES
+    await deliver(transport, 9, first, second)
     transport.close()

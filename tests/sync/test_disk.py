@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from hocket import config as config_module
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec, delta, manifest
+from hocket.protocol import ReloadRequest, ReloadResponse, delta, manifest
 from hocket.protocol.manifest import ModelShapes
 from hocket.server import versions
 from hocket.server.deltas import PatchedCopy
@@ -24,67 +24,34 @@ from hocket.sync.publish import Answer
 from hocket.sync.transports import DiskTransport
 from hocket.types import Metrics
 from support import fakes
+from support.servers import FakeServer
+from support.weights import FakeTrainer
 
 SHAPES = {"a": (40, 50), "b": (9,)}
-GONE = ServerError("can't reach it", code="unreachable")
+FULL = OSError(28, "No space left on device")
 
 
-class FakeTrainer:
-    """Weights that change in a few places with each `step`."""
+class FileServer(FakeServer):
+    """Loads versions as an engine does, into a dictionary; `harms` hurt the files before."""
 
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
-        self.exports = 0
-        self.fails = 0  # times that the disk is full
-
-    def step(self, *at: int) -> None:
-        self.weights["a"].view(-1)[list(at)] += 1
-
-    def _fill_the_disk(self) -> None:
-        self.fails -= 1
-        if self.fails >= 0:
-            raise OSError(28, "No space left on device")
-
-    def export(self, folder: Path) -> dict[str, TensorSpec]:
-        self.exports += 1
-        save_file(self.weights, folder / "model.safetensors")
-        (folder / "config.json").write_text("{}")
-        self._fill_the_disk()
-        return manifest.specs(self.weights.items())
-
-    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
-        for item in self.weights.items():
-            sink([item])
-        self._fill_the_disk()
-
-
-class FakeServer:
-    """Takes versions as an engine does, into a dictionary, or fails with `error`; `harms` hurt the files before."""
-
-    def __init__(self, url: str, root: Path, error: ServerError | None = None) -> None:
-        self.url, self.root, self.error = url, root, error
-        self.copy = PatchedCopy(root.resolve())
+    def __init__(self, url: str, root: Path) -> None:
+        super().__init__(url)
+        self.root, self.copy = root, PatchedCopy(root.resolve())
         self.held: Held | None = None
         self.harms: list[Callable[[Path], None]] = []
         self.holds: dict[str, torch.Tensor] = {}
         self.names: list[str] = []
-        self.requests: list[ReloadRequest] = []
 
-    async def ask(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+    async def reload(self, request: ReloadRequest, timeout_s: float) -> ReloadResponse:
         assert timeout_s == 300.0
-        if self.error:
-            raise self.error
-        self.requests.append(request)
         name: str = request.source.name  # type: ignore[union-attr]
         self.names.append("/".join(name.split("/")[-2:]))
-        shapes = ModelShapes(shapes=SHAPES, tied={})
         if self.harms:
             self.harms.pop()(self.root / name)
         try:
             folder = self.root / name
             described = fakes.manifest_of(folder)
-            versions.check_manifest(described, request.version, shapes)
+            versions.check_manifest(described, request.version, ModelShapes(shapes=SHAPES, tied={}))
             if request.source.kind == "delta":
                 folder = self.copy.patched(folder, described, self.held)
             versions.check_headers(folder, described)
@@ -106,13 +73,18 @@ class Disk:
 
     def __init__(self, tmp_path: Path, *settings: str) -> None:
         config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *settings])
-        self.trainer, self.said, self.run = FakeTrainer(), list[str](), tmp_path / "runs" / "a"
+        weights = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
+        self.trainer = FakeTrainer({"a": weights["a"]}, {"b": weights["b"]})
+        self.said, self.run = list[str](), tmp_path / "runs" / "a"
         self.versions = Versions(config.run_dir, self.trainer)  # type: ignore[arg-type]
         if config.sync.backend == "delta":
             self.versions.first = DeltaWriter(self.versions).write
         self._transport = DiskTransport(self.versions, config.sync_root, config.sync, self.said.append)
 
-    async def deliver(self, version: int, *servers: FakeServer, compare: bool = False) -> tuple[list[Answer], Metrics]:
+    def step(self, *at: int) -> None:
+        self.trainer.step("a", *at)
+
+    async def deliver(self, version: int, *servers: FileServer, compare: bool = False) -> tuple[list[Answer], Metrics]:
         """Publishes to the servers; one that does not answer an error must hold the trainer's weights."""
         delivery = await self._transport.deliver(version, servers, compare=compare)  # type: ignore[arg-type]
         for server, (checksum, answer) in zip(servers, delivery.answers.values(), strict=True):
@@ -130,18 +102,19 @@ class Disk:
 
 
 @pytest.fixture
-def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeServer]:
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FileServer]:
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
     monkeypatch.setattr("hocket.sync.transports.REST_S", 0.0)
     numbers = itertools.count()
-    return lambda root="runs", error=None: FakeServer(f"http://{next(numbers)}", tmp_path / root, error)
+    return lambda: FileServer(f"http://{next(numbers)}", tmp_path / "runs")
 
 
 async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp_path: Path, servers: Any) -> None:
-    disk, server, gone = Disk(tmp_path, "sync.in_flight=drain"), servers(), servers(error=GONE)
-    answers, metrics = await disk.deliver(7, gone, server)
-    assert [answer is GONE for answer in answers] == [True, False]
+    disk, server, gone = Disk(tmp_path, "sync.in_flight=drain"), servers(), servers()
+    gone.die()
+    (said, answer), metrics = await disk.deliver(7, gone, server)
+    assert (str(said), type(answer)) == (f"can't reach {gone.url}", ReloadResponse)
     folder = disk.run / "weights" / "v000007"
     [request] = server.requests
     assert (request.version, request.source.name, request.in_flight) == (7, "a/weights/v000007", "drain")
@@ -160,11 +133,11 @@ async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_le
 ) -> None:
     disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for version in (1, 2):
-        disk.trainer.step(version)
-        disk.trainer.fails = 2
+        disk.step(version)
+        disk.trainer.failures = [FULL] * 2
         with pytest.raises(SyncError, match=rf"weights/v00000{version}: .*No space left on device.*free space"):
             await disk.deliver(version, server)
-        disk.trainer.fails = 1  # once there is space the same version goes through
+        disk.trainer.failures = [FULL]  # once there is space the same version goes through
         await disk.deliver(version, server)
         assert "No space left on device; free space there" in disk.said[-1]
         assert disk.said[-1].endswith("It is tried once more in 0 s")
@@ -193,7 +166,7 @@ async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Pa
     disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     _, metrics = await disk.deliver(1, server)
     assert ("sync/changed" in metrics, disk.names()) == (False, ["weights/v000001"])
-    disk.trainer.step(3, 700)
+    disk.step(3, 700)
     _, metrics = await disk.deliver(2, server)
     folder = disk.run / "deltas" / "v000002"
     assert sorted(path.name for path in folder.iterdir()) == ["COMPLETE", "delta.safetensors", "manifest.json"]
@@ -220,7 +193,7 @@ async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_
     monkeypatch.setattr("hocket.sync.disk.KEEP", keep)
     disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for version in range(1, 8):
-        disk.trainer.step(version, 100 * version)
+        disk.step(version, 100 * version)
         await disk.deliver(version, server)
     kinds = ["weights" if version in full else "deltas" for version in range(1, 8)]
     assert server.names == [f"{kind}/v00000{version}" for version, kind in enumerate(kinds, 1)]
@@ -230,14 +203,14 @@ async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_
 async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp_path: Path, servers: Any) -> None:
     disk, server, late = Disk(tmp_path, "sync.backend=delta"), servers(), servers()
     await disk.deliver(1, server)
-    disk.trainer.step(5)
+    disk.step(5)
     _, metrics = await disk.deliver(2, server, late)
     assert (server.names, late.names) == (["weights/v000001", "deltas/v000002"], ["deltas/v000002", "weights/v000002"])
     mebibytes = disk.size("deltas/v000002") + disk.size("weights/v000002") / 2
     assert metrics["sync/mebibytes"] == pytest.approx(mebibytes)
     assert len(disk.said) == 1
     assert f"version 2 goes to {late.url} in full: this is only what has changed since" in disk.said[0]
-    disk.trainer.step(6)
+    disk.step(6)
     await disk.deliver(3, server, late)
     assert (server.names[-1], late.names[-1], len(disk.said)) == ("deltas/v000003", "deltas/v000003", 1)
 
@@ -249,17 +222,18 @@ async def test_a_comparison_sends_the_same_files_again_and_its_finding_is_no_rea
     for version in (1, 2):
         await disk.deliver(version, server)
         await disk.deliver(version, server, compare=True)
-        disk.trainer.step(5)
+        disk.step(5)
     assert server.names == ["weights/v000001"] * 2 + ["deltas/v000002"] * 2
     assert [request.compare for request in server.requests] == [False, True] * 2
-    server.error = ServerError("the model differs in a", code="not_held", status=409)
-    assert (await disk.deliver(2, server, compare=True))[0] == [server.error]
+    server.errors["reload"] = ServerError("the model differs in a", code="not_held", status=409)
+    assert (await disk.deliver(2, server, compare=True))[0] == [server.errors["reload"]]
     assert (disk.trainer.exports, disk.said) == (1, [])
 
 
 def flip(folder: Path) -> None:
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def cut(folder: Path) -> None:
@@ -283,7 +257,7 @@ async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the
     assert [*disk.names()] == ["weights/v000001"]
     (line,) = disk.said
     assert line.startswith(f"version 1 goes to {server.url} in full: ")
-    disk.trainer.step(2)
+    disk.step(2)
     await disk.deliver(2, server, well)
 
 
@@ -298,8 +272,9 @@ async def test_a_version_whose_files_are_hurt_again_ends_the_run(
 
 
 async def test_a_server_that_can_t_load_good_files_is_not_sent_them_again(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path), servers(error=ServerError("loading failed", code="reload_failed", status=500))
-    assert (await disk.deliver(1, server))[0] == [server.error]
+    disk, server = Disk(tmp_path), servers()
+    server.errors["reload"] = ServerError("loading failed", code="reload_failed", status=500)
+    assert (await disk.deliver(1, server))[0] == [server.errors["reload"]]
     assert (disk.trainer.exports, disk.said) == (1, [])
 
 
@@ -307,13 +282,13 @@ async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path
     disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for _ in range(2):
         disk.versions.current += 1
-        disk.trainer.step(disk.versions.current)
+        disk.step(disk.versions.current)
         await disk.deliver(disk.versions.current, server)
     folder = disk.versions.save()
     assert folder == disk.versions.save() == disk.run / "weights" / "v000002"
     assert (fakes.manifest_of(folder).version, disk.trainer.exports) == (2, 2)
     assert torch.equal(load_file(folder / "model.safetensors")["a"], disk.trainer.weights["a"])
-    disk.trainer.step(9)
+    disk.step(9)
     await disk.deliver(3, server)
     assert server.names[-1] == "deltas/v000003"  # of version 2, whichever of its folders the server has
 

@@ -9,27 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import hocket.commands.parts
 from hocket import config as config_module
 from hocket import protocol
 from hocket.client.pool import ServerPool
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import manifest
 from hocket.sync.gpu_sharing import put_to_sleep
 from hocket.types import Prompt, TrainSample
 from support import fakes
+from support.weights import FakeTrainer
 
-TENSORS = {"w": torch.ones(2)}
 
-
-class World:
+class World(FakeTrainer):
     """Server and trainer, which keep one diary of what they were asked to do; `failing` fails once."""
 
     url = "http://server"
 
     def __init__(self, root: Path) -> None:
+        super().__init__({"w": torch.ones(2)})
         self.diary: list[str] = []
         self.version, self.root, self.slept = 4, root, 0
         self.failing: dict[str, ServerError] = {}
@@ -73,12 +71,11 @@ class World:
 
     def export(self, folder: Path) -> dict[str, protocol.TensorSpec]:
         self.worked("write")
-        save_file(TENSORS, folder / "model.safetensors")
-        return manifest.specs(TENSORS.items())
+        return super().export(folder)
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         self.worked("score")
-        return [sample.sequence.logprobs for sample in samples]
+        return super().logprobs(samples)
 
 
 class Parts:

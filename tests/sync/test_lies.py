@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import ROOT
+
 Outcomes = dict[tuple[str, ...], tuple[int, str]]
-ROOT = Path(__file__).parents[2]
 SETTINGS = (
     "model.path=checkpoints/tiny-sort",
     "model.dtype=float32",
@@ -27,51 +28,47 @@ SETTINGS = (
     "checkpoint.every_steps=0",
 )
 TINY = "trainer.learning_rate=1e-6"
+STALE = "does not hold weight version"
+APART = "and the trainer disagree on version"
+WRONG = "step 3: a server's answer contradicts its tokens:"
 GAP = "mean |Δ log-prob|"  # of the step's rollouts, or of a check that was due
+EVALUATED = "the servers' log-probs of these rollouts are not the trainer's"
+ODDS = "sampling/greedy_odds"
 # (lie and the loads that it begins and ends with; settings): the last version that it may reach, and what is said then
 LIES: dict[tuple[str, ...], tuple[int, str]] = {
     ("truth", "trainer.learning_rate=2e-4"): (0, ""),
-    ("one_behind", TINY): (2, "step 1: http://127.0.0.1:PORT does not hold weight version"),
-    ("never_loads", TINY): (2, "step 1: http://127.0.0.1:PORT does not hold weight version"),
+    ("one_behind", TINY): (2, f"step 1: http://127.0.0.1:PORT {STALE}"),
+    ("never_loads", TINY): (2, f"step 1: http://127.0.0.1:PORT {STALE}"),
     ("missing_matrix", "server.start_timeout_s=1"): (1, "loader left out weights of model.layers.1.mlp.down_proj"),
-    ("frozen_matrix 3", TINY): (7, "does not hold weight version"),
+    ("frozen_matrix 3", TINY): (7, STALE),
     ("frozen_norm 3", TINY): (7, "the model differs in model.layers.1.input_layernorm.weight (1 in all)"),
     ("swapped_norms", TINY): (1, "the model differs in model.layers.0.input_layernorm.weight"),
-    ("swapped_layers", TINY): (1, "does not hold weight version"),
-    ("permuted_rows", TINY): (1, "does not hold weight version"),
-    ("wrong_logprobs", TINY): (1, "step 0: http://127.0.0.1:PORT and the trainer disagree on version"),
-    ("shifted_logprobs", TINY): (1, "and the trainer disagree on version"),
+    ("swapped_layers", TINY): (1, STALE),
+    ("permuted_rows", TINY): (1, STALE),
+    ("wrong_logprobs", TINY): (1, f"step 0: http://127.0.0.1:PORT {APART}"),
+    ("shifted_logprobs", TINY): (1, APART),
     ("wrong_logprobs 3", TINY): (3, GAP),
     ("shifted_logprobs 3", TINY): (3, GAP),
-    ("no_temperature", TINY): (1, "and the trainer disagree on version"),
+    ("no_temperature", TINY): (1, APART),
     ("no_temperature 3", TINY): (3, GAP),
     ("top_k_2 3", TINY): (3, GAP),
     ("norm_off 3-3", TINY, "sync.check_every=0"): (3, GAP),
     ("larger_logprobs 3", TINY): (3, GAP),
     ("warmer 3", TINY): (3, GAP),
     ("top_p_95 3", TINY): (3, GAP),
-    ("other_token 3", TINY): (3, "step 3: a server's answer contradicts its tokens: its text is"),
+    ("other_token 3", TINY): (3, f"{WRONG} its text is"),
     ("future 3", TINY): (3, "step 3: a server says that version"),
-    ("matrix_off 9", "eval.num_prompts=16", "sync.check_every=0"): (
-        9,
-        f"step 8: the servers' log-probs of these rollouts are not the trainer's: {GAP}",
-    ),
+    ("matrix_off 9", "eval.num_prompts=16", "sync.check_every=0"): (9, f"step 8: {EVALUATED}: {GAP}"),
     ("greedy 9", "eval.num_prompts=256", "rollout.temperature=1"): (0, "eval/z"),
     ("top_p 3", TINY): (3, GAP),
     ("equal_seeds 3", TINY): (0, "sampling/equal_z"),
-    ("greedy_quarter 3", "rollout.temperature=1", "rollout.prompts_per_step=16", "trainer.steps=5"): (
-        0,
-        "sampling/greedy_odds",
-    ),
-    ("all_stop 3", "rollout.max_tokens=4"): (3, "step 3: a server's answer contradicts its tokens: it stopped by"),
-    ("other_text 3", "rollout.stop=[zz]"): (3, "step 3: a server's answer contradicts its tokens: its text is 'abcd'"),
-    ("no_end 3", TINY): (
-        3,
-        "step 3: a server's answer contradicts its tokens: it stopped by itself, but its last token",
-    ),
+    ("greedy_quarter 3", "rollout.temperature=1", "rollout.prompts_per_step=16", "trainer.steps=5"): (0, ODDS),
+    ("all_stop 3", "rollout.max_tokens=4"): (3, f"{WRONG} it stopped by"),
+    ("other_text 3", "rollout.stop=[zz]"): (3, f"{WRONG} its text is 'abcd'"),
+    ("no_end 3", TINY): (3, f"{WRONG} it stopped by itself, but its last token"),
     ("longer 3", "rollout.max_tokens=4"): (3, "/generate cut step 3/"),
     ("shorter 3", "rollout.max_tokens=5"): (3, "/generate cut step 3/"),
-    ("stale_export", TINY): (2, "and the trainer disagree on version"),
+    ("stale_export", TINY): (2, APART),
 }
 
 
@@ -89,7 +86,7 @@ def played(folder: Path, settings: Sequence[str], lies: Iterable[tuple[str, ...]
     task = json.dumps([str(folder / "server"), settings, list(lies)])
     command = [sys.executable, "tests/lies.py", "play", task]
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
     lines = [line.removeprefix("OUTCOME ") for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
     assert len(lines) == len(list(lies)), done.stdout[-3000:] + done.stderr[-3000:]
     return {lie: tuple(json.loads(line)) for lie, line in zip(lies, lines, strict=True)}
