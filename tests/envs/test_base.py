@@ -1,7 +1,5 @@
 """How an environment is found, given its options, and refused."""
 
-from pathlib import Path
-
 import numpy
 import pytest
 
@@ -10,6 +8,8 @@ from hocket.envs import Action, Environment, Step, environment
 from hocket.envs.base import Observation, bind
 from hocket.errors import ConfigError
 from hocket.types import Prompt
+from support.episodes import action, user
+from support.processes import ROOT
 
 
 @environment("echo_of_tests")
@@ -21,11 +21,7 @@ class Echo(Environment):
 
     async def step(self, action: Action) -> Step:
         self.left -= 1
-        return Step(messages=[{"role": "user", "content": self.word}], done=self.left == 0)
-
-
-def action(text: str) -> Action:
-    return Action(text=text, token_ids=(1,), finish_reason="stop")
+        return Step(messages=user(self.word), done=self.left == 0)
 
 
 async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the_config() -> None:
@@ -80,7 +76,7 @@ def test_half_a_surrogate_pair_which_has_no_encoding_is_told_as_a_question_mark(
 
 
 async def test_guess_tells_where_the_number_is_and_rewards_finding_it() -> None:
-    load_plugins([str(Path(__file__).parents[2] / "config" / "tiny_tools.py")])
+    load_plugins([str(ROOT / "config" / "tiny_tools.py")])
     make = bind("guess", {"guesses": 3, "near": 0.5, "width": 10})
     prompt = Prompt(id="p", token_ids=(1,), answer="12")
     episode = make()

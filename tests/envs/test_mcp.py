@@ -18,15 +18,17 @@ from typing import Any
 import pytest
 
 from hocket.common.redaction import redacted
-from hocket.envs import Action, tool
+from hocket.envs import tool
 from hocket.envs.base import LostError, bind
 from hocket.envs.tools import Tools
 from hocket.errors import ConfigError
 from hocket.protocol import ToolCall
-from support.processes import ROOT, START_S, free_port, wait_for
+from support.episodes import action, until
+from support.processes import ROOT, START_S, free_port, is_gone, wait_for
 
 PROGRAM = Path(__file__).with_name("mcp_server.py")
 COMMAND = f"{sys.executable} {PROGRAM}"
+STDIO: dict[str, Any] = {"command": COMMAND, "env": ["PYTHONPATH"]}
 needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the package mcp is not installed")
 
 
@@ -41,8 +43,7 @@ def tools(*servers: dict[str, Any], **options: Any) -> Tools:
 
 
 async def said(episode: Tools, *calls: ToolCall) -> Sequence[str]:
-    action = Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls)
-    return [message["content"] for message in (await episode.step(action)).messages]
+    return [message["content"] for message in (await episode.step(action("", *calls))).messages]
 
 
 @pytest.fixture
@@ -52,8 +53,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def kept_up(port: int) -> Iterator[None]:
-    """Serves over HTTP, again whenever the server was killed."""
+def serving(way: str) -> Iterator[dict[str, Any]]:
+    """Gives the settings of a server; that over HTTP is started again whenever it was killed."""
+    if way == "stdio":
+        yield STDIO
+        return
+    port = free_port()
     running: list[subprocess.Popen[bytes]] = []
     ends = threading.Event()
 
@@ -71,7 +76,7 @@ def kept_up(port: int) -> Iterator[None]:
     thread.start()
     try:
         wait_for(answers, "the server answers")
-        yield
+        yield {"url": f"http://127.0.0.1:{port}/mcp"}
     finally:
         ends.set()
         while thread.is_alive():  # it may be starting another one
@@ -81,9 +86,8 @@ def kept_up(port: int) -> Iterator[None]:
 
 @needs_mcp
 async def test_tools_of_a_server_stand_beside_functions_and_answer_with_their_text(environment: None) -> None:
-    stdio = {"command": COMMAND, "env": ["PYTHONPATH", "A_KEY"], "tools": ["counted", "variable", "sleep", "pid"]}
-    first = tools(stdio, tools=["calculate"], call_timeout_s=5)
-    second = tools(stdio, tools=["calculate"])
+    stdio = {**STDIO, "env": ["PYTHONPATH", "A_KEY"], "tools": ["counted", "variable", "sleep", "pid"]}
+    first, second = (tools(stdio, tools=["calculate"], call_timeout_s=60) for _ in range(2))
     assert first.toolbox is not None
     names = [tool["function"]["name"] for tool in first.toolbox.tools]
     assert names == ["calculate", "counted", "variable", "sleep", "pid"]
@@ -93,17 +97,15 @@ async def test_tools_of_a_server_stand_beside_functions_and_answer_with_their_te
     assert redacted("abcdefgh-1234") == "[secret]"
     assert await said(first, call("counted"), call("variable", name="HOCKET")) == ["2", "none"]
     assert await said(second, call("counted")) == ["1"]  # a session of its own, so a process
-    (late, wrong) = await said(first, call("sleep", seconds=20), call("variable", nome="x"))
-    assert late == "error: no result within 5 s"
+    first.step_timeout_s = 0.5
+    assert await said(first, call("sleep", seconds=20)) == ["error: no result within 0.5 s"]
+    first.step_timeout_s = 60
+    (wrong,) = await said(first, call("variable", nome="x"))
     assert wrong.startswith("error: ")
     assert (first.metrics["tool/variable/calls"], first.metrics["tool/variable/errors"]) == (3, 1)
     (pid,) = await said(first, call("pid"))
     await asyncio.gather(first.close(), second.close())
-    for _ in range(400):  # the process ends with its session
-        if not Path(f"/proc/{pid}").exists():
-            break
-        await asyncio.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    await until(lambda: not Path(f"/proc/{pid}").exists())  # the process ends with its session
 
 
 @needs_mcp
@@ -111,8 +113,6 @@ async def test_tools_of_a_server_stand_beside_functions_and_answer_with_their_te
 async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have_a_new_session(
     way: str, environment: None
 ) -> None:
-    port = free_port()
-    server = {"url": f"http://127.0.0.1:{port}/mcp"} if way == "http" else {"command": COMMAND, "env": ["PYTHONPATH"]}
     ends: Counter[str] = Counter()
     pids: list[int] = []
     at_once = asyncio.Semaphore(8)
@@ -139,7 +139,7 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
                 killed.append(pid)
             await asyncio.sleep(0.02)
 
-    with kept_up(port) if way == "http" else contextlib.nullcontext():
+    with serving(way) as server:
         async with asyncio.timeout(START_S):
             await asyncio.gather(kill_twice(), *(episode() for _ in range(40)))
     assert sum(ends.values()) == 40
@@ -149,12 +149,11 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
 
 @needs_mcp
 async def test_calls_that_a_dead_server_never_received_are_made_again(environment: None) -> None:
-    port = free_port()
-    with kept_up(port):
-        first, second = (tools({"url": f"http://127.0.0.1:{port}/mcp", "session": "shared"}) for _ in range(2))
+    with serving("http") as server:
+        first, second = (tools({**server, "session": "shared"}) for _ in range(2))
         (pid,) = await said(first, call("pid"))
         os.kill(int(pid), signal.SIGKILL)
-        await asyncio.sleep(0.1)
+        await until(lambda: is_gone(pid))
         assert {pid, *await said(second, call("pid"), call("pid"))} > {pid}
         ends = await asyncio.gather(*(said(first, call("die")) for _ in range(2)), return_exceptions=True)
         assert [type(end) for end in ends] == [LostError] * 2  # they may have been received
@@ -172,7 +171,7 @@ async def test_with_a_lost_server_the_turns_other_calls_end_and_the_error_has_wh
         finally:
             ended.append("slow")
 
-    playing = tools({"command": COMMAND, "env": ["PYTHONPATH"]}, tools=["slow_of_mcp_tests"])
+    playing = tools(STDIO, tools=["slow_of_mcp_tests"])
     with pytest.raises(LostError, match=r"is lost: MCPError: Connection closed \| .*RuntimeError: too much"):
         await said(playing, call("slow_of_mcp_tests"), call("die"))
     assert ended == ["slow"]
@@ -182,9 +181,7 @@ async def test_with_a_lost_server_the_turns_other_calls_end_and_the_error_has_wh
 @needs_mcp
 @pytest.mark.parametrize("way", ["stdio", "http"])
 async def test_an_answer_of_megabytes_is_an_answer(way: str, environment: None) -> None:
-    port = free_port()
-    server = {"url": f"http://127.0.0.1:{port}/mcp"} if way == "http" else {"command": COMMAND, "env": ["PYTHONPATH"]}
-    with kept_up(port) if way == "http" else contextlib.nullcontext():
+    with serving(way) as server:
         playing = tools(server, max_result=10**7)
         (answer,) = await said(playing, call("letters", number=3_000_000))
         await playing.close()
@@ -197,15 +194,15 @@ async def test_a_server_that_does_not_start_again_is_lost_within_the_time_of_a_c
 ) -> None:
     mark = tmp_path / "started"
     command = f"sh -c 'if [ -e {mark} ]; then exec sleep 99; fi; touch {mark}; exec {COMMAND}'"
-    playing = tools({"command": command, "env": ["PYTHONPATH"]}, call_timeout_s=0.5)
-    async with asyncio.timeout(10):
+    playing = tools({**STDIO, "command": command}, call_timeout_s=0.5)
+    async with asyncio.timeout(60):
         with pytest.raises(LostError, match=r"is lost: TimeoutError"):
             await said(playing, call("pid"))
 
 
 @needs_mcp
 async def test_what_a_server_writes_to_stderr_does_not_fill_the_disk(environment: None) -> None:
-    playing = tools({"command": COMMAND, "env": ["PYTHONPATH"]})
+    playing = tools(STDIO)
     (pid,) = await said(playing, call("pid"))
     kept = []
     for _ in range(8):
@@ -225,10 +222,7 @@ async def test_what_a_server_writes_to_stderr_does_not_fill_the_disk(environment
         ({"command": "a", "session": "each"}, "session"),
         ({"command": "a", "env": "NOT_SET"}, "the environment variable NOT_SET, which is not set: export it"),
         ({"url": "http://[", "headers": {"Authorization": "NOT_SET"}}, "NOT_SET, which is not set"),
-        (
-            {"command": "no-such-program"},
-            "server no-such-program is lost: .* FileNotFoundError: .*; try by hand whether it starts",
-        ),
+        ({"command": "no-such-program"}, "is lost: .* FileNotFoundError: .*; try by hand whether it starts"),
         ({"url": "http://127.0.0.1:9/mcp"}, "is lost: ConnectError: .*, or answers at that URL"),
     ],
 )

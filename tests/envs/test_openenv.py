@@ -2,19 +2,18 @@
 
 import contextlib
 import runpy
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from hocket.config import load
-from hocket.envs import Action
 from hocket.envs.base import ENVIRONMENTS, bind
 from hocket.errors import ConfigError
 from hocket.types import Prompt
+from support.episodes import action, user
+from support.processes import free_port, wait_for
 
 PROMPT = Prompt(id="p", token_ids=(1,), text="Guess.", meta={"reset": {"highest": 5}})
 
@@ -61,24 +60,16 @@ def numbers() -> Any:
 def served(app: Any) -> Iterator[str]:
     import uvicorn
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    ends = time.monotonic() + 30
-    while not server.started and time.monotonic() < ends:
-        time.sleep(0.01)
+    wait_for(lambda: server.started, "the server has started")
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         thread.join(10)
-
-
-def action(text: str) -> Action:
-    return Action(text=text, token_ids=(5,), finish_reason="stop")
 
 
 async def test_an_episode_is_a_session_of_the_server() -> None:
@@ -91,7 +82,7 @@ async def test_an_episode_is_a_session_of_the_server() -> None:
         assert own is not None
         assert own.messages[0]["content"] == "1 to 9, seed 3"  # of the row
         assert start is not None
-        assert start.messages == [{"role": "user", "content": "1 to 5, seed 7"}]
+        assert start.messages == user("1 to 5, seed 7")
         first, last = await one.step(action("4")), await one.step(action(" 5"))
         assert (first.reward, first.done, first.messages[0]["content"]) == (-0.25, False, "higher")
         assert (last.reward, last.done, last.messages) == (1.0, True, ())

@@ -1,33 +1,28 @@
 """Files written for OpenRLHF, unchanged, with a fake engine: state, texts, rewards, numbers; and examples/agents."""
 
+import dataclasses
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from hocket.client.batcher import Turn
-from hocket.client.pool import Deadline, ServerPool
+from hocket.client.pool import ServerPool
 from hocket.common.registry import load_plugins
-from hocket.config import DataConfig
-from hocket.data.prompts import renderer_of
-from hocket.data.renderer import Renderer
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
 from hocket.observe.metrics import rollout_metrics
 from hocket.observe.rows import rollout_of, row_of
-from hocket.protocol import Completion, SamplingParams, ToolCall
-from hocket.rollout.collect import Seat
-from hocket.rollout.episode import Limits
+from hocket.protocol import Completion, ToolCall
 from hocket.rollout.players import player
 from hocket.types import Group, Prompt, Rollout, Score
 from support import fakes
+from support.batches import SAMPLING
+from support.episodes import END, FakeEngine, limits, renderer, seat, user
 from support.processes import ROOT
 
 EXAMPLES = ROOT / "examples" / "agents"
-END = 1  # ends a turn in checkpoints/tiny-tools
 NUMBERED = """
 import numpy
 turns = 0
@@ -49,55 +44,38 @@ class AgentInstance:
 """
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-tools")
+def saying(*texts: str, calls: tuple[ToolCall, ...] = ()) -> FakeEngine:
+    """Says these texts turn by turn, over again; `calls`: of the first turn."""
 
-
-class Fake:
-    """Says what it is told to, turn by turn, and keeps the turns."""
-
-    def __init__(self, tokenizer: Any, *texts: str, calls: tuple[ToolCall, ...] = ()) -> None:
-        self.tokenizer, self.texts, self.calls = tokenizer, texts, calls
-        self.turns: list[Turn] = []
-
-    async def ask(self, turn: Turn) -> Completion:
-        text = self.texts[len(self.turns) % len(self.texts)]
-        calls = self.calls if not self.turns else ()
-        self.turns.append(turn)
-        token_ids = (*self.tokenizer.encode(text, add_special_tokens=False), END)
+    def says(turn: Turn) -> Completion:
+        number = len(engine.turns)
+        text = texts[number % len(texts)]
+        token_ids = (*renderer().encode([text])[0], END)
         said = fakes.completion(*token_ids, logprobs=(-1.0,) * len(token_ids), text=text)
-        return said.model_copy(update={"tool_calls": calls})
+        return said.model_copy(update={"tool_calls": () if number else calls})
 
-    def seen(self, turn: int) -> str:
-        text: str = self.tokenizer.decode(self.turns[turn].token_ids)
-        return text
+    engine = FakeEngine(says)
+    return engine
 
 
-async def played(engine: Fake, name: str, answer: str = "12", **options: Any) -> Rollout:
-    make: Callable[[], Any] = bind(name, options)
-    renderer: Renderer = renderer_of(DataConfig(), engine.tokenizer)
-    chat = ({"role": "user", "content": "3*4"},)
-    token_ids = renderer.encode([renderer.render(chat)])[0]
+async def played(engine: FakeEngine, name: str, answer: str = "12", **options: Any) -> Rollout:
+    chat = (*user("3*4"),)
+    (token_ids,) = renderer().encode([renderer().render(chat)])
     prompt = Prompt(id="p", token_ids=tuple(token_ids), messages=chat, answer=answer)
-    seat = Seat(
-        id="s/0/0", group="s/0", number=0, sampling=SamplingParams(max_tokens=20, seed=1), deadline=Deadline(60)
-    )
-    limits = Limits(max_turns=8, max_length=400, timeout_s=20.0)
-    return await player(make, ServerPool([]), engine.ask, renderer, limits)(prompt, seat)
+    bounds = limits(max_turns=8, max_length=400, timeout_s=20.0)
+    place = dataclasses.replace(seat(), sampling=SAMPLING.model_copy(update={"max_tokens": 20}))
+    return await player(bind(name, options), ServerPool([]), engine.ask, renderer(), bounds)(prompt, place)
 
 
-async def test_a_function_keeps_its_globals_for_one_episode_and_numbers_become_metrics(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+async def test_a_function_keeps_its_globals_for_one_episode_and_numbers_become_metrics(tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(NUMBERED)
     for _ in range(2):  # the second episode begins anew
-        engine = Fake(tokenizer, "a", "b", "c")
+        engine = saying("a", "b", "c")
         rollout = await played(engine, "step", path=str(tmp_path / "my_agent.py"))
         prompt = engine.seen(0)
         assert rollout.error is None
         assert engine.seen(2) == f"{prompt}a<|end|>[1]b<|end|>[2]"
-        assert [turn.sampling.stop for turn in engine.turns] == [(), ("x", "y"), ("z",)]
+        assert [turn.sampling.stop for turn, _ in engine.turns] == [(), ("x", "y"), ("z",)]
         assert rollout.reward == 1 + 2 + 3
         assert rollout.metrics == {"env/turns": 3.0, "env/array": 1.5}
     group = Group(id="g", rollouts=(rollout, rollout), scores=(Score(total=1.0), Score(total=0.0)))
@@ -116,10 +94,10 @@ async def test_a_function_keeps_its_globals_for_one_episode_and_numbers_become_m
     ],
 )
 async def test_a_class_may_add_to_the_prompt_and_what_rewrites_it_is_refused(
-    start: str, told: str, says: str, tokenizer: Any, tmp_path: Path
+    start: str, told: str, says: str, tmp_path: Path
 ) -> None:
     (tmp_path / "agent.py").write_text(WHOLE.replace("START", start).replace("TOLD", told))
-    engine = Fake(tokenizer, "a")
+    engine = saying("a")
     rollout = await played(engine, "step", path=str(tmp_path / "agent.py"))
     assert says in str(rollout.error)
     assert says or (engine.seen(0)[-5:], rollout.error, rollout.reward) == ("Hint.", None, 0.5)
@@ -131,18 +109,18 @@ def test_a_file_without_either_is_refused(tmp_path: Path) -> None:
         bind("step", {"path": str(tmp_path / "empty.py")})
 
 
-async def test_the_example_turns_asks_again_and_pays_less_for_it(tokenizer: Any) -> None:
+async def test_the_example_turns_asks_again_and_pays_less_for_it() -> None:
     assert importlib.util.find_spec("openrlhf") is None  # what it imports is stood in for
-    engine = Fake(tokenizer, "11", "12")
+    engine = saying("11", "12")
     rollout = await played(engine, "step", path=str(EXAMPLES / "turns.py"))
     assert (rollout.error, rollout.reward) == (None, 0.5)
     assert engine.seen(1).endswith("and answer again.<|im_end|>\n<|im_start|>assistant\n")
     assert rollout.metrics == {"env/scores": 1.0, "env/tries": 2.0}
-    assert (await played(Fake(tokenizer, "11"), "step", path=str(EXAMPLES / "turns.py"))).metrics["env/tries"] == 3
+    assert (await played(saying("11"), "step", path=str(EXAMPLES / "turns.py"))).metrics["env/tries"] == 3
 
 
-async def test_the_example_guess_gives_hints_in_the_template_of_the_small_policy(tokenizer: Any) -> None:
-    engine = Fake(tokenizer, "9", "15", "12")
+async def test_the_example_guess_gives_hints_in_the_template_of_the_small_policy() -> None:
+    engine = saying("9", "15", "12")
     rollout = await played(engine, "step", path=str(EXAMPLES / "guess.py"))
     assert (rollout.error, rollout.reward) == (None, 1.0)
     assert engine.seen(2).endswith(
@@ -151,10 +129,10 @@ async def test_the_example_guess_gives_hints_in_the_template_of_the_small_policy
     assert rollout.metrics == {"env/scores": 1.0, "env/guesses": 3.0}
 
 
-async def test_the_example_tools_are_called_and_answer(tokenizer: Any) -> None:
+async def test_the_example_tools_are_called_and_answer() -> None:
     load_plugins([str(EXAMPLES / "tools.py")])
     calls = tuple(ToolCall(name=name, arguments='{"a": 3, "b": 4}') for name in ("multiply", "async_add"))
-    engine = Fake(tokenizer, "calls", "12", calls=calls)
+    engine = saying("calls", "12", calls=calls)
     rollout = await played(engine, "tools", tools=["multiply", "async_add"], parser="hermes")
     assert rollout.error is None
     assert [message["content"] for message in rollout.sequences[0].dialogue] == ["calls", "12", "7", "12"]

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from hocket.envs import Action, tool
+from hocket.envs import tool
 from hocket.envs.base import bind
-from hocket.envs.tools import TOOLS, calculate
+from hocket.envs.tools import TOOLS, Tools, calculate
 from hocket.errors import ConfigError
 from hocket.protocol import ToolCall
+from support.episodes import action
 
 release, both = threading.Event(), threading.Barrier(2)
 
@@ -63,15 +64,20 @@ CUT = "\n[cut after 9 of 10 characters]"
 NAMES = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests", "slope_of_tests"]
 
 
+def toolset(*names: str, **options: Any) -> Tools:
+    made = bind("tools", {"tools": names, "parser": "hermes", **options})()
+    assert isinstance(made, Tools)
+    return made
+
+
 async def results(*calls: ToolCall, timeout_s: float = 20.0) -> list[dict[str, Any]]:
-    episode = bind("tools", {"tools": NAMES, "parser": "hermes", "call_timeout_s": timeout_s})()
-    step = await episode.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
+    step = await toolset(*NAMES, call_timeout_s=timeout_s).step(action("", *calls))
     assert step.done == (not calls)
     return [dict(message) for message in step.messages]
 
 
 def test_the_model_is_shown_name_types_and_docstring() -> None:
-    toolbox = bind("tools", {"tools": ["calculate", "weather_of_tests"], "parser": "hermes"})().toolbox
+    toolbox = toolset("calculate", "weather_of_tests").toolbox
     assert toolbox is not None
     assert toolbox.parser == "hermes"
     function = toolbox.tools[1]["function"]
@@ -87,7 +93,7 @@ def test_a_function_without_hints_or_docstring_is_refused() -> None:
 
     assert TOOLS.get("bare_of_tests") is bare_of_tests
     with pytest.raises(ConfigError, match="tool 'bare_of_tests' can't be shown to a model"):
-        bind("tools", {"tools": ["bare_of_tests"], "parser": "hermes"})
+        toolset("bare_of_tests")
 
 
 async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -> None:
@@ -100,13 +106,8 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
     )
     said = ["met", "met", '{"city": "Köln", "sun": [true, true]}', "408", "d/dx x"]
     assert [answer["content"] for answer in answers] == said
-    assert [answer["tool_call_id"] for answer in answers] == [
-        "call00001",
-        "functions.meet:1",
-        "call00003",
-        "call00004",
-        "call00005",
-    ]
+    ids = ["call00001", "functions.meet:1", "call00003", "call00004", "call00005"]
+    assert [answer["tool_call_id"] for answer in answers] == ids
     assert {answer["role"] for answer in answers} == {"tool"}
     assert await results() == []  # an answer without a call ends the episode
 
@@ -121,9 +122,7 @@ async def test_the_model_sees_what_a_tool_draws() -> None:
         """
         return Image.new("RGB", (4, 4), colour)
 
-    made = bind("tools", {"tools": ["draw_of_tests"], "parser": "hermes"})()
-    calls = (call("draw_of_tests", '{"colour": "red"}'),)
-    step = await made.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
+    step = await toolset("draw_of_tests").step(action("", call("draw_of_tests", '{"colour": "red"}')))
     (part,) = step.messages[0]["content"]
     assert (part["type"], part["image"].getpixel((0, 0))) == ("image", (255, 0, 0))
 
@@ -179,22 +178,19 @@ async def test_a_result_of_megabytes_is_cut_with_a_note(result: str, most: int, 
         return result
 
     try:
-        make = bind("tools", {"tools": ["long_of_tests"], "parser": "hermes", "max_result": most})
-        calls = (call("long_of_tests", "{}"),)
-        step = await make().step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
+        step = await toolset("long_of_tests", max_result=most).step(action("", call("long_of_tests", "{}")))
         assert step.messages[0]["content"] == said
     finally:
         TOOLS.forget("long_of_tests")
 
 
 async def test_an_episode_has_so_many_seconds_for_tools_and_counts_each_tool() -> None:
-    options = {"tools": ["calculate", "slow_of_tests"], "parser": "hermes", "tool_seconds": 0.3}
-    episode = bind("tools", options)()
+    episode = toolset("calculate", "slow_of_tests", tool_seconds=0.3)
     calls = (call("calculate", '{"expression": "1/0"}'), call("slow_of_tests", "{}"), call("nothing", "{}"))
     answers = []
     try:
         for _ in range(2):
-            step = await episode.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
+            step = await episode.step(action("", *calls))
             answers.append([str(message["content"]) for message in step.messages])
     finally:
         release.set()

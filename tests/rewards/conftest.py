@@ -1,5 +1,5 @@
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,35 +7,10 @@ import pytest
 
 from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
-from hocket.rewards import RewardScorer
 from hocket.rewards.base import REWARDS, reward
-from hocket.types import Prompt, Rollout, Score, TokenSequence
+from hocket.types import Score
 from support.batches import scorer_of_all
-
-
-@pytest.fixture
-def make_rollout() -> Callable[..., Rollout]:
-    def make(
-        text: str = "abcd",
-        *,
-        answer: str | None = "abcd",
-        id: str = "step 1/0/0",
-        num_sampled: int = 3,
-        reward: float | None = None,
-    ) -> Rollout:
-        chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"})
-        prompt = Prompt(
-            id="rows.jsonl:1", token_ids=(1, 2), messages=chat, text="Sort: dbca", answer=answer, meta={"level": 2}
-        )
-        sequence = TokenSequence(
-            token_ids=(1, 2, *range(10, 10 + num_sampled)),
-            mask=(False, False) + (True,) * num_sampled,
-            logprobs=(0.0, 0.0) + (-0.5,) * num_sampled,
-            text=text,
-        )
-        return Rollout(id=id, prompt=prompt, reward=reward, sequences=(sequence,))
-
-    return make
+from support.episodes import Register, Scorers, Scores, make_rollout
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +23,7 @@ def plugin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def scorer_of() -> Iterator[Callable[..., RewardScorer]]:
+def scorer_of() -> Iterator[Scorers]:
     """Makes scorers from rewards.functions and closes them."""
     with contextlib.ExitStack() as stack:
         yield lambda functions, **settings: stack.enter_context(
@@ -57,9 +32,7 @@ def scorer_of() -> Iterator[Callable[..., RewardScorer]]:
 
 
 @pytest.fixture
-def scores_of(
-    scorer_of: Callable[..., RewardScorer], make_rollout: Callable[..., Rollout]
-) -> Callable[..., Awaitable[Sequence[Score]]]:
+def scores_of(scorer_of: Scorers) -> Scores:
     """Scores texts as a group, by rewards.functions."""
 
     async def scores(
@@ -72,7 +45,7 @@ def scores_of(
 
 
 @pytest.fixture
-def register() -> Iterator[Callable[..., None]]:
+def register() -> Iterator[Register]:
     """Registers rewards of one test, in this process if they are not async."""
     names = []
 

@@ -1,16 +1,12 @@
 import json
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hocket.rewards import RewardScorer, builtin
+from hocket.rewards import builtin
 from hocket.rewards.base import REWARDS
-from hocket.types import Rollout
-
-Make = Callable[..., Rollout]
-Scorers = Callable[..., RewardScorer]
+from support.episodes import Scorers, make_rollout
 
 
 @pytest.mark.parametrize(
@@ -119,14 +115,14 @@ def test_countdown_wants_each_number_once_and_the_target(completion: str, value:
         builtin.countdown(completion, "55", {"nums": [1]}, numbers="given")
 
 
-async def test_env_is_the_environments_reward_or_an_error(scorer_of: Scorers, make_rollout: Make) -> None:
+async def test_env_is_the_environments_reward_or_an_error(scorer_of: Scorers) -> None:
     scorer = scorer_of({"env": 2.0})
     assert (await scorer.score(make_rollout("x", reward=0.25))).total == 0.5
     assert "set env.name" in ((await scorer.score(make_rollout("x"))).error or "")
     assert "not a finite number" in ((await scorer.score(make_rollout("x", reward=float("nan")))).error or "")
 
 
-def test_random_depends_on_the_rollout_and_the_seed_only(make_rollout: Make) -> None:
+def test_random_depends_on_the_rollout_and_the_seed_only() -> None:
     def draw(seed: int, text: str) -> list[float]:
         return [builtin.random(make_rollout(text, id=f"step 1/{i}/0"), seed) for i in range(2000)]
 

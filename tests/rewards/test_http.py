@@ -1,16 +1,12 @@
-from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
 from hocket.errors import ConfigError
-from hocket.rewards import RewardScorer, runners
+from hocket.rewards import runners
 from hocket.rewards.http import MAX_SHOWN, retry_after
-from hocket.types import Score
+from support.episodes import Scorers, Scores
 from support.service import Answer, Saying
-
-Scorers = Callable[..., RewardScorer]
-Scores = Callable[..., Awaitable[Sequence[Score]]]
 
 
 async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample_gets_its_own_result(

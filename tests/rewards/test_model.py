@@ -13,11 +13,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from hocket.errors import ConfigError
-from hocket.rewards import RewardScorer
 from hocket.types import Rollout
-
-Make = Callable[..., Rollout]
-Scorers = Callable[..., RewardScorer]
+from support.episodes import Scorers, make_rollout
 
 TEMPLATE = "{% for m in messages %}{{ '^' if m.role == 'assistant' else '#' }}{{ m.content }}<eos>{% endfor %}"
 SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -80,7 +77,6 @@ def by_hand(path: str, rollout: Rollout) -> torch.Tensor:
 )
 async def test_a_group_gets_what_transformers_gives_each_completion_alone(
     scorer_of: Scorers,
-    make_rollout: Make,
     tmp_path: Path,
     kind: str,
     changes: dict[str, Any],
@@ -95,7 +91,7 @@ async def test_a_group_gets_what_transformers_gives_each_completion_alone(
 
 
 async def test_what_is_too_long_or_can_not_be_encoded_is_an_error_and_the_others_have_their_scores(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+    scorer_of: Scorers, tmp_path: Path
 ) -> None:
     path = made(tmp_path, "Qwen2", template=TEMPLATE)
     # "#Be brief.<eos>#Sort: dbca<eos>^" and "<eos>" are 23 tokens: the tokenizer knows no space
@@ -110,7 +106,7 @@ async def test_what_is_too_long_or_can_not_be_encoded_is_an_error_and_the_others
 
 
 async def test_a_model_whose_positions_begin_behind_the_padding_reads_as_many_fewer(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+    scorer_of: Scorers, tmp_path: Path
 ) -> None:
     path = made(tmp_path, "Roberta", pad_token_id=1, type_vocab_size=2)  # 64 positions, of which the first is 2
     whole, long = await scorer_of({"reward_model": {"path": path}}).score_group(

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,12 +22,9 @@ from hocket.rewards.scorer import Workers
 from hocket.rewards.scores import as_score, compose
 from hocket.types import Rollout, Score, TokenSequence
 from support import fakes
+from support.episodes import Register, Scorers, Scores, make_rollout
 from support.processes import wait_for
 
-Make = Callable[..., Rollout]
-Scorers = Callable[..., RewardScorer]
-Scores = Callable[..., Awaitable[Sequence[Score]]]
-Register = Callable[..., None]
 pytestmark = pytest.mark.usefixtures("plugin")
 
 PLUGIN = """
@@ -66,7 +63,7 @@ def longest(completions, answer):
 """
 
 
-def test_a_function_gets_only_what_it_names(make_rollout: Make, register: Register) -> None:
+def test_a_function_gets_only_what_it_names(register: Register) -> None:
     register("few", lambda meta, completion, share=0.5: share)
     register("all", lambda completion, prompt, messages, answer, token_ids, finish_reason, rollout: 0.0)
     register("open", lambda completion, **options: options)
@@ -125,7 +122,7 @@ def test_numbers_of_any_kind_are_values_and_a_dict_adds_up_and_a_score_has_its_t
 
 @pytest.mark.usefixtures("one_worker")
 async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_again_in_the_next_and_torn_down_at_the_end(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+    scorer_of: Scorers, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a", "b"]}}, timeout_s=60)
@@ -149,7 +146,7 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_again_in_
 )
 @pytest.mark.usefixtures("one_worker")
 async def test_a_class_that_hangs_or_exits_in_set_up_or_tear_down_costs_its_score_and_leaves_nothing(
-    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch, where: str, error: str
+    scorer_of: Scorers, monkeypatch: pytest.MonkeyPatch, where: str, error: str
 ) -> None:
     monkeypatch.setattr("hocket.rewards.scorer.TEAR_DOWN_S", 0.5)
     before = set(psutil.Process().children(recursive=True))
@@ -185,9 +182,7 @@ class Judge:
         return self.share * len(completion)
 
 
-def test_an_async_class_lives_as_long_as_its_event_loop(
-    scorer_of: Scorers, make_rollout: Make, register: Register
-) -> None:
+def test_an_async_class_lives_as_long_as_its_event_loop(scorer_of: Scorers, register: Register) -> None:
     register("grader", Judge)
     scorer = scorer_of({"grader": {"share": 0.5}})
 
@@ -211,9 +206,7 @@ async def test_an_async_class_that_hangs_or_fails_in_set_up_costs_its_score_alon
         assert (score.error, score.parts) == (f"grader: {error}", {"exact_match": 1.0})
 
 
-async def test_training_and_evaluation_share_calls_and_each_counts_its_own_rewards(
-    make_rollout: Make, register: Register
-) -> None:
+async def test_training_and_evaluation_share_calls_and_each_counts_its_own_rewards(register: Register) -> None:
     register("grader", Judge)
     config = RewardsConfig.model_validate({"functions": {"grader": {"weight": 0.5}, "exact_match": 1.0}})
     Judge.seen.clear()
@@ -227,9 +220,7 @@ async def test_training_and_evaluation_share_calls_and_each_counts_its_own_rewar
     assert Judge.seen == ["set up", "abcd", "abcd"]
 
 
-async def test_a_group_is_ranked_in_one_call_without_the_rollouts_that_failed(
-    scorer_of: Scorers, make_rollout: Make
-) -> None:
+async def test_a_group_is_ranked_in_one_call_without_the_rollouts_that_failed(scorer_of: Scorers) -> None:
     scorer = scorer_of({"longest": 2.0, "exact_match": 1.0}, timeout_s=60)
     failed = Rollout(id="f", prompt=make_rollout().prompt, sequences=make_rollout().sequences, error="no server")
     first, lost, second = await scorer.score_group([make_rollout("ab", answer=""), failed, make_rollout("abc")])
@@ -301,7 +292,7 @@ async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_
 
 @pytest.mark.usefixtures("one_worker")
 async def test_what_a_call_takes_is_told_without_queues_and_back_offs(
-    scorer_of: Scorers, make_rollout: Make, register: Register, monkeypatch: pytest.MonkeyPatch
+    scorer_of: Scorers, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     time, refused = fakes.Clock(), list[str]()
 

@@ -4,7 +4,7 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -12,14 +12,11 @@ import pytest
 
 from hocket.common.registry import load_plugins
 from hocket.errors import ConfigError, RewardError
-from hocket.rewards import RewardScorer
 from hocket.rewards.scorer import NUM_WORKERS, refuse_failing
-from hocket.types import Group, Rollout, Score
+from hocket.types import Group, Score
+from support.episodes import Register, Scorers, Scores, make_rollout
 from support.processes import wait_for
 
-Make = Callable[..., Rollout]
-Scorers = Callable[..., RewardScorer]
-Scores = Callable[..., Awaitable[Sequence[Score]]]
 pytestmark = pytest.mark.usefixtures("plugin")
 
 PLUGIN = """
@@ -97,7 +94,7 @@ def test_workers_start_before_the_first_score_which_need_not_wait_for_them(score
     wait_for(lambda: psutil.Process().children() == before, "no worker is left", 60)
 
 
-async def test_the_total_is_weighted_and_the_parts_are_not(scorer_of: Scorers, make_rollout: Make) -> None:
+async def test_the_total_is_weighted_and_the_parts_are_not(scorer_of: Scorers) -> None:
     functions = {"exact_match": 2.0, "length": {"weight": 0.5, "target": 4}, "picky": 0.1, "slow_judge": 1.0}
     score = await scorer_of(functions).score(make_rollout("abcd", num_sampled=3))
     # 2·1 + 0.5·(−1/4) + 0.1·(0.5 + 0.25) + 0.75
@@ -106,9 +103,7 @@ async def test_the_total_is_weighted_and_the_parts_are_not(scorer_of: Scorers, m
     assert (score.parts, score.error) == (parts | {"slow_judge": 0.75}, None)
 
 
-async def test_a_failing_reward_is_an_error_and_never_zero(
-    scorer_of: Scorers, make_rollout: Make, plugin: Path
-) -> None:
+async def test_a_failing_reward_is_an_error_and_never_zero(scorer_of: Scorers, plugin: Path) -> None:
     scorer = scorer_of({"exact_match": 1.0, "picky": 1.0}, timeout_s=60)
     unpicklable = make_rollout("b", answer="b")
     unpicklable.prompt.meta["of"] = lambda: None  # type: ignore[index]
@@ -132,7 +127,7 @@ async def test_an_answer_that_a_reward_forges_is_read_like_a_result(scores_of: S
 
 
 async def test_a_reward_that_hangs_ends_at_the_deadline_with_all_that_it_started_and_others_go_on(
-    scorer_of: Scorers, make_rollout: Make, plugin: Path
+    scorer_of: Scorers, plugin: Path
 ) -> None:
     scorer = scorer_of({"picky": 1.0}, timeout_s=3)
     hanging = asyncio.create_task(scorer.score(make_rollout("child")))  # it waits for a program of its own
@@ -144,7 +139,7 @@ async def test_a_reward_that_hangs_ends_at_the_deadline_with_all_that_it_started
     await _until(lambda: not _sleeps(plugin))
 
 
-async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, make_rollout: Make, plugin: Path) -> None:
+async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, plugin: Path) -> None:
     scorer = scorer_of({"picky": 1.0}, timeout_s=3600)
     score = asyncio.create_task(scorer.score(make_rollout("child")))
     await _until(lambda: _sleeps(plugin))
@@ -155,7 +150,7 @@ async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, make_rollo
 
 
 async def test_an_async_reward_that_hangs_is_cancelled_and_one_that_ignores_that_holds_nothing_up(
-    scorer_of: Scorers, make_rollout: Make
+    scorer_of: Scorers,
 ) -> None:
     reported = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
@@ -175,9 +170,7 @@ async def test_an_async_reward_that_hangs_is_cancelled_and_one_that_ignores_that
     assert reported == []  # nor what one raises that nobody waits for
 
 
-def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop_after_cancelled_ones(
-    scorer_of: Scorers, make_rollout: Make
-) -> None:
+def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop_after_cancelled_ones(scorer_of: Scorers) -> None:
     functions = {"exact_match": 1.0, "vowels": {"share": 0.5}, "slow_judge": 1.0, "pid": 1.0}
     scorer = scorer_of(functions, timeout_s=60)
     rollouts = [make_rollout("a" * i, answer="a" * 30) for i in range(100)]
@@ -197,15 +190,13 @@ def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop_after_canc
             assert parts == {"exact_match": float(i == 30), "vowels": i / 2, "slow_judge": 0.75}
 
 
-def test_a_worker_reward_that_no_other_process_can_reach_is_refused(
-    scorer_of: Scorers, register: Callable[..., None]
-) -> None:
+def test_a_worker_reward_that_no_other_process_can_reach_is_refused(scorer_of: Scorers, register: Register) -> None:
     register("local", lambda completion: 0.0, inline=False)
     with pytest.raises(ConfigError, match="define it at the top level of a Python file named under plugins"):
         scorer_of({"local": 1.0})
 
 
-async def test_an_inline_reward_of_one_s_own_needs_no_worker(scores_of: Scores, register: Callable[..., None]) -> None:
+async def test_an_inline_reward_of_one_s_own_needs_no_worker(scores_of: Scores, register: Register) -> None:
     register("own", lambda completion: os.getpid() / int(completion))
     here, failed = await scores_of({"own": 1.0}, "1", "0")
     assert (here.total, "ZeroDivisionError" in str(failed.error)) == (os.getpid(), True)
@@ -223,7 +214,6 @@ async def test_a_plugin_that_only_loads_here_says_so(scores_of: Scores, tmp_path
 @pytest.mark.parametrize("reward", ["slow_judge", "sleepy"])  # async, in a worker
 async def test_a_reward_that_gives_no_result_is_said_while_it_is_waited_for_and_soon_ends_the_run(
     scorer_of: Scorers,
-    make_rollout: Make,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     reward: str,
@@ -248,7 +238,7 @@ async def test_a_reward_that_gives_no_result_is_said_while_it_is_waited_for_and_
     assert all(late in str(one.error) for one in await scorer.score_group(hangs * 2))
 
 
-def test_too_many_failed_scores_stop_the_run_with_the_first_cause(make_rollout: Make) -> None:
+def test_too_many_failed_scores_stop_the_run_with_the_first_cause() -> None:
     scores = (Score(total=1.0), Score(total=0.0, error="math: hung"), Score(total=0.0, error="math: raised"))
     group = Group(id="g", rollouts=(make_rollout(),) * 3, scores=scores)
     refuse_failing([group], 0.7)  # two of three

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,8 @@ import yaml
 
 from hocket import config
 from hocket.commands.cli import main
-from hocket.rewards import RewardScorer
-from hocket.types import Rollout
+from support.episodes import Scorers, make_rollout
 from support.processes import free_port
-
-Make = Callable[..., Rollout]
-Scorers = Callable[..., RewardScorer]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").split("### On another GPU or machine")[1]
@@ -75,7 +71,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def test_http_gets_totals_parts_notes_and_errors_of_another_process_as_from_its_own(
-    url: str, scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
+    url: str, scorer_of: Scorers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOCKET_TOKEN", TOKEN)
     documented = config.load(None, ASKS[-1:]).rewards.functions["http"].model_extra

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,8 @@ from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
 from support import hostile
 from support.batches import scorer_of_all
+from support.episodes import Scorers, make_rollout
 from support.processes import started, wait_for
-
-Make = Callable[..., Rollout]
 
 PLUGIN = """
 import ctypes, json, os, re, signal, sys, threading, time
@@ -97,7 +96,7 @@ TOOK = "its worker process ended: it took more than 1000 MiB or 20 processes"
     ],
 )
 async def test_a_reward_that_raises_ends_hangs_or_takes_too_much_is_an_error(
-    scorer: RewardScorer, make_rollout: Make, monkeypatch: pytest.MonkeyPatch, does: str, error: str
+    scorer: RewardScorer, monkeypatch: pytest.MonkeyPatch, does: str, error: str
 ) -> None:
     assert (await scorer.score(make_rollout("1"))).total == 1
     with monkeypatch.context() as patch:
@@ -127,9 +126,7 @@ async def test_a_reward_that_raises_ends_hangs_or_takes_too_much_is_an_error(
         ("Score(total=1.0, error='\\ud800' + 'x' * 10**6)", "?" + "x" * 1900),
     ],
 )
-async def test_a_reward_that_returns_no_number_is_an_error(
-    scorer: RewardScorer, make_rollout: Make, returns: str, error: str
-) -> None:
+async def test_a_reward_that_returns_no_number_is_an_error(scorer: RewardScorer, returns: str, error: str) -> None:
     assert await error_of(scorer, make_rollout(returns)) == starts_with(f"torture: {error}")
     assert (await scorer.score(make_rollout("2"))).total == 2
 
@@ -139,7 +136,7 @@ async def test_a_reward_that_returns_no_number_is_an_error(
     [("'so'", "torture: so"), ("'x\\ud800' * 10**6", ("torture: " + "x?" * 1000)[:2000]), ("[5]", "torture: [5]")],
 )
 async def test_a_note_crosses_the_pipe_as_text_of_bounded_length_with_a_score_or_an_error(
-    scorer: RewardScorer, make_rollout: Make, note: str, kept: str
+    scorer: RewardScorer, note: str, kept: str
 ) -> None:
     for error in ("None", "'refused'"):
         assert (await scorer.score(make_rollout(f"Score(total=2.0, error={error}, note={note})"))).note == kept
@@ -158,14 +155,12 @@ async def test_a_note_crosses_the_pipe_as_text_of_bounded_length_with_a_score_or
         '["", 5.0,',
     ],
 )
-async def test_whatever_a_reward_writes_to_its_socket_is_an_error(
-    scorer: RewardScorer, make_rollout: Make, writes: str
-) -> None:
+async def test_whatever_a_reward_writes_to_its_socket_is_an_error(scorer: RewardScorer, writes: str) -> None:
     assert await error_of(scorer, make_rollout(f"b'{writes}'")) == f"torture: {NONSENSE}"
     assert (await scorer.score(make_rollout("2"))).total == 2
 
 
-async def test_a_second_answer_is_never_the_next_rollouts(scorer: RewardScorer, make_rollout: Make) -> None:
+async def test_a_second_answer_is_never_the_next_rollouts(scorer: RewardScorer) -> None:
     late = f"threading.Timer(0.1, os.write, (descriptor, b'{FRAME}')).start() or 1.0"
     assert (await scorer.score(make_rollout(late))).total == 1
     (worker,) = scorer._calls._workers.values()
@@ -175,15 +170,13 @@ async def test_a_second_answer_is_never_the_next_rollouts(scorer: RewardScorer, 
     assert await error_of(scorer, make_rollout(at_once)) == f"torture: {NONSENSE}"
 
 
-async def test_a_reward_that_forks_and_returns_in_both_processes_answers_once(
-    scorer: RewardScorer, make_rollout: Make
-) -> None:
+async def test_a_reward_that_forks_and_returns_in_both_processes_answers_once(scorer: RewardScorer) -> None:
     for _ in range(30):  # more than there may be processes
         assert (await scorer.score(make_rollout("os.fork() and 1.0"))).total == 1
         assert (await scorer.score(make_rollout("2"))).total == 2
 
 
-async def test_a_daemon_ends_with_its_worker(scorer: RewardScorer, make_rollout: Make, mark: str) -> None:
+async def test_a_daemon_ends_with_its_worker(scorer: RewardScorer, mark: str) -> None:
     assert (await scorer.score(make_rollout("daemonise() or 1.0"))).total == 1
     wait_for(lambda: len(started(mark)) == 3, "the worker, what watches it, and the daemon; earlier forks have ended")
     before = started(mark)
@@ -192,7 +185,7 @@ async def test_a_daemon_ends_with_its_worker(scorer: RewardScorer, make_rollout:
 
 
 async def test_a_million_lines_are_dropped_after_the_first(
-    make_rollout: Make, mark: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    mark: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hocket.rewards.scorer.MAX_LINES", 10)
     with scorer_of_all(TORTURE) as scorer:
@@ -204,16 +197,14 @@ async def test_a_million_lines_are_dropped_after_the_first(
     assert capfd.readouterr() == ("", "")
 
 
-async def test_no_secret_is_in_its_environment(make_rollout: Make, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_secret_is_in_its_environment(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_TOKEN", "the servers' own")
     with scorer_of_all(TORTURE) as scorer:
         names = "{name: 1 for name in ('HOCKET_TOKEN', 'HOCKET_TORTURE') if name in os.environ}"
         assert (await scorer.score(make_rollout(names))).parts == {"torture": 1, "torture/HOCKET_TORTURE": 1}
 
 
-async def test_async_and_inline_ones_may_raise_anything_too(
-    scorer_of: Callable[..., RewardScorer], make_rollout: Make
-) -> None:
+async def test_async_and_inline_ones_may_raise_anything_too(scorer_of: Scorers) -> None:
     errors: dict[str, BaseException] = {
         "exits": SystemExit(2),
         "refuses": ValueError("\ud800" + "x" * 10**6),
@@ -236,9 +227,7 @@ async def test_async_and_inline_ones_may_raise_anything_too(
             assert await error_of(one, make_rollout(text)) == starts_with(f"raises_inline: {error}")
 
 
-async def test_a_sum_that_is_no_finite_number_is_an_error(
-    scorer_of: Callable[..., RewardScorer], make_rollout: Make
-) -> None:
+async def test_a_sum_that_is_no_finite_number_is_an_error(scorer_of: Scorers) -> None:
     reward("huge", inline=True)(lambda completion: 1e308)
     reward("huge_too", inline=True)(lambda completion: 1e308)
     assert "the weighted sum is inf" in await error_of(scorer_of({"huge": 1.0, "huge_too": 1.0}), make_rollout())

@@ -2,19 +2,17 @@
 
 import asyncio
 import collections
+import copy
 import dataclasses
 import math
 import random
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from hocket.client.batcher import Turn
-from hocket.client.pool import Deadline
 from hocket.common.tasks import seed_of
 from hocket.config import DataConfig, RewardSpec
 from hocket.data.prompts import renderer_of
@@ -26,51 +24,11 @@ from hocket.errors import ServerError
 from hocket.protocol import Completion, ToolCall
 from hocket.rewards.base import bind
 from hocket.rollout.collect import Seat
-from hocket.rollout.episode import Episode, Limits, TokenBudget
+from hocket.rollout.episode import Episode, TokenBudget
 from hocket.types import FinishReason, Group, Message, Prompt, Rollout
 from support import fakes
 from support.batches import SAMPLING, gathered, own_reward
-
-END, ASSISTANT = 1, 4
-"""Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""
-
-
-@pytest.fixture(scope="session")
-def renderer() -> Renderer:
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
-    return renderer_of(DataConfig(), tokenizer)
-
-
-class FakeEngine:
-    """Samples tokens that the seed alone decides, in random order; fails, where told to, after so many completions."""
-
-    def __init__(self, *, delay_s: float = 0.0, fail_after: int | None = None) -> None:
-        self.delay_s, self.fail_after = delay_s, fail_after
-        self.rng = random.Random(0)
-        self.turns: list[tuple[Turn, Completion]] = []
-
-    async def ask(self, turn: Turn) -> Completion:
-        assert turn.place.startswith(f"{turn.group}/")
-        await asyncio.sleep(self.delay_s * self.rng.random())
-        if self.fail_after is not None and len(self.turns) >= self.fail_after:
-            raise ServerError("the engine died", code="engine_dead")
-        completion = sampled(turn.seed, turn.sampling.max_tokens)
-        self.turns.append((turn, completion))
-        return completion
-
-
-def sampled(seed: int, max_tokens: int) -> Completion:
-    rng = random.Random(seed)
-    length = rng.randint(1, 6)
-    body = [rng.randrange(5, 260) for _ in range(length)]
-    token_ids = tuple([*body[:-1], END][:max_tokens])
-    return Completion(
-        token_ids=token_ids,
-        logprobs=tuple(-rng.random() for _ in token_ids),
-        finish_reason="stop" if token_ids[-1] == END else "length",
-        versions=((seed % 3 + 1, 0, len(token_ids)),),
-        text=f"text of {seed}",
-    )
+from support.episodes import END, FakeEngine, Scripted, limits, renderer, sampled, seat, seated, user
 
 
 class Wordy(Environment):
@@ -82,14 +40,14 @@ class Wordy(Environment):
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         self.mine, self.rng = self.gave[prompt.id], random.Random(seed)
         await asyncio.sleep(self.rng.random() / 200)
-        begin = Observation(messages=[{"role": "user", "content": "Begin."}], max_tokens=2)
+        begin = Observation(messages=user("Begin."), max_tokens=2)
         return self.rng.choice([None, Observation(text="Begin: "), begin])
 
     async def step(self, action: Action) -> Step:
         await asyncio.sleep(self.rng.random() / 200)
         content = self.rng.choice(["", "go on", "hallo 你好 <|end|>", "x" * 40])
         tools = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
-        said: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": content}]}, {"messages": tools}]
+        said: list[dict[str, Any]] = [{"messages": user(content)}, {"messages": tools}]
         says = self.rng.choice([*said, {"text": "\nHint: "}, {}])
         self.mine.append(self.rng.random())
         done, max_tokens = self.rng.random() < 0.25, self.rng.choice([None, 1, 3])
@@ -102,22 +60,22 @@ class Wordy(Environment):
 
 async def played(
     make: Callable[[], Environment],
-    renderer: Renderer,
-    engine: FakeEngine,
+    engine: FakeEngine | None = None,
     *,
-    num_prompts: int,
+    num_prompts: int = 1,
     group_size: int = 1,
-    limits: Limits | None = None,
     budget: int = 0,
+    seed: int = 77,
+    **bounds: Any,
 ) -> list[Group]:
     """Returns the groups in the order of their prompts, each of whose tokens names the prompt."""
-    limits, tokens = limits or Limits(max_turns=6, max_length=256, timeout_s=5.0), TokenBudget(lambda: budget)
+    ask, tokens = (engine or FakeEngine()).ask, TokenBudget(lambda: budget)
 
     async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        return await Episode(prompt, seat, make, engine.ask, renderer, limits, tokens).play()
+        return await Episode(prompt, seated(seat, seed), make, ask, renderer(), limits(**bounds), tokens).play()
 
-    chats: list[tuple[Message, ...]] = [({"role": "user", "content": f"{i:03}"},) for i in range(num_prompts)]
-    token_ids = renderer.encode([renderer.render(chat) for chat in chats])
+    chats: list[tuple[Message, ...]] = [(*user(f"{i:03}"),) for i in range(num_prompts)]
+    token_ids = renderer().encode([renderer().render(chat) for chat in chats])
     prompts = [
         Prompt(id=f"p{i}", token_ids=tuple(ids), messages=chat, answer="7")
         for i, (chat, ids) in enumerate(zip(chats, token_ids, strict=True))
@@ -125,12 +83,20 @@ async def played(
     return (await gathered(prompts, play, own_reward, group_size=group_size)).groups
 
 
+async def played_one(make: Callable[[], Environment], engine: FakeEngine | None = None, **bounds: Any) -> Rollout:
+    """Returns the rollout of one episode; its error is also that of its score."""
+    (group,) = await played(make, engine, **bounds)
+    assert group.scores[0].error == group.rollouts[0].error
+    return group.rollouts[0]
+
+
 async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_and_nothing_else(
-    renderer: Renderer,
+    seed: int,
 ) -> None:
     engine, gave = FakeEngine(), collections.defaultdict[str, list[float]](list)
-    limits = Limits(max_turns=6, max_length=80, timeout_s=30.0)
-    groups = await played(lambda: Wordy(gave), renderer, engine, num_prompts=1000, limits=limits)
+    groups = await played(
+        lambda: Wordy(gave), engine, num_prompts=1000, seed=seed, max_turns=6, max_length=80, timeout_s=30.0
+    )
     assert len(groups) == 1000
     assert len({turn.seed for turn, _ in engine.turns}) == len(engine.turns)  # no two turns share their random numbers
     turns_of = collections.defaultdict(list)
@@ -178,7 +144,7 @@ class Unruly(Environment):
         await self.trouble(0.08)
         if self.rng.random() < 0.05:
             return "higher"  # type: ignore[return-value]  # no Step
-        return Step(messages=[{"role": "user", "content": "go on"}], done=self.rng.random() < 0.3, reward=1.0)
+        return Step(messages=user("go on"), done=self.rng.random() < 0.3, reward=1.0)
 
     async def trouble(self, chance: float) -> None:
         await asyncio.sleep(self.rng.random() / 100)
@@ -191,21 +157,21 @@ class Unruly(Environment):
     async def close(self) -> None:
         self.closings += 1
         self.closed[self.closings] += 1
-        if self.rng.random() < 0.02:
+        if self.rng.random() < 0.1:
             raise OSError("can't close")
 
 
 async def test_three_hundred_episodes_with_failures_hangs_and_cancellations_are_all_accounted_for(
-    renderer: Renderer,
+    seed: int,
 ) -> None:
     closed: collections.Counter[int] = collections.Counter()
-    limits, engine = Limits(max_turns=5, max_length=256, timeout_s=1.0), FakeEngine(delay_s=0.0005)
-    groups = await played(lambda: Unruly(closed), renderer, engine, num_prompts=75, group_size=4, limits=limits)
+    engine, bounds = FakeEngine(delay_s=0.0005), {"max_turns": 5, "timeout_s": 1.0}
+    groups = await played(lambda: Unruly(closed), engine, num_prompts=75, group_size=4, seed=seed, **bounds)
     ids = [rollout.id for group in groups for rollout in group.rollouts]
     assert ids == [f"s/{i}/{j}" for i in range(75) for j in range(4)]  # each once, in its place
     scores = [score for group in groups for score in group.scores]
     errors = [score.error for score in scores if score.error is not None]
-    assert 30 < len(errors) < 300
+    assert 30 < len(errors) < 300  # about half have one, and each cause several: of a million seeds perhaps one hasn't
     for cause in ("KeyError", "SystemExit", "env.timeout_s=1 had", "was cancelled", "returned str", "close raised"):
         assert any(cause in error for error in errors), cause
     for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
@@ -223,18 +189,17 @@ class Endless(Unruly):
 
 
 @pytest.mark.parametrize("single", [False, True])
-async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer: Renderer, single: bool) -> None:
-    seven = tuple(renderer.encode([renderer.render(({"role": "user", "content": "007"},))])[0])
+async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(single: bool) -> None:
+    seven = tuple(renderer().encode([renderer().render(user("007"))])[0])
     closed: collections.Counter[int] = collections.Counter()
 
-    class Stuck(FakeEngine):
-        async def ask(self, turn: Turn) -> Completion:
-            if seven != turn.token_ids[: len(seven)]:
-                return await super().ask(turn)
-            turn.deadline._at = 0.0
-            raise ServerError("it has not finished in time", code="timeout")
+    def says(turn: Turn) -> Completion:
+        if seven != turn.token_ids[: len(seven)]:
+            return sampled(turn.seed, turn.sampling.max_tokens)
+        turn.deadline._at = 0.0
+        raise ServerError("it has not finished in time", code="timeout")
 
-    groups = await played(SingleTurn if single else lambda: Endless(closed), renderer, Stuck(), num_prompts=12)
+    groups = await played(SingleTurn if single else lambda: Endless(closed), FakeEngine(says), num_prompts=12)
     (late,) = [group.rollouts[0] for group in groups if "rollout.timeout_s" in str(group.scores[0].error)]
     error = "the episode was not over within 60 s (rollout.timeout_s): it has not finished in time"
     assert (late.prompt.id, late.error, late.sequences[0].turns, late.num_sampled) == ("p7", error, 0, 0)
@@ -244,29 +209,32 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
 
 
 @pytest.mark.parametrize("single", [False, True])
-async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(renderer: Renderer, single: bool) -> None:
+async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(single: bool) -> None:
     closed: collections.Counter[int] = collections.Counter()
+
+    def says(turn: Turn) -> Completion:
+        if len(engine.turns) >= 20:
+            raise ServerError("the engine died", code="engine_dead")
+        return sampled(turn.seed, turn.sampling.max_tokens)
+
+    engine = FakeEngine(says)
     with pytest.raises(ServerError, match="the engine died"):
-        await played(
-            SingleTurn if single else lambda: Endless(closed), renderer, FakeEngine(fail_after=20), num_prompts=30
-        )
+        await played(SingleTurn if single else lambda: Endless(closed), engine, num_prompts=30)
     assert closed == ({} if single else {1: 30})
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_the_same_run_twice_is_the_same_whatever_the_order(renderer: Renderer) -> None:
+async def test_the_same_run_twice_is_the_same_whatever_the_order(seed: int) -> None:
     runs = []
     for delay_s in (0.0, 0.01):
         engine = FakeEngine(delay_s=delay_s)
-        groups = await played(lambda: Wordy(collections.defaultdict(list)), renderer, engine, num_prompts=100)
+        groups = await played(lambda: Wordy(collections.defaultdict(list)), engine, num_prompts=100, seed=seed)
         runs.append([group.rollouts[0] for group in groups])
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(("budget", "at_once"), [(50, 3), (10, 1)])
-async def test_episodes_wait_until_there_is_room_for_their_tokens(
-    renderer: Renderer, budget: int, at_once: int
-) -> None:
+async def test_episodes_wait_until_there_is_room_for_their_tokens(budget: int, at_once: int) -> None:
     """A prompt has 6 tokens and a turn 8; one episode that is larger than the bound is played alone."""
     begun, under_way, most = list[str](), 0, 0
 
@@ -282,41 +250,26 @@ async def test_episodes_wait_until_there_is_room_for_their_tokens(
             nonlocal under_way
             under_way -= 1
 
-    await played(Counting, renderer, FakeEngine(), num_prompts=20, budget=budget)
+    await played(Counting, num_prompts=20, budget=budget)
     assert begun == [f"p{i}" for i in range(20)]
     assert most == at_once
 
 
-async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended_twice(renderer: Renderer) -> None:
-    says: list[str] = []
+async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended_twice() -> None:
+    told = Step(messages=user("hm"), max_tokens=2)
+    hears = Scripted(told, dataclasses.replace(told, done=True))
 
-    class Scripted(Environment):
-        async def step(self, action: Action) -> Step:
-            says.append(action.finish_reason)
-            return Step(messages=[{"role": "user", "content": "hm"}], done=len(says) == 2, max_tokens=2)
+    def says(turn: Turn) -> Completion:
+        done = fakes.completion(20, END, logprobs=(-1.0, -2.0), text="t")
+        cut = {"token_ids": (21, 22), "finish_reason": "length"}
+        return done.model_copy(update=cut) if hears.actions and turn.sampling.max_tokens == 2 else done
 
-    class Engine(FakeEngine):
-        async def ask(self, turn: Turn) -> Completion:
-            done = fakes.completion(20, END, logprobs=(-1.0, -2.0), text="t")
-            cut = {"token_ids": (21, 22), "finish_reason": "length"}
-            return done.model_copy(update=cut) if says and turn.sampling.max_tokens == 2 else done
-
-    (group,) = await played(Scripted, renderer, Engine(), num_prompts=1)
-    (sequence,) = group.rollouts[0].sequences
-    hm = renderer.encode(["<|user|>hm<|end|><|assistant|>"])[0]
+    (sequence,) = (await played_one(lambda: hears, FakeEngine(says))).sequences
+    hm = renderer().encode(["<|user|>hm<|end|><|assistant|>"])[0]
     assert list(sequence.token_ids[6:]) == [20, END, *hm, 21, 22]  # the template's own <|end|> is left out
-    assert (says, sequence.finish_reason) == (["stop", "length"], "length")
+    assert [action.finish_reason for action in hears.actions] == ["stop", "length"]
+    assert sequence.finish_reason == "length"
     assert [message["content"] for message in sequence.dialogue] == ["t", "hm", "t"]
-
-
-class Long(Environment):
-    async def reset(self, prompt: Prompt, seed: int) -> Observation:
-        return Observation(messages=[{"role": "user", "content": "x" * 300}])
-
-
-class Wrong(Environment):
-    async def step(self, action: Action) -> Step:
-        return Step(messages=[{"role": "wizard", "content": "x"}])
 
 
 class Late(Environment):
@@ -336,24 +289,21 @@ class Hasty(Environment):
     ("make", "turns", "says"),
     [
         (Hasty, 1, "step raised TimeoutError: its own"),
-        (Long, 0, "leaves no room"),
-        (Wrong, 1, "roles are system, user, assistant and tool"),
+        (lambda: Scripted(first=Observation(messages=user("x" * 300))), 0, "leaves no room"),
+        (lambda: Scripted(Step(messages=[{"role": "wizard", "content": "x"}])), 1, "roles are system, user, assistant"),
         (Late, 1, "step was not done when env.timeout_s=0.05 had passed"),  # also beyond its own deadline
     ],
 )
 async def test_what_an_environment_does_wrong_is_the_episodes_error(
-    renderer: Renderer, make: Callable[[], Environment], turns: int, says: str
+    make: Callable[[], Environment], turns: int, says: str
 ) -> None:
-    limits = Limits(max_turns=4, max_length=256, timeout_s=0.05 if make is Late else 5.0)
-    (group,) = await played(make, renderer, FakeEngine(), num_prompts=1, limits=limits)
-    assert says in (group.scores[0].error or "")
-    assert group.rollouts[0].sequences[0].turns == turns
-    assert turns or tuple(group.rollouts[0].sequences[0].token_ids) == group.rollouts[0].prompt.token_ids
+    rollout = await played_one(make, max_turns=4, timeout_s=0.05 if make is Late else 5.0)
+    assert says in str(rollout.error)
+    assert rollout.sequences[0].turns == turns
+    assert turns or tuple(rollout.sequences[0].token_ids) == rollout.prompt.token_ids
 
 
-async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = fakes.Clock()
     monkeypatch.setattr("hocket.rollout.episode.time", clock)
 
@@ -363,10 +313,9 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(
         clock.now += 30.0
         raise TimeoutError  # as call_timeout_s does
 
-    class Caller(FakeEngine):
-        async def ask(self, turn: Turn) -> Completion:
-            call = ToolCall(name="hang_of_episodes", arguments="{}")
-            return (await super().ask(turn)).model_copy(update={"tool_calls": (call,)})
+    def says(turn: Turn) -> Completion:
+        call = ToolCall(name="hang_of_episodes", arguments="{}")
+        return sampled(turn.seed, turn.sampling.max_tokens).model_copy(update={"tool_calls": (call,)})
 
     class Patient(Tools):
         async def truncated(self) -> float:
@@ -374,10 +323,9 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(
             return 0.0
 
     make = lambda: Patient(tools=["hang_of_episodes"], parser="hermes", call_timeout_s=30.0)  # noqa: E731
-    limits = Limits(max_turns=4, max_length=10_000, timeout_s=50.0)
-    (group,) = await played(make, renderer, Caller(), num_prompts=1, limits=limits)
-    (sequence,) = group.rollouts[0].sequences
-    assert group.scores[0].error is None
+    rollout = await played_one(make, FakeEngine(says), max_turns=4, max_length=10_000, timeout_s=50.0)
+    (sequence,) = rollout.sequences
+    assert rollout.error is None
     told = [message["content"] for message in sequence.dialogue if message["role"] == "tool"]
     assert told == ["error: no result within 30 s"] * 3  # nobody reads the fourth
     assert (sequence.turns, sequence.finish_reason) == (4, "length")
@@ -386,46 +334,38 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(
 @pytest.mark.parametrize("kind", ["text", "messages"])
 @pytest.mark.parametrize("first", [True, False])
 async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encoded(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, first: bool, kind: str
+    monkeypatch: pytest.MonkeyPatch, first: bool, kind: str
 ) -> None:
     encoded: list[int] = []
     long = "lorem ipsum " * 250_000
     says: Any = {"text": long} if kind == "text" else {"messages": [{"role": "tool", "content": long}]}
 
-    class Talkative(Environment):
-        async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-            return Observation(**says) if first else None
-
-        async def step(self, action: Action) -> Step:
-            return Step(**says)
-
     def count(texts: list[str], **options: Any) -> Any:
         encoded.extend(map(len, texts))
         return tokenizer(texts, **options)
 
+    tokenizer = renderer()._tokenizer
     for name in ("get_vocab", "apply_chat_template"):
-        setattr(count, name, getattr(renderer._tokenizer, name))
-    tokenizer = renderer._tokenizer
-    monkeypatch.setattr(renderer, "_tokenizer", count)
-    (group,) = await played(Talkative, renderer, FakeEngine(), num_prompts=1)
+        setattr(count, name, getattr(tokenizer, name))
+    monkeypatch.setattr(renderer(), "_tokenizer", count)
+    talks = Scripted(*[Step(**says)] * 6, first=Observation(**says) if first else None)
+    rollout = await played_one(lambda: talks)
     assert max(encoded) < 1000
-    rollout, error = group.rollouts[0], group.scores[0].error
     if (first, kind) == (True, "messages"):
-        assert "reset: the prompt with its messages leaves no room" in (error or "")
+        assert "reset: the prompt with its messages leaves no room" in str(rollout.error)
     else:
-        assert (error, rollout.finish_reason, rollout.sequences[-1].turns) == (None, "length", 0 if first else 1)
+        ended = rollout.error, rollout.finish_reason, rollout.sequences[-1].turns
+        assert ended == (None, "length", 0 if first else 1)
         assert len(rollout.sequences[0].token_ids) <= 6 + 8  # prompt and turn: nothing of the text
 
 
-async def test_other_episodes_go_on_while_a_text_is_encoded(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_other_episodes_go_on_while_a_text_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     others_ended = threading.Event()
-    encode = renderer.encode
+    encode = renderer().encode
 
     def slow(texts: Sequence[str], **options: Any) -> list[list[int]]:
         if texts == ["slow"]:
-            assert others_ended.wait(20)
+            assert others_ended.wait(60)
         return encode(texts, **options)
 
     class Several(Environment):
@@ -440,13 +380,13 @@ async def test_other_episodes_go_on_while_a_text_is_encoded(
                 others_ended.set()
             return Step(done=True)
 
-    monkeypatch.setattr(renderer, "encode", slow)
-    groups = await played(Several, renderer, FakeEngine(), num_prompts=10)
+    monkeypatch.setattr(renderer(), "encode", slow)
+    groups = await played(Several, num_prompts=10)
     assert [group.scores[0].error for group in groups] == [None] * 10
 
 
-async def test_an_environment_without_rewards_leaves_them_to_the_reward_functions(renderer: Renderer) -> None:
-    (group,) = await played(SingleTurn, renderer, FakeEngine(), num_prompts=1)
+async def test_an_environment_without_rewards_leaves_them_to_the_reward_functions() -> None:
+    (group,) = await played(SingleTurn)
     (rollout,), done = group.rollouts, sampled(seed_of(77, 0, 1), 8)
     assert (rollout.id, rollout.reward, rollout.sequences[0].turns, group.scores[0].total) == ("s/0/0", None, 1, 1.0)
     assert (rollout.text, rollout.finish_reason) == (done.text, done.finish_reason)
@@ -464,32 +404,30 @@ async def test_a_budget_is_first_come_first_served_and_forgets_who_has_given_up_
 
 
 async def one_episode(
-    make: Callable[[], Environment], ask: Any, renderer: Renderer, max_turns: int = 16, **fields: Any
-) -> Rollout:
-    """Play an episode whose prompt has two tokens."""
-    seat = Seat(id="s/0/0", group="s/0", number=0, sampling=SAMPLING, deadline=Deadline(5))
-    limits = Limits(max_turns=max_turns, max_length=256, timeout_s=5.0)
-    prompt = Prompt(id="p", token_ids=(7, 8), **fields)
-    rollout = await Episode(prompt, seat, make, ask, renderer, limits, TokenBudget()).play()
+    make: Callable[[], Environment],
+    says: Callable[[Turn], Completion],
+    rendering: Renderer | None = None,
+    max_turns: int = 16,
+    **fields: Any,
+) -> tuple[Rollout, list[Turn]]:
+    """Plays an episode whose prompt has two tokens; returns what the engine was asked, too."""
+    prompt, engine = Prompt(id="p", token_ids=(7, 8), **fields), FakeEngine(says)
+    bounds = limits(max_turns=max_turns)
+    rollout = await Episode(prompt, seat(), make, engine.ask, rendering or renderer(), bounds, TokenBudget()).play()
     assert rollout.error is None
-    return rollout
+    return rollout, [turn for turn, _ in engine.turns]
+
+
+def nine(turn: Turn, text: str = "") -> Completion:
+    return fakes.completion(9, END, logprobs=(-0.5, -0.5), text=text)
 
 
 async def test_later_turns_are_rendered_with_the_options_of_their_own_prompt() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
+    tokenizer = copy.deepcopy(renderer()._tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mark }}"
-    turns = list[Turn]()
-
-    class Asks(Environment):
-        async def step(self, action: Action) -> Step:
-            return Step(messages=[{"role": "user", "content": "more"}]) if len(turns) == 1 else Step(done=True)
-
-    async def ask(turn: Turn) -> Completion:
-        turns.append(turn)
-        return fakes.completion(9, END, logprobs=(-0.5, -0.5))
-
     training = renderer_of(DataConfig(chat_template={"mark": "+"}), tokenizer)
-    await one_episode(Asks, ask, training, options={"mark": "-"})  # as a prompt of eval.data
+    asks = Scripted(Step(messages=user("more")))
+    _, turns = await one_episode(lambda: asks, nine, training, options={"mark": "-"})  # as a prompt of eval.data
     assert tokenizer.decode(turns[1].token_ids).endswith("more-")
 
 
@@ -497,25 +435,17 @@ async def test_later_turns_are_rendered_with_the_options_of_their_own_prompt() -
     ("told", "said", "opening"),
     [
         (None, "42", "<think>\n"),  # the first turn: as the template begins it
-        (Step(messages=[{"role": "user", "content": "go"}]), "a</think>42", "<think>\n"),  # the template's again
+        (Step(messages=user("go")), "a</think>42", "<think>\n"),  # the template's again
         (Step(text="so"), "a</think>42", ""),  # text alone, after a thought that was closed
         (Step(text="so"), "a, b", "<think>"),  # or was not
         (Step(text="so</think>"), "a, b", ""),
     ],
 )
 async def test_a_reward_learns_which_thought_stands_open_before_the_last_turn(
-    renderer: Renderer, told: Step | None, said: str, opening: str
+    told: Step | None, said: str, opening: str
 ) -> None:
-    steps = [told] if told else []
-
-    class Tells(Environment):
-        async def step(self, action: Action) -> Step:
-            return steps.pop() if steps else Step(done=True)
-
-    async def ask(turn: Turn) -> Completion:
-        return fakes.completion(9, END, logprobs=(-0.5, -0.5), text=said)
-
-    rollout = await one_episode(Tells, ask, renderer, opening="<think>\n")
+    tells = Scripted(*filter(None, [told]))
+    rollout, _ = await one_episode(lambda: tells, lambda turn: nine(turn, said), opening="<think>\n")
     assert bind("math", RewardSpec()).arguments([rollout])["opening"] == opening
     assert rollout.text == said
 
@@ -531,26 +461,25 @@ async def test_a_reward_learns_which_thought_stands_open_before_the_last_turn(
     ],
 )
 async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_trained(
-    renderer: Renderer, opening: str, said: list[tuple[str, FinishReason]], inserted: str | None
+    opening: str, said: list[tuple[str, FinishReason]], inserted: str | None
 ) -> None:
-    turns, left = list[Turn](), list(said)
+    left = list(said)
 
-    async def ask(turn: Turn) -> Completion:
-        turns.append(turn)
+    def says(turn: Turn) -> Completion:
         text, finish = left.pop(0)
-        (ids,) = renderer.encode([text])
+        (ids,) = renderer().encode([text])
         token_ids = (*ids, END) if finish == "stop" else tuple(ids)
-        versions = ((1, 0, len(token_ids)),)
-        logprobs = (-0.5,) * len(token_ids)
-        return Completion(token_ids=token_ids, logprobs=logprobs, text=text, finish_reason=finish, versions=versions)
+        done = fakes.completion(*token_ids, logprobs=(-0.5,) * len(token_ids), text=text)
+        return done.model_copy(update={"finish_reason": finish})
 
-    rollout = await one_episode(lambda: SingleTurn(thinking_tokens=3), ask, renderer, max_turns=1, opening=opening)
+    thinks = SingleTurn(thinking_tokens=3)
+    rollout, turns = await one_episode(lambda: thinks, says, max_turns=1, opening=opening)
     assert rollout.text == (inserted or "").join(text for text, _ in said)
     assert rollout.finish_reason == said[-1][1]
     (sequence,) = rollout.sequences
     assert (sequence.turns, sequence.dialogue) == (1, ())
-    added = len(renderer.encode([inserted])[0]) if inserted else 0
-    first = len(renderer.encode([said[0][0]])[0]) + (said[0][1] == "stop")
+    added = len(renderer().encode([inserted])[0]) if inserted else 0
+    first = len(renderer().encode([said[0][0]])[0]) + (said[0][1] == "stop")
     mask = [False] * 2 + [True] * first + [False] * added
     assert list(sequence.mask) == mask + [True] * (len(sequence.mask) - len(mask))
     assert all((logprob == -0.5) == trained for logprob, trained in zip(sequence.logprobs, sequence.mask, strict=True))
@@ -559,25 +488,16 @@ async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_traine
     assert len({turn.seed for turn in turns}) == len(said)
 
 
-async def test_an_environment_may_begin_the_models_first_turn(renderer: Renderer) -> None:
-    class Begins(SingleTurn):
-        async def reset(self, prompt: Prompt, seed: int) -> Observation:
-            return Observation(text="<think>", goes_on=True)
-
-    rollout = await one_episode(Begins, FakeEngine().ask, renderer)
-    assert rollout.text.startswith("<think>text of ")
+async def test_an_environment_may_begin_the_models_first_turn() -> None:
+    begins = Scripted(first=Observation(text="<think>", goes_on=True))
+    rollout, _ = await one_episode(lambda: begins, lambda turn: nine(turn, "so"))
+    assert rollout.text == "<think>so"
 
 
-class Chatty(Environment):
-    """Answers at length, six times."""
-
-    def __init__(self) -> None:
-        self.turns = 0
-
-    async def step(self, action: Action) -> Step:
-        self.turns += 1
-        told = {"role": "user", "content": str(self.turns) * 20}
-        return Step(messages=[told], reward=float(self.turns), done=self.turns == 6)
+def chatty(turns: int = 6, **first: Any) -> Scripted:
+    """Answers at length, so many times."""
+    said = [{"messages": user(str(i) * 20), "reward": float(i), "done": i == turns} for i in range(1, turns + 1)]
+    return Scripted(*(Step(**one) for one in said), first=Observation(**first))
 
 
 async def summary(prompt: Sequence[Message], dialogue: Sequence[Message]) -> list[Message]:
@@ -585,20 +505,16 @@ async def summary(prompt: Sequence[Message], dialogue: Sequence[Message]) -> lis
 
 
 @pytest.mark.parametrize("shorten", [drop_oldest, summary])
-async def test_history_that_outgrows_the_context_goes_on_shortened_in_a_new_sequence(
-    renderer: Renderer, shorten: Any
-) -> None:
+async def test_history_that_outgrows_the_context_goes_on_shortened_in_a_new_sequence(shorten: Any) -> None:
     """Prompt and opening have 6 tokens, a turn at most 8, an answer of the environment 23."""
-    engine = FakeEngine()
-    limits = Limits(max_turns=9, max_length=100, timeout_s=5.0, history=shorten)
-    (group,) = await played(Chatty, renderer, engine, num_prompts=1, limits=limits)
-    rollout = group.rollouts[0]
+    engine, chats = FakeEngine(), chatty()
+    rollout = await played_one(lambda: chats, engine, max_turns=9, max_length=100, history=shorten)
     assert (rollout.error, rollout.reward, rollout.finish_reason) == (None, 1 + 2 + 3 + 4 + 5 + 6, "stop")
     assert len(rollout.sequences) >= 2
     assert [turn.number for one in rollout.sequences for turn in one.turn_rewards] == list(range(6))
     assert [turn.reward for one in rollout.sequences for turn in one.turn_rewards] == [1, 2, 3, 4, 5, 6]
     contexts = iter(engine.turns)
-    begin = renderer.encode([renderer.render(({"role": "user", "content": "000"},))])[0]
+    begin = renderer().encode([renderer().render(user("000"))])[0]
     for sequence in rollout.sequences:
         assert list(sequence.token_ids[: len(begin)]) == begin
         for _ in range(sequence.turns):
@@ -609,7 +525,7 @@ async def test_history_that_outgrows_the_context_goes_on_shortened_in_a_new_sequ
             assert tuple(sequence.token_ids[len(turn.token_ids) : end]) == completion.token_ids
     assert next(contexts, None) is None
     second = rollout.sequences[1]
-    shown = renderer._tokenizer.decode(second.token_ids[: second.mask.index(True)])
+    shown = renderer().decode(second.token_ids[: second.mask.index(True)])
     num_before = rollout.sequences[0].turns
     assert shown.startswith("<|user|>000<|end|><|assistant|>")
     assert str(num_before) * 20 in shown
@@ -618,24 +534,16 @@ async def test_history_that_outgrows_the_context_goes_on_shortened_in_a_new_sequ
 
 
 @pytest.mark.parametrize("greets", [False, True])
-async def test_history_is_asked_with_each_message_once(renderer: Renderer, greets: bool) -> None:
+async def test_history_is_asked_with_each_message_once(greets: bool) -> None:
     seen = list[list[str]]()
-    welcome = [{"role": "user", "content": "hi"}] if greets else []
-
-    class Numbered(Chatty):
-        async def reset(self, prompt: Prompt, seed: int) -> Observation:
-            return Observation(messages=welcome)
-
-        async def step(self, action: Action) -> Step:
-            return dataclasses.replace(await super().step(action), done=self.turns == 12)
+    chats = chatty(12, messages=user("hi") if greets else [])
 
     async def newer(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Sequence[Message]:
         seen.append([message["content"] for message in (*prompt[1:], *dialogue) if message["role"] == "user"])
         return await drop_oldest(prompt, dialogue)
 
-    limits = Limits(max_turns=20, max_length=160, timeout_s=5.0, history=newer)
-    (group,) = await played(Numbered, renderer, FakeEngine(), num_prompts=1, limits=limits)
-    assert group.rollouts[0].error is None
+    rollout = await played_one(lambda: chats, max_turns=20, max_length=160, history=newer)
+    assert rollout.error is None
     assert len(seen) >= 3
     for said in seen:
         assert len({*said}) == len(said)
@@ -662,11 +570,8 @@ async def nothing(prompt: Sequence[Message], dialogue: Sequence[Message]) -> Any
         (nothing, "environment: nothing returned str, which it may not"),
     ],
 )
-async def test_a_history_that_does_not_help_ends_its_episode(
-    renderer: Renderer, shorten: Any, said: str | None
-) -> None:
-    limits = Limits(max_turns=9, max_length=100, timeout_s=5.0, history=shorten)
-    (group,) = await played(Chatty, renderer, FakeEngine(), num_prompts=1, limits=limits)
-    rollout = group.rollouts[0]
+async def test_a_history_that_does_not_help_ends_its_episode(shorten: Any, said: str | None) -> None:
+    chats = chatty()
+    rollout = await played_one(lambda: chats, max_turns=9, max_length=100, history=shorten)
     assert (len(rollout.sequences), rollout.sequences[0].turns >= 3) == (1, True)
     assert str(rollout.error).startswith(said) if said else (rollout.error, rollout.finish_reason) == (None, "length")

@@ -1,40 +1,36 @@
 """Pictures in episodes: of the prompt, of an environment that draws, and of agents' calls."""
 
 import contextlib
-import dataclasses
+import itertools
 import json
 import math
-import random
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 from PIL import Image as Pictures
 
 from hocket.client.batcher import Turn
-from hocket.client.pool import Deadline, Member, ServerPool
 from hocket.common.images import data_url, decoded
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.prompts import renderer_of
 from hocket.data.renderer import Renderer
-from hocket.envs import Action, Environment, Observation, Step
+from hocket.envs import Environment, Observation, Step, Task
 from hocket.envs.base import SingleTurn
 from hocket.observe.rows import rollout_of, write_rollouts
-from hocket.protocol import AgentCall, AgentRecord, Completion, SessionResponse
-from hocket.rollout.agents import Agents, join
-from hocket.rollout.collect import Seat
-from hocket.rollout.episode import Episode, Limits, TokenBudget
-from hocket.types import Group, Image, Message, Prompt, Rollout, Score
+from hocket.protocol import AgentCall
+from hocket.rollout.agents import join
+from hocket.rollout.episode import Episode, TokenBudget
+from hocket.types import Group, Image, Prompt, Rollout, Score
 from support import fakes
-from support.batches import SAMPLING
+from support.episodes import END, FakeEngine, FakeServers, FakeSession, Scripted, limits, seat, user
 from support.eyes import make_idefics, picture
 
 RED, BLUE = picture(1), picture(2, 64, 20)
 PLACE = {"type": "image"}
-SEAT = Seat(id="step 1/0/0", group="step 1/0", number=0, sampling=SAMPLING, deadline=Deadline(60))
+SHOWN = ({"type": "image", "image": BLUE}, {"type": "text", "text": "or"}, {"type": "image", "image": RED})
 
 
 @pytest.fixture(scope="module")
@@ -44,39 +40,25 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 @pytest.fixture(scope="module")
 def prompt(renderer: Renderer) -> Prompt:
-    chat: tuple[Message, ...] = ({"role": "user", "content": [PLACE, {"type": "text", "text": "What?"}]},)
+    chat = (*user([PLACE, {"type": "text", "text": "What?"}]),)
     ids, images = renderer.expanded(renderer.encode([renderer.render(chat)])[0], [RED])
     return Prompt(id="p", token_ids=tuple(ids), messages=chat, text="What?", images=images)
 
 
-class Recorder:
-    """Answers turns with two tokens; keeps them."""
-
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-
-    async def ask(self, turn: Turn) -> Completion:
-        self.turns.append(turn)
-        return fakes.completion(70, 1, logprobs=(-0.5, -0.5), version=1, text="E")
+def drawing(*parts: Any, first: Observation | None = None, **fields: Any) -> Callable[[], Environment]:
+    """Shows a picture from Pillow at first, then these parts twice."""
+    begin = first or Observation(messages=user([{"type": "image", "image": decoded(BLUE)}]))
+    told = [{**user([*parts])[0], **fields}]
+    return lambda: Scripted(Step(messages=told), Step(messages=told, done=True), first=begin)
 
 
-class Drawing(Environment):
-    """Shows a picture from Pillow at first, then two files, then what it is told to."""
-
-    says: Any = ({"type": "image", "image": BLUE}, {"type": "text", "text": "or"}, {"type": "image", "image": RED})
-
-    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        self.left = 2
-        return Observation(messages=[{"role": "user", "content": [{"type": "image", "image": decoded(BLUE)}]}])
-
-    async def step(self, action: Action) -> Step:
-        self.left -= 1
-        return Step(messages=[{"role": "user", "content": [*self.says]}], done=not self.left)
-
-
-async def play(environment: type[Environment], prompt: Prompt, renderer: Renderer, ask: Any) -> Rollout:
-    limits = Limits(max_turns=6, max_length=256, timeout_s=5.0)
-    return await Episode(prompt, SEAT, environment, ask, renderer, limits, TokenBudget()).play()
+async def play(
+    make: Callable[[], Environment], prompt: Prompt, renderer: Renderer, token: int = END
+) -> tuple[Rollout, list[Turn]]:
+    """Returns an episode in which the model ends each turn with this token, and what it was asked."""
+    engine = FakeEngine(lambda turn: fakes.completion(70, token, logprobs=(-0.5, -0.5), text="E"))
+    rollout = await Episode(prompt, seat(), make, engine.ask, renderer, limits(), TokenBudget()).play()
+    return rollout, [turn for turn, _ in engine.turns]
 
 
 def check_places(images: tuple[Image, ...], token_ids: Any) -> None:
@@ -88,24 +70,22 @@ def check_places(images: tuple[Image, ...], token_ids: Any) -> None:
 
 
 async def test_a_turn_carries_the_pictures_of_its_prompt(prompt: Prompt, renderer: Renderer) -> None:
-    recorder = Recorder()
-    rollout = await play(SingleTurn, prompt, renderer, recorder.ask)
-    assert recorder.turns[0].images == rollout.sequences[0].images == prompt.images
-    assert recorder.turns[0].token_ids == prompt.token_ids
+    rollout, (turn,) = await play(SingleTurn, prompt, renderer)
+    assert turn.images == rollout.sequences[0].images == prompt.images
+    assert turn.token_ids == prompt.token_ids
 
 
 async def test_what_an_environment_draws_is_read_at_its_place_and_never_trained(
     prompt: Prompt, renderer: Renderer
 ) -> None:
-    recorder = Recorder()
-    rollout = await play(Drawing, prompt, renderer, recorder.ask)
+    rollout, turns = await play(drawing(*SHOWN), prompt, renderer)
     (sequence,) = rollout.sequences
     assert rollout.error is None
-    assert [len(turn.images) for turn in recorder.turns] == [2, 4]
+    assert [len(turn.images) for turn in turns] == [2, 4]
     seen = [decoded(image.data).tobytes() for image in sequence.images]
     assert seen == [decoded(one).tobytes() for one in (RED, BLUE, BLUE, RED)]
     check_places(sequence.images, sequence.token_ids)
-    for turn in recorder.turns:
+    for turn in turns:
         assert turn.images == sequence.images[: len(turn.images)]
         assert turn.token_ids == tuple(sequence.token_ids[: len(turn.token_ids)])
     for image in sequence.images:
@@ -118,19 +98,14 @@ async def test_an_episode_with_more_images_than_a_prompt_may_have_fails_alone(
     prompt: Prompt, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.common.images.MAX_IMAGES", 3)
-    rollout = await play(Drawing, prompt, renderer, Recorder().ask)
-    assert rollout.error is not None
-    assert "4 images have" in rollout.error
+    rollout, _ = await play(drawing(*SHOWN), prompt, renderer)
+    assert "4 images have" in str(rollout.error)
     assert rollout.sequences[0].turns == 1
 
 
 async def test_states_with_other_pictures_are_other_states(prompt: Prompt, renderer: Renderer) -> None:
-    class Other(Drawing):
-        says = (*reversed(Drawing.says),)
-
-    first, same, other = [
-        (await play(kind, prompt, renderer, Recorder().ask)).sequences[0] for kind in (Drawing, Drawing, Other)
-    ]
+    shown, other_way = drawing(*SHOWN), drawing(*reversed(SHOWN))
+    first, same, other = [(await play(make, prompt, renderer))[0].sequences[0] for make in (shown, shown, other_way)]
     states = [[turn.state for turn in one.turn_rewards] for one in (first, same, other)]
     assert [*first.token_ids] == [*other.token_ids]
     assert states[0] == states[1]
@@ -150,50 +125,30 @@ async def test_states_with_other_pictures_are_other_states(prompt: Prompt, rende
 async def test_a_bad_picture_of_an_environment_ends_its_episode_alone(
     part: Any, message: str, prompt: Prompt, renderer: Renderer
 ) -> None:
-    class Bad(Drawing):
-        says = (part,)
-
-    rollout = await play(Bad, prompt, renderer, Recorder().ask)
+    rollout, _ = await play(drawing(part), prompt, renderer)
     assert message in str(rollout.error)
     assert len(rollout.sequences[0].images) == 2  # as far as it came
 
 
 async def test_the_word_for_an_image_is_text_in_what_an_environment_says(prompt: Prompt, renderer: Renderer) -> None:
-    class Saying(Drawing):
-        says = ({"type": "text", "text": "no <image> here"},)
-
-        async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-            self.left = 2
-            return Observation(text="<image>?")
-
-    rollout = await play(Saying, prompt, renderer, Recorder().ask)
+    says = drawing({"type": "text", "text": "no <image> here"}, first=Observation(text="<image>?"))
+    rollout, _ = await play(says, prompt, renderer)
     (sequence,) = rollout.sequences
     assert rollout.error is None
     check_places(sequence.images, sequence.token_ids)
-    assert [message["content"] for message in sequence.dialogue] == [
-        "< image>?",
-        "E",
-        "no < image> here",
-        "E",
-    ]
+    said = [message["content"] for message in sequence.dialogue]
+    assert said == ["< image>?", "E", "no < image> here", "E"]
 
 
 async def test_an_environment_s_messages_may_have_fields_of_any_kind(prompt: Prompt, renderer: Renderer) -> None:
-    class Odd(Drawing):
-        async def step(self, action: Action) -> Step:
-            step = await super().step(action)
-            return dataclasses.replace(step, messages=[{**step.messages[0], "tags": ["a", 1], "more": {"b": None}}])
-
-    assert (await play(Odd, prompt, renderer, Recorder().ask)).error is None
+    rollout, _ = await play(drawing(*SHOWN, tags=["a", 1], more={"b": None}), prompt, renderer)
+    assert rollout.error is None
 
 
 async def test_an_episode_ends_as_truncated_where_the_policy_says_the_image_token(
     prompt: Prompt, renderer: Renderer
 ) -> None:
-    async def ask(turn: Turn) -> Completion:
-        return fakes.completion(70, prompt.images[0].placeholder, logprobs=(-0.5, -0.5), version=1, text="E")
-
-    rollout = await play(Drawing, prompt, renderer, ask)
+    rollout, _ = await play(drawing(*SHOWN), prompt, renderer, prompt.images[0].placeholder)
     (sequence,) = rollout.sequences
     assert (rollout.error, sequence.turns, sequence.finish_reason) == (None, 1, "length")
 
@@ -201,29 +156,18 @@ async def test_an_episode_ends_as_truncated_where_the_policy_says_the_image_toke
 @pytest.mark.parametrize("asks", [True, False])
 async def test_an_agent_that_fails_leaves_the_pictures_that_it_has_shown(asks: bool, tmp_path: Path) -> None:
     seen = tuple(fakes.image(data, start=1 + i) for i, data in enumerate((RED, BLUE)))
-    chat = ({"role": "user", "content": [PLACE, {"type": "text", "text": "What?"}]},)
+    chat = (*user([PLACE, {"type": "text", "text": "What?"}]),)
     prompt = Prompt(id="p", token_ids=(5, 9, 6), messages=chat, images=seen[:1])
     done = fakes.completion(7, logprobs=(-0.5,), text="E")
-    calls = [AgentCall(prompt_token_ids=(5, 9, 9, 6), images=seen, completion=done)] if asks else []
-    server = AsyncMock(url="http://a", ask=AsyncMock(return_value=SessionResponse(id="0", key="k", model="m")))
-    server.close_session.return_value = AgentRecord(calls=tuple(calls), cut_off=False)
-    pool = ServerPool([])
-    pool.members = [Member(server)]
-    pool.members[0].session = "s"
     given: list[Any] = []
 
-    async def run(task: Any) -> float:
+    async def plays(task: Task, session: FakeSession) -> float:
         given.append(task.messages[0]["content"][0])
+        if asks:
+            session.calls.append(AgentCall(prompt_token_ids=(5, 9, 9, 6), images=seen, completion=done))
         raise ValueError("no")
 
-    agents = Agents(
-        agent=SimpleNamespace(run=run, concurrency=1),  # type: ignore[arg-type]
-        pool=pool,
-        limits=Limits(max_turns=6, max_length=256, timeout_s=60.0),
-        decode=str,
-        budget=TokenBudget(),
-    )
-    rollout = await agents.play(prompt, dataclasses.replace(SEAT, deadline=Deadline(60)))
+    rollout = await FakeServers().agents(plays).play(prompt, seat("step 1/0/0"))
     assert rollout.error == "agent: it raised ValueError: no"
     assert given == [{"type": "image_url", "image_url": {"url": data_url(RED)}}]
     score = Score(total=math.nan, error=rollout.error)
@@ -240,11 +184,11 @@ def test_a_server_s_record_names_no_file_of_this_machine() -> None:
 
 
 def test_calls_of_an_agent_go_on_from_each_other_only_with_the_same_pictures() -> None:
-    rng = random.Random(0)
     red, blue = (fakes.image(data, start=1, length=2) for data in (RED, BLUE))
+    fresh = itertools.count(100)
 
     def call(asked: list[int], *images: Image) -> AgentCall:
-        done = fakes.completion(rng.randrange(100, 999), logprobs=(-0.5,), version=1, text="x")
+        done = fakes.completion(next(fresh), logprobs=(-0.5,), text="x")
         return AgentCall(prompt_token_ids=tuple(asked), images=images, completion=done)
 
     def answered(one: AgentCall) -> list[int]:
@@ -265,6 +209,6 @@ def test_calls_of_an_agent_go_on_from_each_other_only_with_the_same_pictures() -
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
 def test_pictures_from_pillow_have_any_mode(mode: str, renderer: Renderer) -> None:
     part = {"type": "image", "image": Pictures.new(mode, (8, 8))}
-    told, pictures = renderer.seen({"messages": [{"role": "user", "content": [part]}]})
+    told, pictures = renderer.seen({"messages": user([part])})
     _, images = renderer.expanded(renderer.following(told["messages"], ended=None), pictures)
     assert decoded(images[0].data).size == (8, 8)

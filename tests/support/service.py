@@ -138,8 +138,10 @@ def ranked(texts: list[int]) -> str:
 class FakeJudge:
     """Scores a completion, a number, by that number, and ranks several; errs, stalls and lies as often as told."""
 
-    def __init__(self, errors: float, stalls: float, lies: float, latency_s: float) -> None:
-        self.random, self.latency_s = random.Random(0), latency_s
+    def __init__(
+        self, errors: float = 0.0, stalls: float = 0.0, lies: float = 0.0, latency_s: float = 0.02, seed: int = 0
+    ) -> None:
+        self.random, self.latency_s = random.Random(seed), latency_s
         self.errors, self.stalls, self.lies = errors, errors + stalls, errors + stalls + lies
 
     async def __call__(self, headers: Headers, body: Any) -> Answer | None:
