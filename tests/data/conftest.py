@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hocket.common.registry import load_plugins
 from hocket.data import tokenizer as tokenizers
 from hocket.data.curriculum import CURRICULA, Curriculum
 from support.eyes import make_idefics
+from support.tokenizers import make_tokenizer, shipped
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The tokenizer that ships: one token per byte."""
-    return AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    return shipped()
 
 
 @pytest.fixture(scope="session")
@@ -30,18 +29,13 @@ def sighted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def bos_tokenizer() -> Any:
     """Words a to e are 3 to 7; adds <s> (0) before whatever it encodes, and its chat template writes <s> too."""
-    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<eot>", *"abcde", "user", "assistant"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="e"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<eot>"]
-    )
-    fast.chat_template = (
+    words = ["<s>", "</s>", "<eot>", *"abcde", "user", "assistant"]
+    template = (
         "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<eot>\n{% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
-    return fast
+    special = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["<eot>"]}
+    return make_tokenizer(words, template, unknown="e", before="<s>", **special)
 
 
 @pytest.fixture

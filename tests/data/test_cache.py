@@ -15,7 +15,6 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
 from hocket.data import cache, sources
@@ -25,8 +24,8 @@ from hocket.data.prompts import load_prompts
 from hocket.data.renderer import Renderer
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError
+from support.tokenizers import shipped
 
-ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "c"}]
 ROWS = [
     {"prompt": "a", "answer": "1", "level": 2, "more": {"x": [1, 1.0, None, True]}},
@@ -86,10 +85,8 @@ def test_a_second_start_has_the_same_prompts_without_rendering_one(
 def test_what_the_prompts_follow_from_is_in_the_key(
     load: Load, rows: Path, bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shouting = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
-    shouting.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    tools = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-tools")
-    other = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    shouting = shipped(chat_template="{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    tools, other = shipped("tiny-tools"), shipped()
     other.add_tokens("ab")
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     changes: list[dict[str, Any]] = [

@@ -6,31 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.data.test_thinking import OFF, TEMPLATES, make_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers.pre_tokenizers import Metaspace
 
 from hocket.config import DataConfig, HeldOutConfig
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import DataError
 from hocket.types import TokenSequence
+from support.tokenizers import HARMONY, OFF, STOCK, TEMPLATES, make_tokenizer, of_tags
 
 Write = Callable[..., str]
-STOCK = (  # as Qwen3's: thoughts are kept behind the last question alone, an empty one is added to the last message
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% set ns = namespace(last=0) %}"
-    "{% for m in messages if m.role == 'user' %}{% set ns.asked = m %}{% endfor %}"
-    "{% for m in messages %}{% if m == ns.asked %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set thought = m.reasoning_content or '' %}"
-    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
-    "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-HARMONY = (  # as gpt-oss's: what ends a turn depends on what it is, and on what follows
-    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}{% if m.tool_calls %}<tool_call><|call|>"
-    "{% elif m.role == 'assistant' and loop.last and not add_generation_prompt %}<|return|>"
-    "{% else %}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
 TURNS = ("<think>a</think>1", "<think>b</think>2")
 
 
@@ -85,7 +69,7 @@ def test_every_turn_of_the_assistant_is_taught_with_its_end_and_nothing_else(
 def test_each_turn_is_taught_behind_what_the_model_reads_before_it(
     name: str, options: dict[str, Any], write_jsonl: Write
 ) -> None:
-    tokenizer = make_tokenizer(TEMPLATES[name])
+    tokenizer = of_tags(TEMPLATES[name])
     chat = [user("x"), says(TURNS[0]), user("y"), says(TURNS[1])]
 
     def load(row: Any) -> list[TokenSequence]:
@@ -115,7 +99,7 @@ def test_calls_and_thoughts_are_taught_and_old_thoughts_are_in_no_sample_that_th
     chat = [user("2+3?"), says(None, reasoning_content="add", tool_calls=[call]), {"role": "tool", "content": "5"}]
     chat += [says("5", reasoning_content="so"), user("Thanks"), says("Bye", tool_calls=None)]
     row = {"messages": chat, "tools": json.dumps([{"name": "add", "strict": None}])}
-    tokenizer = make_tokenizer(STOCK)
+    tokenizer = of_tags(STOCK)
     first, second = shown(load_demonstrations(DataConfig(source=write_jsonl(row)), tokenizer, 500), tokenizer)
     read = '<|im_start|>system\n[{"name": "add"}]<|im_end|>\n<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n'
     called = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": null}}<|im_end|>'
@@ -127,7 +111,7 @@ def test_calls_and_thoughts_are_taught_and_old_thoughts_are_in_no_sample_that_th
 
 def test_a_turn_with_an_end_of_its_own_is_taught_with_that(write_jsonl: Write) -> None:
     chat = [user("x"), says("", tool_calls=[{}]), {"role": "tool", "content": "1"}, says("one"), user("y"), says("two")]
-    tokenizer = make_tokenizer(HARMONY)
+    tokenizer = of_tags(HARMONY)
     data = DataConfig(source=write_jsonl({"messages": chat}))
     first, second = shown(load_demonstrations(data, tokenizer, 99), tokenizer)
     read, called = "<|im_start|>user:x<|im_end|><|im_start|>assistant:", "<tool_call><|call|>"
@@ -138,14 +122,14 @@ def test_a_turn_with_an_end_of_its_own_is_taught_with_that(write_jsonl: Write) -
 
 
 def test_a_tokenizer_that_puts_a_space_before_any_text_puts_none_before_a_turn(write_jsonl: Write) -> None:
-    alphabet = ["<s>", "</s>", "\u2581", "\n", *"abu:", "a\n", "\nb"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, [("a", "\n"), ("\n", "b")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)  # as Llama 2's
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = (
+    words = ["<s>", "</s>", "\u2581", "\n", *"abu:", "a\n", "\nb"]
+    merges = [("a", "\n"), ("\n", "b")]
+    split = Metaspace(prepend_scheme="always", split=False)  # as Llama 2's
+    template = (
         "{% for m in messages %}{{ m.role[0] }}:\n{{ m.content }}</s>\n{% endfor %}"
         "{% if add_generation_prompt %}a:\n{% endif %}"
     )
+    fast = make_tokenizer(words, template, split=split, merges=merges, bos_token="<s>", eos_token="</s>")
     chat = [user("a"), says("a"), user("a"), says("b")]
     ((read, taught),) = pairs(load_demonstrations(DataConfig(source=write_jsonl({"messages": chat})), fast, 99))
     assert fast.convert_ids_to_tokens(taught)[:2] == ["a", "</s>"]
@@ -178,7 +162,7 @@ def test_a_tokenizer_that_puts_a_space_before_any_text_puts_none_before_a_turn(w
     ],
 )
 def test_a_conversation_that_teaches_nothing_is_named_by_file_and_line(row: Any, what: str, write_jsonl: Write) -> None:
-    source, tokenizer = write_jsonl("", row), make_tokenizer(TEMPLATES["Qwen3-Thinking"])
+    source, tokenizer = write_jsonl("", row), of_tags(TEMPLATES["Qwen3-Thinking"])
     with pytest.raises(DataError) as caught:
         load_demonstrations(HeldOutConfig(source=source), tokenizer, 99)
     assert f"{source}:2: " in str(caught.value)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.data.test_demonstrations import STOCK, pairs, says, shown, user
-from tests.data.test_thinking import TEMPLATES, make_tokenizer
+from tests.data.test_demonstrations import pairs, says, shown, user
 
 from hocket.config import DataConfig
 from hocket.data.preferences import Preference, load_preferences
 from hocket.errors import DataError
+from support.tokenizers import STOCK, TEMPLATES, of_tags
 
 Write = Callable[..., str]
 ASKED = [user("a b")]
@@ -58,7 +58,7 @@ def test_of_several_turns_those_of_the_assistant_behind_the_common_ones_are_taug
     before = [user("x"), says("y"), user("2+3?")]
     row = {"chosen": [*before, call, {"role": "tool", "content": "5"}, says("5", reasoning_content="so")]}
     row["rejected"] = [*before, says("6")]
-    tokenizer = make_tokenizer(STOCK)
+    tokenizer = of_tags(STOCK)
     data = DataConfig(source=write_jsonl({**row, "tools": json.dumps([{"name": "add"}])}))
     (pair,) = load_preferences(data, tokenizer, 500)
     tools = '<|im_start|>system\n[{"name": "add"}]<|im_end|>\n'
@@ -75,7 +75,7 @@ def test_of_several_turns_those_of_the_assistant_behind_the_common_ones_are_taug
 def test_the_tokens_are_trls_but_for_what_the_template_writes_behind_the_end_of_a_turn(
     name: str, write_jsonl: Write
 ) -> None:
-    tokenizer = make_tokenizer(TEMPLATES[name])
+    tokenizer = of_tags(TEMPLATES[name])
     answers = [says(f"<think>\n{thought}\n</think>\n\n{text}") for thought, text in (("a", "1"), ("b", "2"))]
     rows = {"chosen": [user("x"), answers[0]], "rejected": [user("x"), answers[1]]}
     (pair,) = load_preferences(DataConfig(source=write_jsonl(rows)), tokenizer, 500)
@@ -116,7 +116,7 @@ def test_the_tokens_are_trls_but_for_what_the_template_writes_behind_the_end_of_
     ],
 )  # fmt: skip
 def test_a_row_that_is_no_preference_is_named_by_file_and_line(row: Any, what: str, write_jsonl: Write) -> None:
-    source, tokenizer = write_jsonl("", row), make_tokenizer(STOCK)
+    source, tokenizer = write_jsonl("", row), of_tags(STOCK)
     with pytest.raises(DataError) as caught:
         load_preferences(DataConfig(source=source), tokenizer, 99)
     assert f"{source}:2: " in str(caught.value)

@@ -13,7 +13,6 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer
 
 from hocket.config import DataConfig, HeldOutConfig
 from hocket.data.prompts import load_prompts, renderer_of
@@ -21,6 +20,7 @@ from hocket.data.renderer import Renderer, TooLongError
 from hocket.data.sources import TASKS
 from hocket.errors import DataError
 from hocket.types import Prompt
+from support.tokenizers import shipped
 
 ROOT = Path(__file__).parents[2]
 Write = Callable[..., str]
@@ -173,15 +173,8 @@ def test_tasks_and_jsonl_load_no_data_library() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment) == "[]\n"
 
 
-def shipped(template: str | None) -> Any:
-    """The tokenizer that ships, with another template."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def renderer(template: str | None) -> Renderer:
-    return renderer_of(DataConfig(chat_template=template is not None), shipped(template))
+    return renderer_of(DataConfig(chat_template=template is not None), shipped(chat_template=template))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +188,7 @@ def test_a_template_that_does_not_open_the_models_turn_is_refused(
     write_jsonl: Write, template: str, opening: str
 ) -> None:
     with pytest.raises(DataError, match=re.escape(f"begins the model's turn with {opening!r}, but ends no prompt so")):
-        load(write_jsonl(*ROWS), shipped(template))
+        load(write_jsonl(*ROWS), shipped(chat_template=template))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +200,7 @@ def test_a_template_that_does_not_open_the_models_turn_is_refused(
     ],
 )
 def test_a_template_of_which_it_is_not_known_is_taken(write_jsonl: Write, template: str) -> None:
-    assert len(load(write_jsonl(*ROWS), shipped(template))) == 2
+    assert len(load(write_jsonl(*ROWS), shipped(chat_template=template))) == 2
 
 
 USER = {"role": "user", "content": "go"}
@@ -238,7 +231,7 @@ def test_what_can_not_be_rendered_is_refused_with_the_reason() -> None:
 
 
 def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_encoded() -> None:
-    tools = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-tools")
+    tools = shipped("tiny-tools")
     longest = "<|endoftext|>"  # 13 characters, one token; no token of this vocabulary has more
     rendering = renderer_of(DataConfig(), tools)
     for text in (longest * 5, longest * 20):  # the second has more than 5 tokens: its length shows that

@@ -15,6 +15,7 @@ from hocket.data.prompts import renderer_of
 from hocket.data.sources import TASKS
 from hocket.envs.base import bind
 from hocket.errors import DataError
+from support.tokenizers import shipped
 
 ROOT = Path(__file__).parents[2]
 SORT, TOOLS = (ROOT / "checkpoints" / name for name in ("tiny-sort", "tiny-tools"))
@@ -27,7 +28,7 @@ def rows(task: str, split: str, num: int = 2000, seed: int = 0) -> list[dict[str
 
 @pytest.fixture(scope="module")
 def tools_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TOOLS)
+    return shipped("tiny-tools")
 
 
 @pytest.mark.parametrize(("task", "letters", "wrong"), [("sort", 26, 0.75), ("sort_down", 16, 0.0)])

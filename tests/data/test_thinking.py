@@ -1,4 +1,4 @@
-"""Chat templates in the shape of well-known ones, and where a thought begins and ends with each of them."""
+"""Where a thought begins and ends with chat templates in the shape of well-known ones."""
 
 import itertools
 import json
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from hocket.config import DataConfig
 from hocket.data.demonstrations import load_demonstrations
@@ -16,35 +14,9 @@ from hocket.data.prompts import load_prompts, renderer_of
 from hocket.errors import DataError
 from hocket.rewards import builtin
 from hocket.types import TokenSequence
+from support.tokenizers import OFF, TEMPLATES, of_tags
 
-IM = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-IM_NEXT = "{% if add_generation_prompt %}<|im_start|>assistant\n"
-HEADER = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
-TEMPLATES = {
-    "Qwen2.5": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
-    + IM
-    + IM_NEXT
-    + "{% endif %}",
-    "Qwen3": IM
-    + IM_NEXT
-    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
-    "Qwen3-Thinking": IM + IM_NEXT + "<think>\n{% endif %}",
-    "R1-Distill": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
-    "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
-    "Llama-3": "{{ bos_token }}{% for m in messages %}"
-    + HEADER
-    + "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-    "Gemma": "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
-    "{{ raise_exception('no system role') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    "Mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
-}
 OPENINGS = {"Qwen3-Thinking": "<think>\n", "R1-Distill": "<think>\n"}
-OFF = {"enable_thinking": False}
 END = {"Llama-3": "<|eot_id|>", "Gemma": "<end_of_turn>", "R1-Distill": "</s>", "Mistral": "</s>"}
 
 WHOLE, CLOSED, ABSENT, CUT_OFF = "<think>6*7</think>42", "6*7</think>42", "42", "6*7 is 42, but wait"
@@ -61,22 +33,6 @@ REWARDS = {
 }
 
 
-def make_tokenizer(template: str) -> Any:
-    """Returns one of bytes, in which every tag is one token."""
-    tags = ["<s>", "</s>", "<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>"]
-    tags += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]"]
-    tags += ["<tool_call>", "<|call|>", "<|return|>"]
-    vocabulary = {token: i for i, token in enumerate([*tags, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.add_tokens(tags[2:4])
-    fast.add_tokens(tags[4:], special_tokens=True)
-    fast.chat_template = template
-    return fast
-
-
 def taught(row: TokenSequence, tokenizer: Any) -> str:
     return str(tokenizer.decode([*itertools.compress(row.token_ids, row.mask)]))
 
@@ -86,7 +42,7 @@ def taught(row: TokenSequence, tokenizer: Any) -> str:
 def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_end(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    tokenizer, asked = make_tokenizer(TEMPLATES[name]), [{"role": "user", "content": "What is 6*7?"}]
+    tokenizer, asked = of_tags(TEMPLATES[name]), [{"role": "user", "content": "What is 6*7?"}]
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "What is 6*7?", "answer": "42", "response": WHOLE}), encoding="utf-8")
     data = DataConfig(source=str(rows), chat_template=options)
@@ -122,7 +78,7 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
 def test_a_demonstration_goes_on_from_the_thought_that_the_template_opens_and_closes_it(
     template: str, options: dict[str, Any], response: str, trained: str | None, tmp_path: Path
 ) -> None:
-    rows, tokenizer = tmp_path / "rows.jsonl", make_tokenizer(TEMPLATES[template])
+    rows, tokenizer = tmp_path / "rows.jsonl", of_tags(TEMPLATES[template])
     rows.write_text(json.dumps({"prompt": "What is 6*7?", "response": response}), encoding="utf-8")
     data = DataConfig(source=str(rows), chat_template=options)
     if trained is None:
@@ -135,7 +91,7 @@ def test_a_demonstration_goes_on_from_the_thought_that_the_template_opens_and_cl
 def test_a_tokenizer_that_hides_the_end_of_a_thought_from_rewards_and_hockets_options_are_refused() -> None:
     with pytest.raises(ValueError, match="tokenize can't be set, as hocket sets it"):
         DataConfig(chat_template={"tokenize": True})
-    tokenizer = make_tokenizer(TEMPLATES["Qwen3"])
+    tokenizer = of_tags(TEMPLATES["Qwen3"])
     assert load_prompts(DataConfig(limit=1), tokenizer, max_prompt_tokens=200)
     tokenizer.add_tokens("</think>", special_tokens=True)
     with pytest.raises(DataError, match='set "special": false'):

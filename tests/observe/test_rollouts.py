@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hocket.observe import reader
 from hocket.observe.reader import RunReader
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from support.tokenizers import ALPHABET, BYTES, make_tokenizer
 
 TRICKY = 'it says "mask":[1,2],"logprobs":[3] \ud800 \\ "'
 
@@ -73,10 +73,7 @@ def test_tokens_have_their_text_and_what_training_knew_of_them(tmp_path: Path) -
 
 
 def test_a_character_of_several_tokens_stands_at_the_last_of_them_and_broken_ones_hold_up_no_more_than_that() -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = make_tokenizer(ALPHABET, split=BYTES, merges=()).backend_tokenizer
     ids = tokenizer.encode("aé→b").ids
     assert reader.pieces(tokenizer, ids) == ["a", "", "é", "", "", "→", "b"]
     broken = [ids[1], ids[1], *ids]

@@ -8,7 +8,6 @@ import torch
 from PIL import Image as Pictures
 from transformers import (
     AutoModelForImageTextToText,
-    AutoTokenizer,
     Idefics3Config,
     Idefics3Processor,
     Qwen2_5_VLConfig,
@@ -17,8 +16,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hocket.common.images import png
+from support.tokenizers import shipped
 
-TOKENIZER = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"
 IMAGE_TOKENS = 4  # of each picture of the Idefics3
 TEMPLATE = """{%- for message in messages -%}
 {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
@@ -43,10 +42,9 @@ def picture(seed: int, width: int = 40, height: int = 64) -> bytes:
 
 def make_tokenizer() -> Any:
     """Returns the tokenizer of tiny-sort with the words for pictures."""
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer = shipped(chat_template=TEMPLATE)
     more = ["<image>", "<fake_token_around_image>", "<global-img>"]
     tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *more]})
-    tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 

@@ -1,0 +1,118 @@
+"""Tokenizers whose ids a test can count, the ones that ship, and chat templates in the shape of well-known ones."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+
+# How a text is split before words are looked up.
+WORDS = pre_tokenizers.Whitespace()
+CHARACTERS = pre_tokenizers.Split(Regex("."), "isolated")
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+"""One word for each byte, as BYTES writes it."""
+
+
+def make_tokenizer(
+    words: Sequence[str],
+    template: str | None = None,
+    *,
+    split: Any = WORDS,
+    unknown: str | None = None,
+    merges: Sequence[tuple[str, str]] | None = None,
+    before: str = "",
+    **special: Any,
+) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer in which a word's id is its place in `words`.
+
+    unknown: the word in the place of one that is not in `words`; `unk_token`, if that is given.
+    merges: makes it one of pieces (BPE), which are merged so.
+    before: the word that stands before whatever is encoded.
+    special: what transformers' class takes, as bos_token, eos_token and pad_token.
+    """
+    vocabulary = {word: number for number, word in enumerate(words)}
+    unknown = unknown or special.get("unk_token")
+    by_words = merges is None
+    model = models.WordLevel(vocabulary, unk_token=unknown) if by_words else models.BPE(vocabulary, list(merges or ()))
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = split
+    if split is CHARACTERS:
+        tokenizer.decoder = decoders.Fuse()
+    elif split is BYTES:
+        tokenizer.decoder = decoders.ByteLevel()
+    if before:
+        known = [(before, vocabulary[before])]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{before} $A", special_tokens=known)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = template
+    return fast
+
+
+def shipped(name: str = "tiny-sort", **changes: Any) -> Any:
+    """Returns the tokenizer of a model in checkpoints/, with changes; that of tiny-sort has one token per byte."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / name)
+    for attribute, value in changes.items():
+        setattr(tokenizer, attribute, value)
+    return tokenizer
+
+
+def of_tags(template: str) -> PreTrainedTokenizerFast:
+    """Returns one of bytes, in which every tag of the templates below is one token."""
+    thoughts = ["<think>", "</think>"]  # which a decoded text shows
+    tags = ["<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>"]
+    tags += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]"]
+    tags += ["<tool_call>", "<|call|>", "<|return|>"]
+    words = ["<s>", "</s>", *thoughts, *tags, *ALPHABET]
+    tokenizer = make_tokenizer(words, template, split=BYTES, merges=(), bos_token="<s>", eos_token="</s>")
+    tokenizer.add_tokens(thoughts)
+    tokenizer.add_tokens(tags, special_tokens=True)
+    return tokenizer
+
+
+IM = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+IM_NEXT = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+HEADER = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
+TEMPLATES = {
+    "Qwen2.5": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+    + IM
+    + IM_NEXT
+    + "{% endif %}",
+    "Qwen3": IM
+    + IM_NEXT
+    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "Qwen3-Thinking": IM + IM_NEXT + "<think>\n{% endif %}",
+    "R1-Distill": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+    "Llama-3": "{{ bos_token }}{% for m in messages %}"
+    + HEADER
+    + "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "Gemma": "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('no system role') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "Mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+}
+OFF = {"enable_thinking": False}
+STOCK = (  # as Qwen3's: thoughts are kept behind the last question alone, an empty one is added to the last message
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% set ns = namespace(last=0) %}"
+    "{% for m in messages if m.role == 'user' %}{% set ns.asked = m %}{% endfor %}"
+    "{% for m in messages %}{% if m == ns.asked %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set thought = m.reasoning_content or '' %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
+    "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HARMONY = (  # as gpt-oss's: what ends a turn depends on what it is, and on what follows
+    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}{% if m.tool_calls %}<tool_call><|call|>"
+    "{% elif m.role == 'assistant' and loop.last and not add_generation_prompt %}<|return|>"
+    "{% else %}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
