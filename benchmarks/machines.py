@@ -64,7 +64,9 @@ if __name__ == "__main__":
 
     PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     PARSER.add_argument("--stand-ins", default=",".join(STAND_INS), help="which, with commas between (default: all)")
-    PARSER.add_argument("--seeds", type=numbers, default=[], metavar="N,N", help="trainer.seed of one run after the other")
+    PARSER.add_argument(
+        "--seeds", type=numbers, default=[], metavar="N,N", help="trainer.seed of one run after another"
+    )
     PARSER.add_argument("--show", default=r"^held-out accuracy", help="lines of the output to print: an expression")
     PARSER.add_argument("words", nargs=argparse.REMAINDER, help="the command and its arguments")
     OPTIONS = PARSER.parse_args()
