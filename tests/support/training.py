@@ -1,6 +1,7 @@
 """What the tests of the trainer build and read in common."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -9,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hocket import config as config_module
 from hocket.trainer.batching import TrainBatch, divide
@@ -19,8 +22,80 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
+from support.numbers import rounding
 
 CPU = torch.device("cpu")
+SEEN = 64
+"""More positions than one of these tests' sequences has: what attention sums over."""
+POSITIONS = 1000
+"""More positions than a step of these tests has: what its metrics and gradients are summed over."""
+
+
+@functools.cache
+def additions(model: str) -> int:
+    """Returns how many additions follow each other on the way from a token of a model to a log-prob."""
+    whole = AutoConfig.from_pretrained(model)
+    text, count = whole.get_text_config(), 0
+    for tower in (text, *([whole.vision_config] if hasattr(whole, "vision_config") else [])):
+        # Two norms, the products with queries or keys, scores, outputs, both of the MLP; softmax and sum of what is seen.
+        layer = 6 * tower.hidden_size + tower.intermediate_size + 2 * SEEN
+        count += (tower.depth if hasattr(tower, "depth") else tower.num_hidden_layers) * layer
+    return int(count + 2 * text.hidden_size + text.vocab_size)  # the last norm, the head, the softmax
+
+
+def gradient_additions(model: str) -> int:
+    """Returns those on the way to a gradient: each product of the forward pass has two in the backward pass."""
+    return 3 * additions(model) + POSITIONS
+
+
+def assert_near(found: Any, expected: Any, count: int) -> None:
+    """Asserts that numbers lie apart by the rounding of so many additions, relative to the largest of them all."""
+    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=rounding(count) * float(expected.abs().max()))
+
+
+def assert_same_metrics(found: Mapping[str, float], expected: Mapping[str, float], model: str) -> None:
+    """Asserts that the metrics of a step, means of numbers about 1, lie apart by rounding alone."""
+    parameters = Path(model, "model.safetensors").stat().st_size // 4  # a norm sums the squares of all gradients
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        is_norm = name.endswith("grad_norm")
+        away = rounding(gradient_additions(model) + parameters if is_norm else additions(model) + POSITIONS)
+        assert found[name] == pytest.approx(value, rel=away, abs=away, nan_ok=True), name
+
+
+def assert_small_drift(
+    found: torch.Tensor, expected: torch.Tensor, squares: torch.Tensor, model: str, updates: float, rate: float = 1e-3
+) -> None:
+    """Asserts that weights are those of AdamW's updates by gradients that rounding alone tells apart.
+
+    It divides a gradient by its own size, which `squares` has, the means of gradients' squares. One that is only what
+    numbers as large as the largest of its tensor leave of each other may take a step of any size: up to the learning
+    rate, against as much in the other direction.
+    """
+    size = (squares / (1 - 0.999**updates)).sqrt()
+    apart = rounding(gradient_additions(model)) * size.max()
+    most = updates * rate * (2 * apart / (size + 1e-8)).clamp(max=2.0) + rounding(int(updates)) * expected.abs()
+    assert bool(((found - expected).abs() <= most).all())
+
+
+def assert_same_states(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    model: str,
+    updates: float,
+    rate: float = 1e-3,
+) -> None:
+    """Compares what AdamW holds after updates at this rate at most: means of gradients, and weights."""
+    assert found.keys() == expected.keys()
+    for key, squares in expected.items():
+        learner, kind, name = key.split("/")
+        if kind == "exp_avg_sq":
+            mean, master = f"{learner}/exp_avg/{name}", f"{learner}/master/{name}"
+            size = (squares / (1 - 0.999**updates)).sqrt().max()
+            gap = (found[mean] - expected[mean]).abs().max() / (1 - 0.9**updates)
+            assert gap <= rounding(gradient_additions(model)) * size, mean
+            assert_small_drift(found[master], expected[master], squares, model, updates, rate)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
@@ -127,6 +202,21 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     trainer.state(found.update)
     return found
+
+
+def plain_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Returns, by a trainer's names, what torch's AdamW holds of a model of transformers."""
+    return {
+        f"policy/{kind}/model.{name}": tensor.detach().clone()
+        for name, parameter in model.named_parameters()
+        for kind, tensor in (("master", parameter), *optimizer.state[parameter].items())
+        if kind != "step"
+    }
+
+
+def read_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Reads the tensors that `save` wrote, of all learners."""
+    return {name: tensor for file in folder.glob("state_*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def load(trainer: Trainer, folder: Path) -> None:
