@@ -168,18 +168,16 @@ def test_attention_on_a_gpu_is_that_of_float64_without_memory_for_all_pairs(
 ) -> None:
     lengths, device = [1, 7, 513, 2048], torch.device("cuda")
     torch.manual_seed(0)
-    inputs = [torch.randn(1, h, sum(lengths), size, device=device, dtype=dtype) for h in (4, 2, 2)]
-    inputs = [tensor.requires_grad_() for tensor in inputs]
+    options: Any = {"device": device, "dtype": dtype, "requires_grad": True}
+    inputs = [torch.randn(1, heads, sum(lengths), size, **options) for heads in (4, 2, 2)]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    expected = by_hand(exact[0], exact[1], exact[2], lengths, window or 10_000)
+    expected = by_hand(*exact, lengths, window or 10_000)
     weights = torch.randn(expected.shape, device=device)
     expected_gradients = torch.autograd.grad((expected * weights).sum(), exact)
     segments = Segments(tuple(lengths), device)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    result, _ = attend(
-        nn.Module(), inputs[0], inputs[1], inputs[2], None, scaling=0.3, segments=segments, sliding_window=window
-    )
+    result, _ = attend(nn.Module(), *inputs, None, scaling=0.3, segments=segments, sliding_window=window)
     gradients = torch.autograd.grad((result * weights).sum(), inputs)
     if window is None:  # a band of float32 exists for the kernels that take it as a mask
         assert torch.cuda.max_memory_allocated() - before < 4 * 2048 * 2048 * 4  # the scores of all heads

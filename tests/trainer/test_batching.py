@@ -1,24 +1,30 @@
 import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 
 from hocket.errors import TrainerError
-from hocket.trainer.batching import TrainBatch, check_fits, unpack
+from hocket.trainer.attention import RowPart
+from hocket.trainer.batching import Sizes, TrainBatch, balance, check_fits, divide, row_places, unpack
 from hocket.types import TrainSample
-from support.training import pack, sample_of, sequence
+from support.training import CPU, pack, sample_of, sequence
 
 
-def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0) -> TrainSample:
+def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0, **more: Any) -> TrainSample:
     """Returns a sample whose log-probs are its tokens' ids, negative."""
     rollout = sequence(token_ids, prompt)
     logprobs = tuple(-float(i) if m else 0.0 for i, m in zip(token_ids, rollout.mask, strict=True))
-    return sample_of(dataclasses.replace(rollout, logprobs=logprobs), advantage)
+    return sample_of(dataclasses.replace(rollout, logprobs=logprobs), advantage, **more)
 
 
 def test_a_hand_worked_batch() -> None:
-    long, short, tiny = sample(5, 6, 7, 8, prompt=2, advantage=2.0), sample(1, 2, advantage=-1.0), sample(3, 4)
+    long = sample(5, 6, 7, 8, prompt=2, advantage=2.0, witness=True, columns={"values": (0.0, 0.1, 0.2, 0.3)})
+    short, tiny = (
+        sample(*ids, advantage=advantage, columns={"values": (0.0, value)})
+        for ids, advantage, value in (((1, 2), -1.0, 0.4), ((3, 4), 1.0, 0.5))
+    )
     [[batch]] = pack([short, long, tiny], micro_batch_tokens=6)
     # the longest first, and no padding anywhere
     assert batch.segments.lengths == (3, 1, 1)
@@ -28,7 +34,9 @@ def test_a_hand_worked_batch() -> None:
     assert batch.mask_bt.tolist() == [[False, True, True, True, True]]
     assert batch.rollout_logprobs_bt.tolist() == [[0.0, -7.0, -8.0, -2.0, -4.0]]
     assert batch.advantages_bt.tolist() == [[0.0, 2.0, 2.0, -1.0, 1.0]]
-    assert batch.trained_n.tolist() == [1, 2, 3, 4]
+    assert batch.columns["values"].tolist() == [pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])]
+    assert batch.witness_bt.tolist() == [[False, True, True, False, False]]
+    assert batch.trained_n.tolist() == batch.row_n.tolist() == [1, 2, 3, 4]
     assert batch.sample_bt.tolist() == [[0, 0, 0, 1, 2]]
     assert batch.places == (1, 0, 2)
     assert (batch.num_tokens_global, batch.num_sequences_global, batch.max_tokens) == (4, 3, 4)
@@ -97,10 +105,56 @@ def test_ranks_share_the_cost_rather_than_the_tokens() -> None:
     assert sorted(batch.segments.lengths for [batch] in ranks) == [(10,) * 9, (30,)]
 
 
-def test_a_rank_that_runs_out_gets_masked_batches() -> None:
-    ranks = pack([sample(1, 2, 3)], micro_batch_tokens=8, num_ranks=3)
+def test_a_rank_that_runs_out_gets_a_masked_position_with_every_column() -> None:
+    ranks = pack([sample(1, 2, 3, columns={"values": (0.0, 1.0, 2.0)})], micro_batch_tokens=8, num_ranks=3)
     assert [int(batches[0].mask_bt.sum()) for batches in ranks] == [2, 0, 0]
     assert {batches[0].max_tokens for batches in ranks} == {2}
+    blank = ranks[1][0]
+    assert (blank.places, blank.lengths, blank.input_ids_br.tolist()) == ((), (1,), [[0]])
+    assert [blank.columns["values"].tolist(), blank.advantages_bt.tolist()] == [[[0.0]]] * 2
+    assert blank.rollout_logprobs_bt.tolist() == [[0.0]]
+
+
+def test_ranks_that_divide_a_row_have_parts_of_one_size_and_each_trained_place_once() -> None:
+    [[make]] = divide([sample(5, 6, 7, 8, prompt=2), sample(1, 2), sample(3, 4)], micro_batch_tokens=9, num_ranks=1)
+    first, second = (make(CPU, RowPart(2, number)) for number in range(2))
+    assert [part.input_ids_br.tolist() for part in (first, second)] == [[[5, 6, 7]], [[1, 3, 0]]]  # five, and one more
+    assert [part.trained_n.tolist() for part in (first, second)] == [[1, 2], [3, 4]]
+    assert [part.row_n.tolist() for part in (first, second)] == [[1, 2], [0, 1]]
+    assert [part.target_ids_bt.tolist() for part in (first, second)] == [[[6, 7, 8, 2, 4]]] * 2
+    assert first.mask_bt.tolist() == second.mask_bt.tolist() == [[False, True, True, True, True]]
+
+
+def test_costs_are_dealt_to_the_cheapest_part_the_costliest_first() -> None:
+    assert balance([2, 5, 4, 3], 2) == [[1, 0], [2, 3]]  # 5 | 4, 4 + 3, 5 + 2
+    assert balance([1, 1, 3], 2) == [[2], [0, 1]]
+
+
+def test_a_run_is_divided_where_it_is_too_long_or_saves_too_little() -> None:
+    sizes = Sizes(first=[30.0, 30.0, 30.0, 30.0], added=[30.0, 10.0, 30.0, 29.0])
+    assert sizes.of([0, 1]) == 40
+    assert sizes.runs(range(4), 1000) == [[0, 1], [2, 3]]  # the third has nothing in common with the one before
+    assert sizes.runs(range(4), 59) == [[0, 1], [2, 3]]
+    assert sizes.runs(range(4), 58) == [[0, 1], [2], [3]]
+    assert sizes.runs(range(4), 39) == [[0], [1], [2], [3]]
+    # Beyond 35, the fourth saves 1 of 59, which is little: 16 times as much is less. The second saves 20 of 40.
+    assert sizes.runs(range(4), 1000, 35) == [[0, 1], [2], [3]]
+    assert sizes.runs(range(4), 1000, 59) == [[0, 1], [2, 3]]
+
+
+def test_a_sequence_s_places_are_those_that_it_shares_then_its_own() -> None:
+    assert [row.tolist() for row in row_places([3, 4, 2], [0, 2, 0])] == [[0, 1, 2], [0, 1, 3, 4], [5, 6]]
+
+
+def test_copies_of_keys_count_as_a_part_of_the_positions_that_a_sequence_shares() -> None:
+    # Twelve tokens in common: 14 positions, then 2 more and, for its copy, a tenth of 14.
+    samples = [sample(*range(10, 22), *end, prompt=12) for end in ((1, 2, 3), (4, 5, 6))]
+    check_fits(samples, 18, unit=2, share=math.inf, key_share=0.1)  # 14 + 2 + 1.4
+    with pytest.raises(TrainerError, match="18 tokens of one row don't fit into"):
+        check_fits(samples, 17, unit=2, share=math.inf, key_share=0.1)
+    for tokens, rows in ((18, 1), (17, 2)):
+        [batches] = pack(samples, micro_batch_tokens=tokens, share=math.inf, key_share=0.1)
+        assert len(batches) == rows
 
 
 def test_a_sequence_that_fits_nowhere_or_nothing_to_train_on_is_refused() -> None:
@@ -132,6 +186,7 @@ def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_p
     expected = [(0.0, 20.0, 30.0), (0.0, 0.0, 60.0, 0.0, 80.0), (0.0, 20.0, 30.0), (0.0, 100.0), (0.0, 0.0, 0.0)]
     samples = list(map(sample_of, sequences))
     ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
+    assert {(one.num_tokens_global, one.num_sequences_global) for batches in ranks for one in batches} == {(7, 4)}
     shares = [numbers(batch) for batches in ranks for batch in batches]
     found = {place: row for share in shares for place, row in share.items()}
     assert sum(map(len, shares)) == 5

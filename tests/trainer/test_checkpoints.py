@@ -63,6 +63,13 @@ def names(config: Config) -> list[str]:
     return sorted(path.name for path in (config.run_dir / "checkpoints").iterdir())
 
 
+def found_step(config: Config, say: Callable[[str], object] = print) -> int:
+    """Returns the step of the checkpoint that the run goes on from."""
+    found = checkpoints.find(config, say)
+    assert found is not None
+    return found.step
+
+
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_checkpoint_is_the_state_after_its_step(tmp_path: Path, background: str) -> None:
     config = make_config(tmp_path, "checkpoint.every_steps=4", f"checkpoint.async={background}")
@@ -112,14 +119,8 @@ def test_a_run_that_fell_over_before_its_first_step_leaves_its_folder_to_the_nex
     config = make_config(tmp_path, f"checkpoint.resume={resume}")
     run, kept = config.run_dir, ("checkpoints/tiny/config.json", "rollouts/my_1.jsonl", "weights/own.bin", "trainer_id")
     left = ("rollouts/eval_000000.jsonl", "rollouts/step_000001.jsonl", "weights/v000001/COMPLETE", "report.html")
-    for name in (
-        *kept,
-        *left,
-        "ledger.jsonl",
-        "metrics.jsonl",
-        "trained/step_000001.jsonl",
-        "skipped/step_000001.json",
-    ):
+    more = ("ledger.jsonl", "metrics.jsonl", "trained/step_000001.jsonl", "skipped/step_000001.json")
+    for name in (*kept, *left, *more):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text('{"step": 0}\n')
     assert checkpoints.find(config, print) is None
@@ -222,11 +223,8 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     (older.parent / "COMPLETE").write_text(checksum)
     said: list[str] = []
     changes = ("trainer.steps=20", "server.urls=http://b:1", "trainer.learning_rate=1e-5")
-    found = checkpoints.find(
-        make_config(tmp_path, "checkpoint.every_steps=4", *changes, "checkpoint.resume=true"), said.append
-    )
-    assert found is not None
-    assert found.step == 8
+    config = make_config(tmp_path, "checkpoint.every_steps=4", *changes, "checkpoint.resume=true")
+    assert found_step(config, said.append) == 8
     assert said == [
         f"going on from {newest.with_name('step_000008')}; server.urls was [] and is ['http://b:1']; "
         "trainer.learning_rate was 1e-06 and is 1e-05; trainer.steps was 10 and is 20"
@@ -246,9 +244,7 @@ def test_of_damaged_checkpoints_none_is_used_and_the_one_before_is(tmp_path: Pat
         content[-4] ^= 1  # of a tensor the lowest bit of a number
         (folder / file).write_bytes(content)
         if folder == folders[0]:
-            found = checkpoints.find(config, said.append)
-            assert found is not None
-            assert found.step == 8
+            assert found_step(config, said.append) == 8
             assert said == [
                 f"WARNING: {folder} is no complete checkpoint: something has changed its files, the disk is failing, "
                 "or an earlier hocket wrote it. Remove it, or name another one; the one before is taken",
@@ -275,9 +271,7 @@ def test_folders_of_a_user_beside_checkpoints_are_none_and_stay(tmp_path: Path) 
         (kept / name).mkdir()
         (kept / name / "COMPLETE").touch()
     config = make_config(tmp_path, "checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.resume=true")
-    found = checkpoints.find(config, lambda line: None)
-    assert found is not None
-    assert found.step == 2
+    assert found_step(config) == 2
     train(config, last=2)
     assert names(config) == ["step_000001_copy", "step_000010", "step_mine"]
     with pytest.raises(ConfigError, match="holds a run of 10 steps"):

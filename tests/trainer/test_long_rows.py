@@ -7,16 +7,8 @@ from torch import Tensor
 
 from hocket.trainer import long_rows
 from hocket.trainer.ranks import Ranks
-from support.training import (
-    assert_same_metrics,
-    assert_same_states,
-    gap_of,
-    make_groups,
-    make_trainer,
-    measured,
-    state_of,
-    untimed,
-)
+from support import training
+from support.training import assert_same_metrics, assert_same_states, make_groups, make_trainer, measured, state_of
 
 
 @pytest.mark.parametrize("model", ["tied_model", "experts_model"])
@@ -39,7 +31,7 @@ def test_tiles_and_copies_on_the_cpu_change_no_step(
     for how in ("true", "long"):
         with make_trainer(ranks, path, f"trainer.gradient_checkpointing={how}") as trainer:
             stats = trainer.step(measured(trainer, samples))
-            found.append((untimed(stats) | {"gap": gap_of(trainer, samples)}, state_of(trainer)))
+            found.append((training.untimed(stats) | {"gap": training.gap_of(trainer, samples)}, state_of(trainer)))
     (stats, state), (long_stats, long_state) = found
     assert_same_metrics(long_stats, stats, path)
     assert_same_states(long_state, state, path, updates=1)

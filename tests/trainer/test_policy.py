@@ -13,19 +13,10 @@ from hocket.config import ModelConfig
 from hocket.errors import ConfigError
 from hocket.trainer.policy import MixedProduct, Policy, compute_in_float32
 from hocket.types import TrainSample
+from support import training
 from support.batches import preset_loss
 from support.numbers import rounding
-from support.training import (
-    CPU,
-    POSITIONS,
-    additions,
-    assert_near,
-    gradient_additions,
-    make_rollouts,
-    pack,
-    sample_of,
-    sequence,
-)
+from support.training import CPU, additions, assert_near, gradient_additions, make_rollouts, pack, sample_of, sequence
 
 
 def make_policy(path: str, **options: object) -> Policy:
@@ -86,7 +77,8 @@ def test_loss_and_gradient_do_not_depend_on_packing(
 def assert_same_loss_and_gradient(
     loss: float, grads: list[torch.Tensor], expected_loss: float, expected_grads: list[torch.Tensor], model: str
 ) -> None:
-    assert loss == pytest.approx(expected_loss, abs=rounding(additions(model) + POSITIONS))  # a mean of numbers about 1
+    apart = rounding(additions(model) + training.POSITIONS)  # of a mean of numbers about 1
+    assert loss == pytest.approx(expected_loss, abs=apart)
     for grad, expected in zip(grads, expected_grads, strict=True):
         assert_near(grad, expected, gradient_additions(model))
 

@@ -28,21 +28,8 @@ from hocket.trainer.critic import ValueModel
 from hocket.trainer.policy import Policy
 from hocket.trainer.ranks import Ranks
 from hocket.types import TrainSample
-from support.training import (
-    additions,
-    assert_near,
-    assert_same_metrics,
-    assert_same_states,
-    gradient_additions,
-    make_groups,
-    make_trainer,
-    measured,
-    pack,
-    sample_of,
-    sequence,
-    state_of,
-    untimed,
-)
+from support import training
+from support.training import assert_near, assert_same_metrics, assert_same_states, pack, sample_of, sequence, untimed
 
 BEGIN = tuple(range(10, 22))
 
@@ -152,8 +139,8 @@ def test_numbers_and_gradients_are_those_of_packing(
             found, gradient, fewer = passed(module, samples, share=math.inf, **how)
             assert found.keys() == expected.keys()
             for place, columns in expected.items():
-                assert_near(torch.stack(found[place]), torch.stack(columns), additions(model.path))
-            assert_near(gradient, plain, gradient_additions(model.path))
+                assert_near(torch.stack(found[place]), torch.stack(columns), training.additions(model.path))
+            assert_near(gradient, plain, training.gradient_additions(model.path))
             assert how or count < 40 or fewer < most  # few may begin with nothing in common
 
 
@@ -170,12 +157,12 @@ STEPS = {
 
 @pytest.mark.parametrize("case", STEPS)
 def test_three_steps_are_those_of_packing(case: str, ranks: Ranks, tied_model: str) -> None:
-    groups = make_groups(tied_model, prompt=9)
+    groups = training.make_groups(tied_model, prompt=9)
     found: list[Any] = []
     for share in ("false", "true"):
-        with make_trainer(ranks, tied_model, f"trainer.share_prefixes={share}", *STEPS[case]) as trainer:
-            steps = [trainer.step(measured(trainer, groups, returns=1.0), number=step) for step in range(3)]
-            found.append((steps, state_of(trainer)))
+        with training.make_trainer(ranks, tied_model, f"trainer.share_prefixes={share}", *STEPS[case]) as trainer:
+            steps = [trainer.step(training.measured(trainer, groups, returns=1.0), number=step) for step in range(3)]
+            found.append((steps, training.state_of(trainer)))
     (packed, state), (shared, theirs) = found
     for step, other in zip(packed, shared, strict=True):
         assert step.pop("train/shared") == 0 < other.pop("train/shared")

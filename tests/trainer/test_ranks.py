@@ -14,24 +14,10 @@ from tests.trainer.test_updates import by_hand
 from tests.trainer.test_vision import make_seeing
 from transformers import AutoModelForCausalLM
 
+from support import training
 from support.numbers import rounding
 from support.processes import Process, free_port
-from support.training import (
-    POSITIONS,
-    additions,
-    assert_near,
-    assert_same_metrics,
-    assert_same_states,
-    gradient_additions,
-    logprobs_of,
-    make_groups,
-    pack,
-    plain_state,
-    read_batch,
-    read_state,
-    same,
-    untimed,
-)
+from support.training import assert_near, assert_same_metrics, assert_same_states, pack, read_state, same, untimed
 
 pytestmark = pytest.mark.ranks
 
@@ -139,7 +125,7 @@ def masters_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_several_updates_are_those_of_a_plain_loop_at_every_zero_stage(
     runs: dict[int, Path], tied_model: str, size: int
 ) -> None:
-    expected = by_hand(tied_model, make_groups(tied_model), worker.CORRECTED)
+    expected = by_hand(tied_model, training.make_groups(tied_model), worker.CORRECTED)
     for stage in range(4):
         folder = runs[size] / "updates-tied" / str(stage)
         assert_same_states(read_state(folder), expected, tied_model, updates=6)
@@ -165,7 +151,7 @@ def test_two_ranks_train_like_one_at_every_zero_stage(runs: dict[int, Path], tie
 def test_two_ranks_measure_what_one_alone_would(runs: dict[int, Path], tied_model: str) -> None:
     folder = runs[2] / "beside-tied"
     samples = worker.make_samples(0)
-    start = logprobs_of(tied_model, [sample.sequence for sample in samples])
+    start = training.logprobs_of(tied_model, [sample.sequence for sample in samples])
     returns = [[float(trained) for trained in sample.sequence.mask] for sample in samples]
     for stage in range(4):
         seen = json.loads((folder / str(stage) / "seen.json").read_text())
@@ -175,19 +161,19 @@ def test_two_ranks_measure_what_one_alone_would(runs: dict[int, Path], tied_mode
         )
         for measured in (first, second, third):  # the reference stays the start
             for row, other in zip(measured["ref_logprobs"], start, strict=True):
-                assert_near(row, other, additions(tied_model))
+                assert_near(row, other, training.additions(tied_model))
         # The critic says 0 at first, and comes closer to 1 with each step: ½ (0 − 1)² is its first loss.
         assert {value for values in first["values"] for value in values} == {0.0}
         losses = [step["critic/loss"] for step in seen["stats"]]
         assert losses[0] == pytest.approx(0.5)
         tokens = [(v, r) for vs, rs in zip(second["values"], returns, strict=True) for v, r in zip(vs, rs, strict=True)]
         expected = sum(0.5 * (v - r) ** 2 for v, r in tokens) / sum(map(sum, returns))
-        assert losses[1] == pytest.approx(expected, abs=rounding(additions(tied_model) + POSITIONS))
+        assert losses[1] == pytest.approx(expected, abs=rounding(training.additions(tied_model) + training.POSITIONS))
         assert losses[1] < losses[0]
         if stage > 0:
             before = json.loads((folder / "0" / "seen.json").read_text())
             for row, other in zip(third["values"], before["measured"][2], strict=True):
-                assert_near(row, other["values"], gradient_additions(tied_model))
+                assert_near(row, other["values"], training.gradient_additions(tied_model))
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -202,7 +188,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_kept_and_leaves_the_weights(
     assert same(weights_of(runs, size, stage, "skipped"), before)
     assert not same(weights_of(runs, size, stage, "after"), before)
     path = runs[size] / "stages-tied" / str(stage) / "skipped.json"
-    assert read_batch(path)[4].sequence == worker.make_samples(3)[4].sequence
+    assert training.read_batch(path)[4].sequence == worker.make_samples(3)[4].sequence
     assert json.loads(path.read_text())["not_finite"].startswith("advantages of sample 4")
 
 
@@ -289,7 +275,7 @@ def test_two_ranks_stream_what_they_export_at_every_zero_stage(
         assert streamed.keys() == load_file(Path(path) / "model.safetensors").keys()
         assert found["layout"] == {name: ["float32", [*tensor.shape]] for name, tensor in streamed.items()}
         gaps.append(found["gap"])
-    assert_near(gaps, [gaps[0]] * 4, gradient_additions(path))  # of which a step has made the weights
+    assert_near(gaps, [gaps[0]] * 4, training.gradient_additions(path))  # of which a step has made the weights
     assert gaps[0] > 0.1
 
 
@@ -338,7 +324,7 @@ def reference(tied_model: str) -> dict[str, Any]:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
         optimizer.step()
     stats = [{"loss": loss, "grad_norm": norm} for loss, norm in zip(losses, norms, strict=True)]
-    return {"stats": stats, "state": plain_state(model, optimizer)}
+    return {"stats": stats, "state": training.plain_state(model, optimizer)}
 
 
 SPLITS = [(size, name) for size, names in worker.SPLITS_OF.items() for name in names]

@@ -25,17 +25,7 @@ from hocket.trainer.ranks import FAILURE, Ranks
 from hocket.trainer.trainer import Trainer
 from support import training
 from support.numbers import rounding
-from support.training import (
-    additions,
-    assert_near,
-    make_rollouts,
-    make_samples,
-    make_trainer,
-    same,
-    sample_of,
-    untimed,
-    weights_of,
-)
+from support.training import additions, make_rollouts, make_samples, make_trainer, same, untimed, weights_of
 
 # Each of 17 products on the way to a log-prob is rounded to 16 bits, and of 51 to a gradient; one side is as good as
 # exact, so half of what two would lie apart.
@@ -231,9 +221,9 @@ def test_the_log_probs_of_samples_are_those_of_transformers_in_the_order_of_the_
     trainer.export(tmp_path)
     expected = training.logprobs_of(tmp_path, rollouts)
     before = weights_of(trainer)
-    found = trainer.logprobs([sample_of(rollout, 0.0) for rollout in rollouts])
+    found = trainer.logprobs([training.sample_of(rollout, 0.0) for rollout in rollouts])
     for own, row in zip(found, expected, strict=True):
-        assert_near(own, row, additions(tied_model))
+        training.assert_near(own, row, additions(tied_model))
     for work in (trainer.logprobs, trainer.step):
         with pytest.raises(TrainerError, match="nothing to train on"):
             work([])
@@ -267,7 +257,7 @@ def test_the_surprise_of_samples_is_the_sum_over_their_sampled_tokens(
         variance = (rows.exp() * (rows + entropy[:, None]) ** 2).sum(-1)
         gap = (own - torch.tensor(rollout.logprobs)[mask]).abs()
         expected += torch.stack([torch.tensor(len(own)), gap.sum(), (-own - entropy).sum(), variance.sum()])
-    *found, greedy = trainer.surprise([sample_of(rollout, 0.0, witness=True) for rollout in rollouts])
+    *found, greedy = trainer.surprise([training.sample_of(rollout, 0.0, witness=True) for rollout in rollouts])
     assert greedy == 0
     one = rounding(additions(tied_model)) * 5  # of a log-prob, which is about 5
     assert found == pytest.approx(expected.tolist(), abs=one * found[0])

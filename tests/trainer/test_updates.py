@@ -13,19 +13,8 @@ from hocket.errors import TrainerError
 from hocket.trainer.batching import minibatches
 from hocket.trainer.ranks import Ranks
 from hocket.types import TrainSample
-from support.training import (
-    POSITIONS,
-    additions,
-    assert_near,
-    assert_same_states,
-    make_groups,
-    make_trainer,
-    measured,
-    plain_state,
-    same,
-    state_of,
-    weights_of,
-)
+from support import training
+from support.training import assert_near, assert_same_states, make_groups, make_trainer, measured, same, weights_of
 
 NUMBER = 3
 SEED = seed_of(0, "minibatches", NUMBER)
@@ -72,7 +61,7 @@ def by_hand(path: str, samples: list[TrainSample], algorithm: dict[str, Any]) ->
         torch.cat(losses).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return plain_state(model, optimizer)
+    return training.plain_state(model, optimizer)
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -94,7 +83,7 @@ def test_several_updates_are_those_of_a_plain_loop(ranks: Ranks, untied_model: s
         rate = (f"trainer.learning_rate={RATE}", f"trainer.micro_batch_tokens={micro_batch_tokens}")
         with make_trainer(ranks, untied_model, *SETTINGS, *rate, *knobs) as trainer:
             metrics = trainer.step(measured(trainer, samples), number=NUMBER)
-            assert_same_states(state_of(trainer), expected, untied_model, updates=6, rate=RATE)
+            assert_same_states(training.state_of(trainer), expected, untied_model, updates=6, rate=RATE)
         assert metrics["train/updates"] == 6
         assert metrics["train/policy_kl"] > 0
         assert metrics["train/clip_low"] + metrics["train/clip_high"] > 0.01  # or it would show nothing about the clip
@@ -190,4 +179,4 @@ def test_the_gap_between_engine_and_trainer_is_that_of_the_whole_batch(ranks: Ra
             metrics = trainer.step(measured(trainer, make_groups(untied_model)))
             names = ("logprob_gap", "mismatch_kl", "importance_mean", "importance_capped", "ess")
             found.append([metrics[f"train/{name}"] for name in names])
-    assert_near(found[1], found[0], additions(untied_model) + POSITIONS)
+    assert_near(found[1], found[0], training.additions(untied_model) + training.POSITIONS)

@@ -28,24 +28,10 @@ from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.weights import part_of
 from hocket.types import Image, TokenSequence, TrainSample
-from support import fakes
+from support import fakes, training
 from support.eyes import picture
 from support.numbers import rounding
-from support.training import (
-    additions,
-    assert_near,
-    gap_of,
-    load,
-    make_trainer,
-    measured,
-    pack,
-    same,
-    sample_of,
-    save,
-    sequence,
-    untimed,
-    weights_of,
-)
+from support.training import additions, assert_near, make_trainer, pack, same, sample_of, save, sequence, weights_of
 
 SIZES = ((40, 64), (64, 64), (24, 20))
 
@@ -298,7 +284,7 @@ def test_reference_and_critic_see_the_pictures(ranks: Ranks, tiny_vlm: str) -> N
     settings = [f"algorithm.preset={preset}", "algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1"]
     samples = make_seeing(tiny_vlm)
     with make_trainer(ranks, tiny_vlm, *settings, "trainer.micro_batch_tokens=200") as trainer:
-        known = measured(trainer, samples, returns=1.0)
+        known = training.measured(trainer, samples, returns=1.0)
         own = trainer.logprobs(samples)
         for sample, logprobs in zip(known, own, strict=True):
             assert_near(sample.columns["ref_logprobs"], logprobs, additions(tiny_vlm))
@@ -330,8 +316,8 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_its_checkpoint_becomes_a_whole_mo
         expected = trainer.step(samples)
         weights = weights_of(trainer)
     with make_trainer(ranks, tiny_vlm, *settings) as trainer:
-        load(trainer, tmp_path / "state")
-        assert untimed(trainer.step(samples)) == untimed(expected)
+        training.load(trainer, tmp_path / "state")
+        assert training.untimed(trainer.step(samples)) == training.untimed(expected)
         assert same(weights_of(trainer), weights)
 
 
@@ -350,7 +336,7 @@ def test_a_lie_about_one_vision_matrix_shows_in_the_gap(ranks: Ranks, tiny_vlm: 
             for sample, logprobs in zip(samples, of_transformers(served, samples), strict=True)
         ]
         with make_trainer(ranks, tiny_vlm, "trainer.micro_batch_tokens=200") as trainer:
-            gaps[served] = gap_of(trainer, scored)
+            gaps[served] = training.gap_of(trainer, scored)
     apart = rounding(additions(tiny_vlm))  # of a log-prob; what is measured is a mean over many
     print("GAPS", gaps, apart)
     assert gaps[tiny_vlm] < apart < gaps[str(folder)]

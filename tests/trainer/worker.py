@@ -33,19 +33,9 @@ from hocket.trainer.models import Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
+from support import training
 from support.stages import make_pairs
-from support.training import (
-    bytes_besides,
-    gap_of,
-    load,
-    make_groups,
-    make_rollouts,
-    measured,
-    sample_of,
-    save,
-    storages,
-    weights_of,
-)
+from support.training import bytes_besides, gap_of, load, make_groups, make_rollouts, measured, save, weights_of
 
 SETTINGS = (
     "model.dtype=float32",
@@ -87,7 +77,7 @@ STAGES = {stage: (f"trainer.zero_stage={stage}",) for stage in range(4)}
 
 def make_samples(step: int) -> list[TrainSample]:
     rng = random.Random(step)
-    return [sample_of(rollout, rng.gauss(0, 1)) for rollout in make_rollouts(11, longest=20, seed=step)]
+    return [training.sample_of(rollout, rng.gauss(0, 1)) for rollout in make_rollouts(11, longest=20, seed=step)]
 
 
 def make_config(model: str, *settings: str) -> config_module.Config:
@@ -185,7 +175,7 @@ def starts(model: str, output: Path, ranks: Ranks) -> None:
     }.items():
         for name, trainer in led(model, ranks, {f"{kind}-{stage}": (setting, *STAGES[stage]) for stage in (2, 3)}):
             save_file(weights_of(trainer), output / name)
-    before, held = storages(), [0]
+    before, held = training.storages(), [0]
     gc.freeze()  # what is there already need not be looked through each time
     zero = engine.load_deepspeed(ranks).zero
     original = zero.Init
