@@ -16,6 +16,7 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
 from support import fakes
+from support.engines import make_sampler, wrap
 
 
 class FakeEngine(Engine):
@@ -55,8 +56,8 @@ class FakeEngine(Engine):
 
 
 @pytest.fixture(scope="module")
-def sampler(kit: Any) -> Any:
-    return kit.make_sampler()
+def sampler() -> Any:
+    return make_sampler()
 
 
 @pytest.fixture
@@ -65,11 +66,9 @@ def engine(sampler: Any) -> FakeEngine:
 
 
 @pytest.fixture
-async def http(
-    kit: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def http(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient, None]:
     monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 2 << 20)
-    door = kit.wrap(FastAPI(), engine)
+    door = wrap(FastAPI(), engine)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 
@@ -206,14 +205,14 @@ async def test_after_a_failure_only_the_routes_that_help_answer(http: httpx.Asyn
     assert (await http.post("/reload_weights", json={})).status_code == 422
 
 
-async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) -> None:
+async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
     app = FastAPI()
 
     @app.api_route("/v1/models")
     async def models() -> str:
         return "reached"
 
-    door = kit.wrap(app, engine, token="the token")
+    door = wrap(app, engine, token="the token")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as http:
 
         async def ask(method: str, path: str, key: str, scheme: str = "Bearer") -> int:

@@ -26,6 +26,7 @@ from hocket.server import worker
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.sleeper import Sleeper
+from support.engines import make_engine, make_llm, publish
 
 MODEL = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"
 
@@ -76,18 +77,18 @@ class FakeLLM:
 
 
 @pytest.fixture
-def llm(kit: Any) -> FakeLLM:
-    return FakeLLM(vars(kit.make_llm()))
+def llm() -> FakeLLM:
+    return FakeLLM(vars(make_llm()))
 
 
 @pytest.fixture
-def engine(kit: Any, llm: FakeLLM, tmp_path: Path) -> Engine:
+def engine(llm: FakeLLM, tmp_path: Path) -> Engine:
     """An engine that may sleep, with a good version to load."""
     from transformers import AutoModelForCausalLM
 
-    kit.publish(AutoModelForCausalLM.from_pretrained(MODEL), tmp_path / "runs" / "v1", 1, drop=["lm_head.weight"])
+    publish(AutoModelForCausalLM.from_pretrained(MODEL), tmp_path / "runs" / "v1", 1, drop=["lm_head.weight"])
     settings = (f"model.path={MODEL}", f"run.dir={tmp_path}/runs/a", "sync.timeout_s=60", "launch.share_gpu=true")
-    return kit.make_engine(llm, *settings)  # type: ignore[no-any-return]
+    return make_engine(llm, *settings)  # type: ignore[no-any-return]
 
 
 def sleeper(engine: Engine) -> Sleeper:
@@ -157,7 +158,7 @@ async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refuse
 
 
 async def test_a_version_that_was_written_again_with_other_weights_is_not_the_one_that_is_held(
-    engine: Engine, llm: FakeLLM, kit: Any
+    engine: Engine, llm: FakeLLM
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -165,7 +166,7 @@ async def test_a_version_that_was_written_again_with_other_weights_is_not_the_on
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     model.model.norm.weight.data *= 2
     shutil.rmtree(engine.root / "v1")
-    checksum = kit.publish(model, engine.root / "v1", 1)  # by a run that was resumed from before it
+    checksum = publish(model, engine.root / "v1", 1)  # by a run that was resumed from before it
     llm.calls.clear()
     assert (await refusal(engine.reload(request(compare=True))))[:2] == (503, "other_version")
     assert llm.calls == []
@@ -288,7 +289,7 @@ async def test_a_load_that_ends_while_the_server_stops_does_not_bring_it_back(en
 
 
 async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_up_in_two_parts(
-    engine: Engine, llm: FakeLLM, kit: Any
+    engine: Engine, llm: FakeLLM
 ) -> None:
     for _ in range(2):  # twice is as once
         assert (await sleeper(engine).sleep(SleepRequest(level=2, in_flight="drain"))).status == "asleep"
@@ -302,7 +303,7 @@ async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_
         *[("hocket_load_disk",), ("version", "1"), ("wake", "kv_cache")],
         *[("pause", "keep"), ("sleep", 1, "keep"), ("wake", "weights", "kv_cache")],
     ]
-    unshared = sleeper(kit.make_engine(llm, f"model.path={MODEL}"))
+    unshared = sleeper(make_engine(llm, f"model.path={MODEL}"))
     assert (await refusal(unshared.sleep(SleepRequest())))[1] == "no_sleep_mode"
 
 

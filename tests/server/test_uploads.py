@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import httpx
@@ -16,6 +15,7 @@ from hocket.server import versions
 from hocket.server.errors import ApiError
 from hocket.server.uploads import FOLDER as FOLDERS
 from hocket.server.uploads import Uploads
+from support.engines import idle_engine, wrap
 
 NAME = "0123abcd-deltas-v000007"
 FOLDER = f"{FOLDERS}-1"  # of the first server
@@ -140,16 +140,16 @@ async def test_the_newest_version_and_the_newest_complete_one_stay_with_what_is_
 
 
 async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the_token(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 1 << 20)
     monkeypatch.setattr("hocket.server.versions.max_bytes", lambda shapes: 3 << 20)
     failed = ApiError(503, "reload_failed", "half loaded", "reload")
-    engine = kit.idle_engine()
+    engine = idle_engine()
     engine.root, engine.expected = tmp_path, AsyncMock()
     engine.require_ready = Mock(side_effect=failed)  # it must be sent weights that work all the same
     path, body, root = f"/upload/{NAME}/model.safetensors", b"x" * (2 << 20), tmp_path / FOLDER
-    door = httpx.ASGITransport(kit.wrap(FastAPI(), engine, token="correct-horse"))
+    door = httpx.ASGITransport(wrap(FastAPI(), engine, token="correct-horse"))
     async with httpx.AsyncClient(transport=door, base_url="http://test") as http:
         assert (await http.put(path, content=body)).status_code == 401
         assert not root.exists()

@@ -19,14 +19,15 @@ from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
 from hocket.server.errors import ApiError
 from support import fakes
+from support.engines import MODEL_SIZES, make_model, publish
 
 
 @pytest.fixture(scope="module")
-def shapes(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, manifest.ModelShapes]:
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, manifest.ModelShapes]:
     found = {}
     for tied in (True, False):
         folder = tmp_path_factory.mktemp("shapes")
-        kit.make_model(tied=tied, seed=0).save_pretrained(folder)
+        make_model(tied=tied, seed=0).save_pretrained(folder)
         found[tied] = manifest.model_shapes(str(folder))
     return found
 
@@ -63,11 +64,11 @@ def complete(folder: Path, version: int) -> str:
     ],
 )
 def test_names_are_those_that_saving_writes(
-    kit: Any, root: Path, kind: str, more: dict[str, Any], max_shard_size: str, monkeypatch: pytest.MonkeyPatch
+    root: Path, kind: str, more: dict[str, Any], max_shard_size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{kind}-{max_shard_size}"
     folder = root / f"models--a--{name}" / "snapshots" / ("0" * 40)  # in the cache of the hub
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**kit.SIZES, **more))
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**MODEL_SIZES, **more))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (max_shard_size == "50KB")
     found = manifest.model_shapes(str(folder))
@@ -184,17 +185,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_version_is_refused_with_the_reason(kit: Any, root: Path, shapes: Any, kind: str) -> None:
+def test_a_bad_version_is_refused_with_the_reason(root: Path, shapes: Any, kind: str) -> None:
     spoil, said = BAD[kind]
-    kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
+    publish(make_model(tied=False, seed=1), root / "v1", 1)
     spoil(root / "v1")
     with pytest.raises(ApiError, match=said) as caught:
         verify(root / "v1", 1, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "bad_version")
 
 
-def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(kit: Any, root: Path, shapes: Any) -> None:
-    kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
+def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(root: Path, shapes: Any) -> None:
+    publish(make_model(tied=False, seed=1), root / "v1", 1)
     ties = r"the model ties 'lm_head\.weight' to 'model\.embed_tokens\.weight': leave it out"
     with pytest.raises(ApiError, match=ties):
         verify(root / "v1", 1, shapes[True])
@@ -217,10 +218,10 @@ def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(kit: 
             versions.check_buckets([wrong], shapes[False], partial=True)
 
 
-def publish_delta(kit: Any, root: Path) -> Held:
+def publish_delta(root: Path) -> Held:
     """Publishes v1 in full, which it returns as held, and v2 as what changed in one tensor."""
-    model = kit.make_model(tied=False, seed=1)
-    checksum = kit.publish(model, root / "v1", 1)
+    model = make_model(tied=False, seed=1)
+    checksum = publish(model, root / "v1", 1)
     old = load_file(root / "v1" / "model.safetensors")
     new = old | {NAME: old[NAME] + torch.eye(*old[NAME].shape)}
     folder = root / "v2"
@@ -231,9 +232,9 @@ def publish_delta(kit: Any, root: Path) -> Held:
 
 
 def test_a_delta_changes_a_copy_and_a_full_disk_leaves_none(
-    kit: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, described = publish_delta(kit, root), fakes.manifest_of(root / "v2")
+    held, described = publish_delta(root), fakes.manifest_of(root / "v2")
     before = (root / "v1" / "model.safetensors").read_bytes()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -257,8 +258,8 @@ def test_a_delta_changes_a_copy_and_a_full_disk_leaves_none(
     assert not folder.exists()
 
 
-def test_a_server_without_the_base_or_its_files_says_so(kit: Any, root: Path) -> None:
-    held, described = publish_delta(kit, root), fakes.manifest_of(root / "v2")
+def test_a_server_without_the_base_or_its_files_says_so(root: Path) -> None:
+    held, described = publish_delta(root), fakes.manifest_of(root / "v2")
     copy = PatchedCopy(root)
     other = held._replace(answer=fakes.reloaded(1, "0" * 32))
     for holds, code in (

@@ -27,6 +27,8 @@ from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, recorded
 from hocket.server.worker import WorkerExtension
+from support.engines import idle_engine, make_model, wrap
+from support.tiny_server import TOKEN
 
 NAMES = {
     "vllm.config": "CacheConfig.block_size CacheConfig.num_gpu_blocks DeviceConfig LoRAConfig.max_lora_rank "
@@ -71,13 +73,13 @@ def environment() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from vllm.platforms import current_platform
 
     if current_platform.is_unspecified():
         pytest.skip("vLLM's build for GPUs reads no arguments where there is none, or it is hidden")
     folder = tmp_path_factory.mktemp("model")
-    kit.make_model(tied=True, seed=0).config.save_pretrained(folder)
+    make_model(seed=0).config.save_pretrained(folder)
     return str(folder)
 
 
@@ -314,10 +316,10 @@ def test_sampling_reaches_vllm_unchanged() -> None:
     assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
 
 
-async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(kit: Any, model: str) -> None:
+async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(model: str) -> None:
     args = arguments(model)
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = kit.wrap(app, kit.idle_engine(), token=kit.TOKEN)
+    door = wrap(app, idle_engine(), token=TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/sessions")}
@@ -330,7 +332,7 @@ async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(k
                 response = await http.request(method, path, headers=headers)
                 assert response.status_code == 401, (method, path)
         for path in ("/openapi.json", "/docs", "/metrics"):
-            response = await http.get(path, headers={"Authorization": f"Bearer {kit.TOKEN}"})
+            response = await http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
             assert response.status_code == 200, path
 
 
