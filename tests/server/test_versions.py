@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hocket.protocol import DiskSource, TensorLayout, delta, manifest
+from hocket.protocol import AdapterConfig, DiskSource, TensorLayout, delta, manifest
 from hocket.server import versions
 from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
@@ -157,6 +157,8 @@ def edit_manifest(folder: Path, **fields: Any) -> None:
 
 
 BAD = {
+    "a newer version": (lambda f: edit_manifest(f, version=3), "the manifest is of version 3, not 2"),
+    "an older version": (lambda f: edit_manifest(f, version=1), "the manifest is of version 1, not 2"),
     "truncated file": (truncate, "can't read the safetensors files"),
     "file lacks a tensor": (changed(lambda t: t.pop(NAME)), r"is missing in the files, \('float32'"),
     "two files with a tensor": (
@@ -187,10 +189,10 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_version_is_refused_with_the_reason(root: Path, shapes: Any, kind: str) -> None:
     spoil, said = BAD[kind]
-    publish(make_model(tied=False, seed=1), root / "v1", 1)
-    spoil(root / "v1")
+    publish(make_model(tied=False, seed=1), root / "v2", 2)
+    spoil(root / "v2")
     with pytest.raises(ApiError, match=said) as caught:
-        verify(root / "v1", 1, shapes[False])
+        verify(root / "v2", 2, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "bad_version")
 
 
@@ -216,6 +218,34 @@ def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(root:
     for wrong, said in ((layout(**{NAME: (3, 3)}), "64, 128"), (layout(other=(1,)), "missing in the model")):
         with pytest.raises(ApiError, match=said):
             versions.check_buckets([wrong], shapes[False], partial=True)
+
+
+SMALL = manifest.ModelShapes(
+    {"a.q_proj.weight": (6, 4), "a.q_proj.bias": (6,), "a.xq_proj.weight": (3, 4), "norm.weight": (4,)}, tied={}
+)
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted"),
+    [
+        (["q_proj", "norm"], {"a.q_proj.lora_A": (2, 4), "a.q_proj.lora_B": (6, 2)}),
+        (["a.xq_proj"], {"a.xq_proj.lora_A": (2, 4), "a.xq_proj.lora_B": (3, 2)}),
+        (["q.proj", ".*"], {}),  # names are no patterns
+    ],
+)
+def test_an_adapter_has_two_matrices_of_its_rank_for_each_one_that_it_names(
+    targets: list[str], adapted: dict[str, tuple[int, int]]
+) -> None:
+    adapter = AdapterConfig(base_model_name_or_path="base", r=2, lora_alpha=4.0, target_modules=targets)
+    found = versions.adapter_shapes(adapter, SMALL, max_rank=2)
+    assert found.shapes == {f"base_model.model.{name}.weight": shape for name, shape in adapted.items()}
+    with pytest.raises(ApiError, match="takes adapters up to rank 1") as refused:
+        versions.adapter_shapes(adapter, SMALL, max_rank=1)
+    assert refused.value.body.code == "rank_too_high"
+
+
+def test_a_version_has_four_bytes_for_each_number_and_64_mib_for_the_rest() -> None:
+    assert versions.max_bytes(SMALL) == 4 * (24 + 6 + 12 + 4) + (64 << 20)
 
 
 def publish_delta(root: Path) -> Held:
