@@ -110,7 +110,7 @@ async def refusal(call: Awaitable[Any]) -> tuple[int, str, str]:
 
 async def until(llm: FakeLLM, call: str) -> None:
     """Waits until the engine's process has been asked for something."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not any(call in made for made in llm.calls):
             await asyncio.sleep(0.01)
 
@@ -270,7 +270,7 @@ async def test_a_reload_that_a_lost_engine_leaves_without_an_answer_is_told_why(
         llm.errored = True
     else:
         await engine.stop()
-    status, code, _ = await asyncio.wait_for(refusal(loading), 10)
+    status, code, _ = await asyncio.wait_for(refusal(loading), 60)
     health = engine.health()
     assert health.error is not None
     assert (status, code, health.error.code) == (503, reason, reason)

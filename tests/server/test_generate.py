@@ -187,7 +187,9 @@ async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_those_tha
     _, jobs = await sampler.read(b'{"prompts": [[5], [6]], "n": 100}')
     async with contextlib.aclosing(sampler.completions(jobs)) as finished:
         done = [await anext(finished) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(begun) < 11:
+                await asyncio.sleep(0)
     assert [job for job, _ in done] == jobs[:3]
     assert begun == [job.request_id for job in jobs[:11]], "8 at a time: twice what the engine decodes at once"
     sampler._llm.abort.assert_awaited_once_with([job.request_id for job in jobs])

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from hocket.common import environment
 from hocket.errors import ConfigError, ServerError
 from hocket.server import main
 from hocket.server.errors import ApiError
-from support.processes import free_port
+from support.processes import free_port, wait_for
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -68,14 +67,14 @@ def test_a_port_is_free_again_although_the_kernel_remembers_its_connections() ->
         accepted.close()  # the side that closes first is remembered
         assert client.recv(1) == b""
         client.close()
-    deadline = time.monotonic() + 30
-    while True:  # the client's last packet may still be on its way
-        try:
+
+    def is_free() -> bool:
+        with contextlib.suppress(ConfigError):
             main.bind(*address, None).close()
-            return
-        except ConfigError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return True
+        return False
+
+    wait_for(is_free, "the client's last packet may still be on its way")
 
 
 def test_an_address_of_no_machine_is_refused() -> None:
@@ -142,12 +141,13 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, object]:
 def test_a_script_that_serves_keeps_its_own_processes_and_may_be_interrupted_afterwards(
     tmp_path: Path, handlers: dict[int, object]
 ) -> None:
-    own = subprocess.Popen(["sleep", "20"])
+    own = subprocess.Popen(["sleep", "infinity"])
     with pytest.raises(ConfigError, match=r"is no model: it has no config\.json"):
         main.serve(config.load(None, [f"server.port={free_port()}", f"model.path={tmp_path}"]))
-    assert own.poll() is None
+    ended = own.poll()
     own.kill()
     own.wait()
+    assert ended is None
     assert handlers == {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def test_a_server_that_loses_its_engine_tells_all_who_wait_and_ends_for_whoever_
         body = {"prompt": "a", "n": 64, "max_tokens": 400, "model": str(server.root.parent / "model")}
         other = thread.submit(server.client.post, "/v1/completions", json=body)
         loading = thread.submit(server.reload, 1, "v1", in_flight="drain")
-        time.sleep(0.3)
+        server.wait_until(lambda health: health["status"] == "updating")
         server.engine().kill()
         unloaded = loading.result(60)  # vLLM forgets the calls that wait
         assert error_of(unloaded) == (503, "engine_dead")
@@ -76,9 +75,8 @@ def test_ctrl_c_while_loading_ends_it_too(tmp_path: Path) -> None:
     command = ["serve", f"server.port={free_port()}", f"model.path={tmp_path}", "model.max_length=300"]
     how = {"program": ("-m", "hocket"), "PYTHONPATH": f"{ROOT}/src"}
     with Process(command, tmp_path / "log", **how) as server:
-        server.wait_for(lambda: len(server.members()) > 1, "the engine's process has just been started")
-        time.sleep(1)
-        server.members()
+        # Amid its imports, which take 10 s.
+        server.wait_for(lambda: sum(one.cpu_times().user for one in server.members()[1:]) > 1, "the engine's process")
         server.popen.send_signal(signal.SIGINT)
         assert server.wait_end() == 0, server.output()
         server.assert_gone()

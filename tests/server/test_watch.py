@@ -3,7 +3,6 @@
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hocket.server import watch
 from hocket.server.middleware import Guard
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 from support.browser import PATH, Browser, browser
-from support.processes import ROOT, START_S, free_port
+from support.processes import ROOT, free_port, wait_for
 
 HOSTILE = "<script>alert(1)</script></style>\x1b[31m\u202e" + "x" * (1 << 20)
 WITH_SELF = "'self'"
@@ -102,11 +101,8 @@ def test_the_page_of_a_run_that_has_not_begun_waits_for_it(tmp_path: Path, monke
     port = free_port()
     page = page_of(tmp_path / "run", ObserveConfig(port=port), None)
     try:
-        until = time.monotonic() + START_S
-        while not answers(port):
-            assert page.poll() is None, page.last_words("the page")
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_for(lambda: answers(port) or page.poll() is not None, "the page answers")
+        assert page.poll() is None, page.last_words("the page")
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
             told = first_of(http)
     finally:
