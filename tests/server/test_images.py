@@ -182,7 +182,7 @@ def test_the_image_token_ends_an_answer_and_is_refused_in_an_agent_s_texts(seein
     for done in (done for prompt in answer["completions"] for done in prompt):
         assert placeholder not in done["token_ids"][:-1]
     _, agent = seeing.open_session(max_calls=8, max_tokens=6, seed=3)
-    with pytest.raises(openai.BadRequestError, match="stands for an image, and the prompt has it without one"):
+    with pytest.raises(openai.UnprocessableEntityError, match="stands for an image, and the prompt has it without one"):
         agent.chat.completions.create(model="x", messages=[{"role": "user", "content": "an <image> here"}])
 
 
