@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from hocket.protocol import manifest
-from support.engines import make_adapter, make_model, write_version
-from support.tiny_server import TinyServer, adapters_come_and_are_used, error_of, load_amid_requests
+from support.engines import error_of, make_adapter, make_model, write_version
+from support.tiny_server import TinyServer, adapters_come_and_are_used, load_amid_requests
 
 pytestmark = pytest.mark.engine
 

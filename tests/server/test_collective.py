@@ -11,8 +11,8 @@ import pytest
 
 from hocket.errors import HocketError
 from hocket.protocol import ReloadResponse
-from support.engines import Adapter, Source, make_experts, make_model
-from support.tiny_server import TinyServer, adapters_come_and_are_used, error_of, load_amid_requests
+from support.engines import Adapter, Source, error_of, make_experts, make_model
+from support.tiny_server import TinyServer, adapters_come_and_are_used, load_amid_requests
 
 pytestmark = pytest.mark.engine
 

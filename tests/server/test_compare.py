@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from support.engines import flip_a_byte, make_adapter, make_model, publish
-from support.tiny_server import Altering, error_of
+from support.engines import error_of, flip_a_byte, make_adapter, make_model, publish
+from support.tiny_server import Altering
 
 pytestmark = pytest.mark.engine
 

@@ -136,9 +136,7 @@ def test_new_weights_end_only_streams_of_which_some_was_told_and_all_others_begi
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_closed(
-    server: TinyServer, leaves: bool
-) -> None:
+def test_nothing_more_is_sampled_for_a_lost_agent_or_a_closed_session(server: TinyServer, leaves: bool) -> None:
     for _ in range(8):  # on a busy machine all may have been sampled before anybody has looked
         before, error = server.metric("generation_tokens_total"), ""
         session_id, client = server.open_session(**SAMPLING)

@@ -135,9 +135,7 @@ async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(
     assert engine.health().status == "ready"
 
 
-async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refused_changes_nothing(
-    engine: Engine, llm: FakeLLM
-) -> None:
+async def test_a_version_held_is_answered_at_once_and_one_refused_changes_nothing(engine: Engine, llm: FakeLLM) -> None:
     held, *others = await asyncio.gather(*(engine.reload(request()) for _ in range(3)))
     assert others == [held] * 2  # the same seconds, too
     group = protocol.GroupAddress(name="g", host="127.0.0.1", port=1, device=None, timeout_s=1.0)
@@ -157,9 +155,7 @@ async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refuse
     assert await engine.reload(request(source=protocol.DiskSource(name="other"))) != held
 
 
-async def test_a_version_that_was_written_again_with_other_weights_is_not_the_one_that_is_held(
-    engine: Engine, llm: FakeLLM
-) -> None:
+async def test_a_version_written_again_with_other_weights_is_not_the_held_one(engine: Engine, llm: FakeLLM) -> None:
     held, model = await engine.reload(request()), tiny_sort()
     model.model.norm.weight.data *= 2
     shutil.rmtree(engine.root / "v1")
@@ -171,9 +167,7 @@ async def test_a_version_that_was_written_again_with_other_weights_is_not_the_on
     assert (answer.checksum, answer.checksum == held.checksum) == (checksum, False)
 
 
-async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_load_that_all_finish(
-    engine: Engine, llm: FakeLLM
-) -> None:
+async def test_a_worker_that_fails_stops_the_engine_until_a_load_that_all_finish(engine: Engine, llm: FakeLLM) -> None:
     llm.failing = {"second worker": "no room for layers.1"}
     failed = await refusal(engine.reload(request()))
     assert failed == (500, "reload_failed", "loading version 1 failed: no room for layers.1")
@@ -189,9 +183,7 @@ async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_lo
     assert engine.health().status == "ready"
 
 
-async def test_a_comparison_disturbs_no_request_and_one_that_breaks_off_leaves_all_as_it_was(
-    engine: Engine, llm: FakeLLM
-) -> None:
+async def test_a_comparison_disturbs_no_request_and_leaves_all_as_it_was(engine: Engine, llm: FakeLLM) -> None:
     assert (await refusal(engine.reload(request(compare=True))))[:2] == (503, "other_version")  # it is not held
     held = await engine.reload(request())
     for failing in ({}, {"second worker": "no room for layers.1"}, {}):
@@ -208,9 +200,7 @@ async def test_a_comparison_disturbs_no_request_and_one_that_breaks_off_leaves_a
         assert (engine.health().status, engine.health().error) == ("ready", None)
 
 
-async def test_a_model_that_differs_from_its_version_fails_the_engine_until_the_next_load(
-    engine: Engine, llm: FakeLLM
-) -> None:
+async def test_a_model_that_is_not_its_version_fails_until_the_next_load(engine: Engine, llm: FakeLLM) -> None:
     await engine.reload(request())
     llm.failing = {"different": "layers.2.a layers.0.b layers.1.c layers.3.d"}
     said = "comparing with version 1 failed: the model differs in layers.0.b, layers.1.c, layers.2.a (4 in all)"
@@ -279,9 +269,7 @@ async def test_a_load_that_ends_while_the_server_stops_does_not_bring_it_back(en
         engine.require_ready()
 
 
-async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_up_in_two_parts(
-    engine: Engine, llm: FakeLLM
-) -> None:
+async def test_requests_are_settled_before_a_sleep_that_ends_in_two_parts(engine: Engine, llm: FakeLLM) -> None:
     for _ in range(2):  # twice is as once
         assert (await sleep(engine, level=2, in_flight="drain")).status == "asleep"
     await engine.reload(request())
@@ -297,9 +285,7 @@ async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_
     assert (await refusal(sleep(make_engine(llm, f"model.path={MODEL}"))))[1] == "no_sleep_mode"
 
 
-async def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_generating(
-    engine: Engine, llm: FakeLLM
-) -> None:
+async def test_a_load_that_fails_while_the_cache_sleeps_stops_the_engine(engine: Engine, llm: FakeLLM) -> None:
     await sleep(engine, level=1)
     llm.failing = {"second worker": "no room"}
     assert (await refusal(engine.reload(request())))[1] == "reload_failed"

@@ -160,9 +160,7 @@ async def test_no_tokenizer_is_used_by_two_threads(monkeypatch: pytest.MonkeyPat
     assert all(len(seen) == 1 for seen in threads.values())
 
 
-async def test_log_probs_that_are_no_numbers_are_the_weights_fault_and_no_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_log_probs_that_are_no_numbers_are_the_weights_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, bad = make_sampler(), output([1, 2], [-1.0, float("nan")])
     monkeypatch.setattr("hocket.server.vllm_api.complete", AsyncMock(return_value=bad))
     _, jobs = await sampler.read(b'{"prompts": [[5]]}')
@@ -171,9 +169,7 @@ async def test_log_probs_that_are_no_numbers_are_the_weights_fault_and_no_answer
     assert refused.value.status == 500
 
 
-async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_those_that_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, begun = make_sampler(), list[str]()
 
     async def complete(llm: Any, token_ids: Any, sampling: Any, seed: Any, request_id: str) -> Any:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from support.engines import flip_a_byte, make_experts, make_model, publish
-from support.tiny_server import TinyServer, error_of
+from support.engines import error_of, flip_a_byte, make_experts, make_model, publish
+from support.tiny_server import TinyServer
 
 pytestmark = pytest.mark.engine
 

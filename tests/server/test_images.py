@@ -23,8 +23,8 @@ from hocket.protocol import ReloadResponse
 from hocket.server.generate import Sampler
 from hocket.types import Image
 from support import eyes, fakes
-from support.engines import MATRICES, MovingModel, make_adapter, tolerance
-from support.tiny_server import Altering, error_of
+from support.engines import MATRICES, MovingModel, error_of, make_adapter, tolerance
+from support.tiny_server import Altering
 
 LOOK = "<|user|>Look: <image> and <image>?<|end|>"
 GOOD = eyes.picture(0)
@@ -115,9 +115,7 @@ def text_with(rng: random.Random, count: int) -> str:
 
 
 @pytest.mark.engine
-def test_the_engine_reads_what_the_processor_makes_of_200_prompts_with_none_to_four_images(
-    seeing: Seeing, rng: random.Random
-) -> None:
+def test_the_engine_reads_what_the_processor_makes_of_200_prompts(seeing: Seeing, rng: random.Random) -> None:
     made = []
     for number in range(200):
         files = [eyes.picture(rng.randrange(20), rng.randint(9, 99), rng.randint(9, 99)) for _ in range(number % 5)]
@@ -291,41 +289,39 @@ def coded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-BAD: dict[str, tuple[Any, int, str]] = {
-    "no base64": ("<svg/>", 400, "no base64"),
-    "nothing": ("", 400, "no PNG, JPEG or WebP"),
-    "a data URL of nothing": ("data:image/png;base64,", 400, "no PNG, JPEG or WebP"),
-    "a data URL that is not base64": ("data:image/svg+xml,<svg/>", 400, "no base64"),
-    "a page": (coded(b"<html>"), 400, "no PNG, JPEG or WebP"),
-    "a program": (coded(b"\x7fELF" + bytes(99)), 400, "no PNG, JPEG or WebP"),
-    "another kind": (coded(saved("GIF")), 400, "no PNG, JPEG or WebP"),
-    "a drawing": (coded(saved("BMP")), 400, "no PNG, JPEG or WebP"),
-    "a false mark": (coded(GOOD[:8] + b"rubbish" * 9), 400, "is damaged"),
-    "a PNG that is cut off": (coded(GOOD[: len(GOOD) // 2]), 400, "is damaged"),
-    "a JPEG that is cut off": (coded(saved("JPEG")[:-60]), 400, "is damaged"),
-    "a WebP that is cut off": (coded(saved("WEBP")[:-20]), 400, "is damaged"),
-    "a PNG that moves": (coded(animated("PNG")), 400, "is animated"),
-    "a WebP that moves": (coded(animated("WEBP")), 400, "is animated"),
-    "no pixels": (coded(sized(0, 8)), 400, "is damaged"),
-    "a bomb": (coded(sized(50_000, 50_000)), 400, f"more than {MAX_PIXELS:,} pixels"),
-    "a small bomb": (coded(sized(8192, 4097)), 400, f"more than {MAX_PIXELS:,} pixels"),
-    "another host": ("http://example.com/a.png", 400, "data.image_hosts: [example.com]"),
-    "the cloud's keys": ("http://169.254.169.254/latest/meta-data", 400, "is not allowed"),
-    "a host that looks like one": ("http://localhost@169.254.169.254/", 400, "is not allowed"),
-    "a file": ("file:///etc/passwd", 400, "is not allowed"),
-    "another protocol": ("ftp://localhost/a.png", 400, "is not allowed"),
-    "a redirect": ("{remote}/moved", 400, "302"),
-    "nobody there": ("http://localhost:9/a.png", 400, "can't be had"),
-    "large": (coded(bytes(21 << 20)), 400, "more than"),
+BAD: dict[str, tuple[str, str]] = {
+    "no base64": ("<svg/>", "no base64"),
+    "nothing": ("", "no PNG, JPEG or WebP"),
+    "a data URL of nothing": ("data:image/png;base64,", "no PNG, JPEG or WebP"),
+    "a data URL that is not base64": ("data:image/svg+xml,<svg/>", "no base64"),
+    "a page": (coded(b"<html>"), "no PNG, JPEG or WebP"),
+    "a program": (coded(b"\x7fELF" + bytes(99)), "no PNG, JPEG or WebP"),
+    "another kind": (coded(saved("GIF")), "no PNG, JPEG or WebP"),
+    "a drawing": (coded(saved("BMP")), "no PNG, JPEG or WebP"),
+    "a false mark": (coded(GOOD[:8] + b"rubbish" * 9), "is damaged"),
+    "a PNG that is cut off": (coded(GOOD[: len(GOOD) // 2]), "is damaged"),
+    "a JPEG that is cut off": (coded(saved("JPEG")[:-60]), "is damaged"),
+    "a WebP that is cut off": (coded(saved("WEBP")[:-20]), "is damaged"),
+    "a PNG that moves": (coded(animated("PNG")), "is animated"),
+    "a WebP that moves": (coded(animated("WEBP")), "is animated"),
+    "no pixels": (coded(sized(0, 8)), "is damaged"),
+    "a bomb": (coded(sized(50_000, 50_000)), f"more than {MAX_PIXELS:,} pixels"),
+    "a small bomb": (coded(sized(8192, 4097)), f"more than {MAX_PIXELS:,} pixels"),
+    "another host": ("http://example.com/a.png", "data.image_hosts: [example.com]"),
+    "the cloud's keys": ("http://169.254.169.254/latest/meta-data", "is not allowed"),
+    "a host that looks like one": ("http://localhost@169.254.169.254/", "is not allowed"),
+    "a file": ("file:///etc/passwd", "is not allowed"),
+    "another protocol": ("ftp://localhost/a.png", "is not allowed"),
+    "a redirect": ("{remote}/moved", "302"),
+    "nobody there": ("http://localhost:9/a.png", "can't be had"),
+    "large": (coded(bytes(21 << 20)), "more than"),
 }
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", BAD)
-def test_an_image_that_can_not_be_taken_is_refused_by_its_number_with_the_fix(
-    seeing: Seeing, remote: str, kind: str
-) -> None:
-    bad, status, said = BAD[kind]
+def test_a_bad_image_is_refused_by_its_number_with_the_fix(seeing: Seeing, remote: str, kind: str) -> None:
+    bad, said = BAD[kind]
     good = data_url(GOOD)
     bad = bad.replace("{remote}", remote)
     short = prompt_input(*seeing.expanded(LOOK, [GOOD, GOOD]))
@@ -336,7 +332,7 @@ def test_an_image_that_can_not_be_taken_is_refused_by_its_number_with_the_fix(
         requests += [("/v1/chat/completions", {"model": "x", "messages": chat_of(good, bad)})]
     for route, body in requests:
         answer = seeing.client.post(route, json=body)
-        assert error_of(answer) == (status, "bad_image"), answer.text
+        assert error_of(answer) == (400, "bad_image"), answer.text
         error = answer.json()["error"]
         assert "number 1 of its images" in error["message"]
         assert said in error["message"]

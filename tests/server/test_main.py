@@ -82,9 +82,7 @@ def test_an_address_of_no_machine_is_refused() -> None:
         main.bind("no.such.host.invalid", 8000, "long-enough")
 
 
-def test_the_environment_keeps_what_the_user_set_and_run_py_sets_other_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_user_s_environment_stays_and_run_py_sets_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
     monkeypatch.setattr(main.vllm_arguments, "is_cpu_build", lambda: True)
     main.prepare_environment(1, threads=3)
@@ -138,9 +136,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, object]:
     return handlers
 
 
-def test_a_script_that_serves_keeps_its_own_processes_and_may_be_interrupted_afterwards(
-    tmp_path: Path, handlers: dict[int, object]
-) -> None:
+def test_a_script_that_serves_keeps_its_processes_and_signals(tmp_path: Path, handlers: dict[int, object]) -> None:
     own = subprocess.Popen(["sleep", "infinity"])
     with pytest.raises(ConfigError, match=r"is no model: it has no config\.json"):
         main.serve(config.load(None, [f"server.port={free_port()}", f"model.path={tmp_path}"]))

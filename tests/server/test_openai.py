@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from support.engines import idle_engine, wrap
+from support.engines import asking, idle_engine, wrap
 
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -24,10 +24,8 @@ async def http() -> AsyncGenerator[httpx.AsyncClient, None]:
             raise AssertionError("vLLM did not expect this")
         return len(body)
 
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(wrap(app, idle_engine())), base_url="http://localhost"
-    ) as c:
-        yield c
+    async with asking(wrap(app, idle_engine())) as client:
+        yield client
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from hocket.protocol import SamplingParams, SessionRequest
-from hocket.server import main
 from hocket.server import sessions as module
 from hocket.server.app import _api_error
 from hocket.server.errors import ApiError
 from hocket.server.middleware import Guard
 from hocket.server.sessions import CURRENT, OpenSessions
-from support.engines import assert_sampled, make_tokenizer, tolerance
+from support.engines import assert_sampled, error_of, listening, make_tokenizer, tolerance
 from support.tiny_server import TinyServer
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
@@ -97,14 +96,9 @@ async def door() -> Any:
 
     module.add_forwarding(app, store, "the model")
     app.add_exception_handler(ApiError, _api_error)
-    server, sock = main.http_server(Guard(app, host="", token=None)), main.bind("127.0.0.1", 0, None)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started:
-        await asyncio.sleep(0.001)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
+    guard = Guard(app, host="", token=None)
+    async with listening(guard) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         yield client, store
-    server.should_exit = True
-    await serving
 
 
 async def test_requests_reach_vllm_s_routes_with_their_session_and_its_model(door: Any) -> None:
@@ -153,8 +147,7 @@ async def test_what_can_not_be_recorded_is_refused(
     response = await client.post(f"/sessions/{store.open(REQUEST).id}/v1/{route}", json=body)
     assert response.status_code == status
     assert says.lower() in response.text.lower()
-    gone = await client.post("/sessions/none/v1/completions", json={})
-    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_session")
+    assert error_of(await client.post("/sessions/none/v1/completions", json={})) == (404, "no_session")
 
 
 @pytest.fixture
@@ -166,9 +159,7 @@ def opened(server: TinyServer) -> Iterator[tuple[str, openai.OpenAI]]:
 
 
 @pytest.mark.engine
-def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logprobs(
-    server: TinyServer, opened: tuple[str, openai.OpenAI]
-) -> None:
+def test_what_a_client_was_given_is_recorded_as_sampled(server: TinyServer, opened: tuple[str, openai.OpenAI]) -> None:
     session_id, client = opened
     chat: list[Any] = [{"role": "user", "content": "hello"}]
     # All of this would change the distribution, were it granted.

@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from hocket.protocol import Health
-from support.engines import assert_sampled, make_model
-from support.tiny_server import TinyServer, error_of
+from support.engines import assert_sampled, error_of, make_model
+from support.tiny_server import TinyServer
 
 pytestmark = pytest.mark.engine
 

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from support.engines import make_model, make_tokenizer, publish
+from support.engines import error_of, make_model, make_tokenizer, publish
 from support.processes import ROOT, START_S, Command, Process, free_port
-from support.tiny_server import MAX_LENGTH, error_of
+from support.tiny_server import MAX_LENGTH
 
 pytestmark = pytest.mark.engine
 

@@ -303,9 +303,7 @@ def test_a_server_without_the_base_or_its_files_says_so(root: Path) -> None:
         assert caught.value.body.code == code
 
 
-def test_what_killed_servers_left_behind_is_removed_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_killed_servers_left_is_removed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.Popen(["true"])
     ended.wait()

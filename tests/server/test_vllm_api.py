@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
-import httpx
 import pytest
 import torch
 
@@ -27,7 +26,7 @@ from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, recorded
 from hocket.server.worker import WorkerExtension
-from support.engines import idle_engine, make_model, wrap
+from support.engines import asking, idle_engine, make_model, wrap
 from support.tiny_server import TOKEN
 
 NAMES = {
@@ -164,9 +163,7 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
     assert all("hocket" in name and not hasattr(Worker, name) for name in ours)
 
 
-def test_memory_of_a_bucket_is_used_anew_only_when_the_engine_s_stream_has_read_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_a_bucket_is_used_anew_only_when_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.current_stream", lambda: "the engine's")
     tensor, specs = Mock(is_cuda=True), dict[str, TensorSpec]()
     assert next(worker._tensors(iter([([("a", tensor)], {})]), specs)) == ("a", tensor)
@@ -210,9 +207,7 @@ def arguments(model: str, *settings: str) -> Any:
 
 
 @pytest.mark.parametrize("cpu", [True, False])
-def test_torch_s_compiler_is_hidden_on_cpus_alone_and_there_again_without_vllm(
-    cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_s_compiler_is_hidden_while_vllm_is_imported_on_cpus(cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = "torch._inductor.lowering"
     monkeypatch.delitem(sys.modules, compiler, raising=False)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -312,7 +307,7 @@ async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(m
     assert ours | {("/v1/chat/completions", "POST"), ("/metrics", "GET")} <= paths
     theirs = {route.path for route in app.routes if "hocket." not in getattr(route, "endpoint", app).__module__}
     assert theirs == set(vllm_api.ROUTES), "vLLM's other routes abort requests, scale engines, and the like"
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
+    async with asking(door) as http:
         for path, method in sorted(paths - {("/health", "GET")}):
             for headers in ({}, {"Authorization": "Bearer wrong-token"}):
                 response = await http.request(method, path, headers=headers)

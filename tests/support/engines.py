@@ -1,15 +1,30 @@
 """Tiny random models, adapters and published versions of them, and engines that are none: fakes of vLLM's."""
 
+import asyncio
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import httpx
+import torch
+import transformers
 from fastapi import FastAPI
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from hocket.protocol import AdapterConfig, TensorSpec, manifest
+from hocket.config import load
+from hocket.protocol import AdapterConfig, TensorSpec, manifest, weight_group
+from hocket.server import main
+from hocket.server.app import assemble
+from hocket.server.engine import Engine
+from hocket.server.generate import Sampler
+from hocket.sync.deltas import DeltaWriter
+from hocket.sync.disk import Versions
+from hocket.sync.transports import DiskTransport
 from support import fakes
 from support.numbers import rounding
 
@@ -35,37 +50,35 @@ MATRICES = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "
 
 def make_tokenizer() -> Any:
     """Characters 33 to 122 as ids 3 to 92, besides three special ones; smaller than the model's vocabulary."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(33 + i): 3 + i for i in range(90)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = TEMPLATE
     return fast
 
 
 def make_model(*, seed: int, tied: bool = True, **sizes: int) -> Any:
     """A Qwen2 model whose every weight depends on the seed."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(**(MODEL_SIZES | sizes), **SPECIAL, tie_word_embeddings=tied)
-    return randomize(Qwen2ForCausalLM(config), seed)
+    config = transformers.Qwen2Config(**(MODEL_SIZES | sizes), **SPECIAL, tie_word_embeddings=tied)
+    return randomize(transformers.Qwen2ForCausalLM(config), seed)
 
 
 def make_experts(*, seed: int) -> Any:
     """A Qwen3-MoE model whose every weight depends on the seed."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
-    return randomize(Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL_SIZES, **experts, **SPECIAL)), seed)
+    return randomize(
+        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MODEL_SIZES, **experts, **SPECIAL)), seed
+    )
 
 
 def randomize(model: Any, seed: int, part: str = "") -> Any:
     """Draws the parameters with `part` in their names: large enough that every one of them matters."""
-    import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -84,7 +97,6 @@ def publish(model: Any, folder: Path, version: int, *, dtype: str = "float32", d
 
 def checkpoint(model: Any, tensors: Iterable[tuple[str, Any]], dtype: str) -> dict[str, Any]:
     """Some of a model's tensors under the names of its checkpoint, in memory of their own."""
-    import torch
     from transformers.core_model_loading import revert_weight_conversion
 
     kept = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors}
@@ -92,7 +104,6 @@ def checkpoint(model: Any, tensors: Iterable[tuple[str, Any]], dtype: str) -> di
 
 
 def write_version(tensors: dict[str, Any], folder: Path, version: int, file: str = "model.safetensors") -> str:
-    from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -135,13 +146,11 @@ class MovingModel:
     """A model whose weights move a little with each step, and which exports and streams them as a trainer does."""
 
     def __init__(self, model: Any) -> None:
-        import torch
 
         self.model, self.said = copy.deepcopy(model), list[str]()
         self._generator = torch.Generator().manual_seed(1)
 
     def step(self) -> None:
-        import torch
 
         for parameter in self.model.parameters():
             moved = torch.rand(parameter.shape, generator=self._generator) < 0.02
@@ -151,7 +160,6 @@ class MovingModel:
         return {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
-        from safetensors.torch import save_file
 
         save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
         return manifest.specs(self.tensors().items())
@@ -162,24 +170,17 @@ class MovingModel:
 
     def deltas(self, *settings: str) -> Any:
         """The way of its versions to servers of which only the first is whole; `said` has what it complains of."""
-        from hocket import config
-        from hocket.sync.deltas import DeltaWriter
-        from hocket.sync.disk import Versions
-        from hocket.sync.transports import DiskTransport
 
-        loaded = config.load(None, ["sync.backend=delta", *settings])
-        versions = Versions(loaded.run_dir, self)  # type: ignore[arg-type]
+        config = load(None, ["sync.backend=delta", *settings])
+        versions = Versions(config.run_dir, self)  # type: ignore[arg-type]
         versions.first = DeltaWriter(versions).write
-        return DiskTransport(versions, loaded.sync_root, loaded.sync, self.said.append)
+        return DiskTransport(versions, config.sync_root, config.sync, self.said.append)
 
 
 class Source:
     """Tensors as a trainer streams them from its memory: one bucket per `per_bucket` tensors."""
 
     def __init__(self, named: Any, *, adapter: Any = None, per_bucket: int = 4) -> None:
-        import torch
-
-        from hocket.protocol import weight_group
 
         named = list(named)
         self.adapter, self.device = adapter, torch.device("cpu")
@@ -206,7 +207,6 @@ def reference_logprobs(
     model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> list[float]:
     """log_softmax(logits / T) of each completion token, from transformers' own forward pass."""
-    import torch
 
     ids = torch.tensor([[*prompt, *completion]])
     with torch.no_grad():
@@ -258,15 +258,12 @@ def make_llm() -> Any:
 
 def make_sampler(tokenizer: Any = None) -> Any:
     """A sampler for 96 ids and 32 tokens, without an engine."""
-    from hocket.server.generate import Sampler
 
     return Sampler(make_llm(), tokenizer or make_tokenizer(), lambda: None, {})
 
 
 def make_engine(llm: Any, *overrides: str) -> Any:
     """The real Engine on a fake AsyncLLM."""
-    from hocket.config import load
-    from hocket.server.engine import Engine
 
     config = load(None, overrides)
     engine = Engine(
@@ -283,7 +280,6 @@ def make_engine(llm: Any, *overrides: str) -> Any:
 
 def idle_engine() -> Any:
     """An engine that must not be asked anything."""
-    from hocket.server.engine import Engine
 
     engine = Engine.__new__(Engine)
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
@@ -295,6 +291,28 @@ def idle_engine() -> Any:
 
 def wrap(app: Any, engine: Any, *, token: str | None = None) -> Any:
     """The whole app around a fake engine."""
-    from hocket.server.app import assemble
 
     return assemble(app, engine, host="127.0.0.1", token=token)
+
+
+def asking(app: Any) -> httpx.AsyncClient:
+    """A client of an app without a socket."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+@contextlib.asynccontextmanager
+async def listening(guard: Any) -> AsyncIterator[int]:
+    """Serves a guarded app on a socket, as a server does; yields its port."""
+    with main.bind("127.0.0.1", 0, None) as sock:
+        server = main.http_server(guard)
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+        main.listen(sock)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        yield sock.getsockname()[1]
+        server.should_exit = True
+        await serving
+
+
+def error_of(response: httpx.Response) -> tuple[int, str]:
+    """Status and code of an error."""
+    return response.status_code, response.json()["error"]["code"]

@@ -17,13 +17,16 @@ import psutil
 import pytest
 
 from hocket.client.server import ServerClient
+from hocket.config import load
 from hocket.protocol import AgentRecord, ReloadResponse
+from hocket.sync.collective import CollectiveTransport
 from support.engines import (
     MATRICES,
     MODEL_SIZES,
     Adapter,
     Source,
     assert_sampled,
+    error_of,
     make_adapter,
     make_experts,
     make_model,
@@ -204,10 +207,7 @@ class TinyServer(Process):
 
     def deliver(self, source: Source, *settings: str, compare: bool = False) -> Any:
         """Sends a model's tensors, or an adapter's, as the trainer does from its memory, and compares them if asked."""
-        from hocket import config
-        from hocket.sync.collective import CollectiveTransport
-
-        sync = config.load(None, ["run.dir=runs/a", "sync.backend=nccl", "sync.timeout_s=90", *settings]).sync
+        sync = load(None, ["run.dir=runs/a", "sync.backend=nccl", "sync.timeout_s=90", *settings]).sync
 
         async def deliver() -> Any:
             async with self.trainer_client() as client:
@@ -268,11 +268,6 @@ class Altering(TinyServer):
         answer = self.load_altered(version, "", "")
         assert answer.status_code == 200, answer.text
         self.assert_compares(version)
-
-
-def error_of(response: httpx.Response) -> tuple[int, str]:
-    """Status and code of an error."""
-    return response.status_code, response.json()["error"]["code"]
 
 
 def load_amid_requests(server: TinyServer, old: Any, load: Callable[[int], Any], *, in_flight: str = "keep") -> None:
