@@ -50,7 +50,6 @@ MATRICES = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "
 
 def make_tokenizer() -> Any:
     """Characters 33 to 122 as ids 3 to 92, besides three special ones; smaller than the model's vocabulary."""
-
     vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(33 + i): 3 + i for i in range(90)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -63,14 +62,12 @@ def make_tokenizer() -> Any:
 
 def make_model(*, seed: int, tied: bool = True, **sizes: int) -> Any:
     """A Qwen2 model whose every weight depends on the seed."""
-
     config = transformers.Qwen2Config(**(MODEL_SIZES | sizes), **SPECIAL, tie_word_embeddings=tied)
     return randomize(transformers.Qwen2ForCausalLM(config), seed)
 
 
 def make_experts(*, seed: int) -> Any:
     """A Qwen3-MoE model whose every weight depends on the seed."""
-
     experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
     return randomize(
         transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MODEL_SIZES, **experts, **SPECIAL)), seed
@@ -79,7 +76,6 @@ def make_experts(*, seed: int) -> Any:
 
 def randomize(model: Any, seed: int, part: str = "") -> Any:
     """Draws the parameters with `part` in their names: large enough that every one of them matters."""
-
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -170,7 +166,6 @@ class MovingModel:
 
     def deltas(self, *settings: str) -> Any:
         """The way of its versions to servers of which only the first is whole; `said` has what it complains of."""
-
         config = load(None, ["sync.backend=delta", *settings])
         versions = Versions(config.run_dir, self)  # type: ignore[arg-type]
         versions.first = DeltaWriter(versions).write
@@ -207,7 +202,6 @@ def reference_logprobs(
     model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> list[float]:
     """log_softmax(logits / T) of each completion token, from transformers' own forward pass."""
-
     ids = torch.tensor([[*prompt, *completion]])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
@@ -258,13 +252,11 @@ def make_llm() -> Any:
 
 def make_sampler(tokenizer: Any = None) -> Any:
     """A sampler for 96 ids and 32 tokens, without an engine."""
-
     return Sampler(make_llm(), tokenizer or make_tokenizer(), lambda: None, {})
 
 
 def make_engine(llm: Any, *overrides: str) -> Any:
     """The real Engine on a fake AsyncLLM."""
-
     config = load(None, overrides)
     engine = Engine(
         llm,
@@ -280,7 +272,6 @@ def make_engine(llm: Any, *overrides: str) -> Any:
 
 def idle_engine() -> Any:
     """An engine that must not be asked anything."""
-
     engine = Engine.__new__(Engine)
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
     engine.llm, engine.root, engine.sources = make_llm(), Path("/nowhere"), {}
@@ -291,7 +282,6 @@ def idle_engine() -> Any:
 
 def wrap(app: Any, engine: Any, *, token: str | None = None) -> Any:
     """The whole app around a fake engine."""
-
     return assemble(app, engine, host="127.0.0.1", token=token)
 
 
