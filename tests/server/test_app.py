@@ -16,6 +16,7 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
 from support import fakes
+from support.engines import asking, error_of, make_sampler, wrap
 
 
 class FakeEngine(Engine):
@@ -55,8 +56,8 @@ class FakeEngine(Engine):
 
 
 @pytest.fixture(scope="module")
-def sampler(kit: Any) -> Any:
-    return kit.make_sampler()
+def sampler() -> Any:
+    return make_sampler()
 
 
 @pytest.fixture
@@ -65,12 +66,10 @@ def engine(sampler: Any) -> FakeEngine:
 
 
 @pytest.fixture
-async def http(
-    kit: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def http(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient, None]:
     monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 2 << 20)
-    door = kit.wrap(FastAPI(), engine)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
+    door = wrap(FastAPI(), engine)
+    async with asking(door) as client:
         yield client
 
 
@@ -80,13 +79,9 @@ async def test_completions_come_back_in_the_order_of_the_request(http: httpx.Asy
     assert told == [[(prompt, index) for index in range(3)] for prompt in "01"]
 
 
-async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_generation_that_breaks_is_an_error_in_both_modes(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.break_after = 1
-    whole = await http.post("/generate", json={"prompts": ["a", "b"]})
-    assert whole.status_code == 503
-    assert whole.json()["error"]["code"] == "engine_dead"
+    assert error_of(await http.post("/generate", json={"prompts": ["a", "b"]})) == (503, "engine_dead")
     engine.ends = "\u2028\x85"  # which end a line, too, wherever it is not of bytes
     stream = await http.post("/generate", json={"prompts": ["a", "b"], "stream": True, "packed": True})
     assert stream.headers["content-type"] == "application/x-ndjson"
@@ -98,8 +93,7 @@ async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
 
 async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.AsyncClient) -> None:
     for path, status, code in (("/generate", 405, "method_not_allowed"), ("/nothing", 404, "not_found")):
-        response = await http.get(path)
-        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert error_of(await http.get(path)) == (status, code)
 
 
 SAMPLING = b'{"prompts": [[5]], "sampling": {%s}}'
@@ -164,9 +158,8 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("route", "body"), WRONG)
 async def test_wrong_fields_of_control_calls_are_refused(http: httpx.AsyncClient, route: str, body: Any) -> None:
     response = await http.post(route, json=body)
-    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
-    malformed = await http.post(route, content=b"{")
-    assert (malformed.status_code, malformed.json()["error"]["code"]) == (400, "malformed_json")
+    assert error_of(response) == (422, "invalid_request")
+    assert error_of(await http.post(route, content=b"{")) == (400, "malformed_json")
     form = {"Content-Type": "application/x-www-form-urlencoded"}  # as `curl -d` says
     assert (await http.post(route, content=json.dumps(body).encode(), headers=form)).text == response.text
 
@@ -179,8 +172,7 @@ async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engi
     assert (await http.get(f"/sessions/{session_id}")).json() == {"calls": [], "cut_off": False}
     assert (await http.delete(f"/sessions/{session_id}")).json() == {"calls": [], "cut_off": False}
     for method in ("GET", "DELETE"):
-        gone = await http.request(method, f"/sessions/{session_id}")
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_session")
+        assert error_of(await http.request(method, f"/sessions/{session_id}")) == (404, "no_session")
     bad: list[dict[str, Any]] = [{"max_calls": 0}, {"sampling": {"temperature": 0.001}}, {"n": 2}]
     for wrong in ({**SESSION, **one} for one in [*bad, {"idle_timeout_s": 1e300}]):
         assert (await http.post("/sessions", json=wrong)).status_code == 422, wrong
@@ -206,15 +198,15 @@ async def test_after_a_failure_only_the_routes_that_help_answer(http: httpx.Asyn
     assert (await http.post("/reload_weights", json={})).status_code == 422
 
 
-async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) -> None:
+async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
     app = FastAPI()
 
     @app.api_route("/v1/models")
     async def models() -> str:
         return "reached"
 
-    door = kit.wrap(app, engine, token="the token")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as http:
+    door = wrap(app, engine, token="the token")
+    async with asking(door) as http:
 
         async def ask(method: str, path: str, key: str, scheme: str = "Bearer") -> int:
             headers = {"Authorization": f"{scheme} {key}"}

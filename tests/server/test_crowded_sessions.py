@@ -8,6 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from support.engines import assert_sampled, make_model, publish
+from support.tiny_server import MAX_LENGTH, TinyServer
+
 pytestmark = pytest.mark.engine
 
 TOKENS = 180
@@ -17,10 +20,10 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 1
 
 
 @pytest.fixture(scope="module")
-def server(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    model = kit.make_model(tied=True, seed=0, **SIZES)
-    server = kit.Server(tmp_path_factory.mktemp("crowded"), model, "server.kv_cache_mib=16")
-    assert server.health()["kv_tokens"] == 4 * kit.MAX_LENGTH  # of 2 · 2 layers · 512 · 4 bytes
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+    model = make_model(seed=0, **SIZES)
+    server = TinyServer(tmp_path_factory.mktemp("crowded"), model, "server.kv_cache_mib=16")
+    assert server.health()["kv_tokens"] == 4 * MAX_LENGTH  # of 2 · 2 layers · 512 · 4 bytes
     yield server
     server.stop()
 
@@ -39,19 +42,18 @@ def streamed(client: openai.OpenAI, prompt: list[int], told: list[str], begun: t
     return True
 
 
-def check(kit: Any, models: dict[int, Any], calls: list[Any], texts: list[str]) -> list[int]:
+def check(models: dict[int, Any], calls: list[Any], texts: list[str]) -> list[int]:
     """Checks that these and no others were recorded, each as one version's policy gave it; returns the versions."""
     assert [call.completion.text for call in calls] == texts
     for call in calls:
         done = call.completion
         ((version, *span),) = done.versions
         assert span == [0, len(done.token_ids)]
-        expected = kit.reference_logprobs(models[version], call.prompt_token_ids, done.token_ids, 0.9)
-        assert done.logprobs == pytest.approx(expected, abs=1e-3)
+        assert_sampled(models[version], call.prompt_token_ids, done.token_ids, done.logprobs, 0.9)
     return [call.completion.versions[0][0] for call in calls]
 
 
-def test_calls_that_were_preempted_all_end_and_are_recorded_as_they_were_sampled(server: Any, kit: Any) -> None:
+def test_calls_that_were_preempted_all_end_and_are_recorded_as_they_were_sampled(server: TinyServer) -> None:
     def plays(number: int) -> tuple[list[Any], list[str]]:
         session_id, client = server.open_session(**SAMPLING)
         prompt, told = [5 + number, *range(3, 93), 8], list[str]()
@@ -85,20 +87,19 @@ def test_calls_that_were_preempted_all_end_and_are_recorded_as_they_were_sampled
     assert waiting > 0
     assert 0.5 < kv_use <= 1
     for calls, texts in played:
-        check(kit, {server.next_version - 1: server.model}, calls, texts)
+        check({server.next_version - 1: server.model}, calls, texts)
         assert len(calls[0].completion.token_ids) == TOKENS
 
 
-def reloaded_amid_calls(server: Any, kit: Any) -> tuple[list[int], list[list[int]]]:
+def reloaded_amid_calls(server: TinyServer) -> tuple[list[int], list[list[int]]]:
     """Loads new weights while three whole answers and six streams are sampled; returns the versions recorded of each.
 
     A call that has ended before may be the old version's. All others: a stream of which some was told has no record,
     everything else is the new version's alone.
     """
     version = server.new_version()
-    models = {version - 1: server.model, version: kit.make_model(tied=True, seed=version, **SIZES)}
-    kit.publish(models[version], server.root / f"v{version:06d}", version)
-    body = {"version": version, "in_flight": "abort", "source": {"kind": "disk", "name": f"v{version:06d}"}}
+    models = {version - 1: server.model, version: make_model(seed=version, **SIZES)}
+    publish(models[version], server.root / f"v{version:06d}", version)
     # Two blocks of 128 tokens from the start, as none is that of another prompt: seven calls run at most.
     prompts = [[3 + number, *range(3, 93), *range(3, 43)] for number in range(9)]
     sessions = [server.open_session(**SAMPLING) for _ in prompts]
@@ -113,7 +114,7 @@ def reloaded_amid_calls(server: Any, kit: Any) -> tuple[list[int], list[list[int
             for prompt, (_, client), pieces in zip(prompts[3:], sessions[3:], told, strict=True)
         ]
         assert begun.wait(60)
-        assert server.client.post("/reload_weights", json=body).status_code == 200
+        assert server.reload(version, in_flight="abort").status_code == 200
         texts = [[whole.result().choices[0].text] for whole in wholes]
         texts += [["".join(pieces)] if stream.result() else [] for stream, pieces in zip(streams, told, strict=True)]
     assert all(told)
@@ -121,13 +122,13 @@ def reloaded_amid_calls(server: Any, kit: Any) -> tuple[list[int], list[list[int
     versions = []
     for (session_id, client), answer in zip(sessions, texts, strict=True):
         client.close()
-        versions.append(check(kit, models, server.record_of(session_id, "DELETE").calls, answer))
+        versions.append(check(models, server.record_of(session_id, "DELETE").calls, answer))
     return [one for (one,) in versions[:3]], versions[3:]
 
 
-def test_new_weights_end_only_streams_of_which_some_was_told_and_all_others_begin_again(server: Any, kit: Any) -> None:
+def test_new_weights_end_only_streams_of_which_some_was_told_and_all_others_begin_again(server: TinyServer) -> None:
     for _ in range(8):  # on a busy machine calls may have ended before the new weights have come, or begin after that
-        wholes, streams = reloaded_amid_calls(server, kit)
+        wholes, streams = reloaded_amid_calls(server)
         new = server.next_version - 1
         if set(wholes) == {new} and [] in streams and [new] in streams:
             return
@@ -135,9 +136,7 @@ def test_new_weights_end_only_streams_of_which_some_was_told_and_all_others_begi
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_closed(
-    server: Any, leaves: bool
-) -> None:
+def test_nothing_more_is_sampled_for_a_lost_agent_or_a_closed_session(server: TinyServer, leaves: bool) -> None:
     for _ in range(8):  # on a busy machine all may have been sampled before anybody has looked
         before, error = server.metric("generation_tokens_total"), ""
         session_id, client = server.open_session(**SAMPLING)

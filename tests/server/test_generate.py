@@ -16,19 +16,20 @@ from hocket.data import tokenizer as tokenizers
 from hocket.protocol import SamplingParams, ToolCall
 from hocket.server.errors import ApiError
 from hocket.server.generate import Sampler
+from support.engines import make_sampler, make_tokenizer
 
 
 @pytest.fixture(scope="module")
-def reader(kit: Any) -> Sampler:
-    return kit.make_sampler()  # type: ignore[no-any-return]
+def reader() -> Sampler:
+    return make_sampler()  # type: ignore[no-any-return]
 
 
 def read(reader: Sampler, **body: Any) -> Any:
     return reader.parse(json.dumps(body).encode())
 
 
-def test_fingerprint_follows_the_vocabulary_and_not_padding(kit: Any) -> None:
-    first, second = kit.make_tokenizer(), kit.make_tokenizer()
+def test_fingerprint_follows_the_vocabulary_and_not_padding() -> None:
+    first, second = make_tokenizer(), make_tokenizer()
     second(["a", "abc"], padding=True, truncation=True, max_length=2)
     assert tokenizers.fingerprint(first) == tokenizers.fingerprint(second)
     second.add_tokens(["new"])
@@ -106,10 +107,10 @@ def test_wrong_messages_are_refused_by_name(reader: Sampler, messages: Any, said
     assert caught.value.status == 422
 
 
-def test_a_model_without_chat_template_refuses_messages(kit: Any) -> None:
-    tokenizer = kit.make_tokenizer()
+def test_a_model_without_chat_template_refuses_messages() -> None:
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    reader = kit.make_sampler(tokenizer)
+    reader = make_sampler(tokenizer)
     with pytest.raises(ApiError, match="chat_template is not set"):
         read(reader, prompts=[[{"role": "user", "content": "a"}]])
 
@@ -133,9 +134,9 @@ def output(token_ids: list[int], logprobs: list[float]) -> Any:
     )
 
 
-async def test_no_tokenizer_is_used_by_two_threads(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = kit.make_tokenizer()
-    sampler = kit.make_sampler(tokenizer)
+async def test_no_tokenizer_is_used_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer()
+    sampler = make_sampler(tokenizer)
     threads: dict[int, set[int]] = defaultdict(set)
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,10 +160,8 @@ async def test_no_tokenizer_is_used_by_two_threads(kit: Any, monkeypatch: pytest
     assert all(len(seen) == 1 for seen in threads.values())
 
 
-async def test_log_probs_that_are_no_numbers_are_the_weights_fault_and_no_answer(
-    kit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler, bad = kit.make_sampler(), output([1, 2], [-1.0, float("nan")])
+async def test_log_probs_that_are_no_numbers_are_the_weights_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, bad = make_sampler(), output([1, 2], [-1.0, float("nan")])
     monkeypatch.setattr("hocket.server.vllm_api.complete", AsyncMock(return_value=bad))
     _, jobs = await sampler.read(b'{"prompts": [[5]]}')
     with pytest.raises(ApiError, match="log-probs that are not finite") as refused:
@@ -170,10 +169,8 @@ async def test_log_probs_that_are_no_numbers_are_the_weights_fault_and_no_answer
     assert refused.value.status == 500
 
 
-async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_those_that_it_has(
-    kit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler, begun = kit.make_sampler(), list[str]()
+async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, begun = make_sampler(), list[str]()
 
     async def complete(llm: Any, token_ids: Any, sampling: Any, seed: Any, request_id: str) -> Any:
         begun.append(request_id)
@@ -186,7 +183,9 @@ async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_those_tha
     _, jobs = await sampler.read(b'{"prompts": [[5], [6]], "n": 100}')
     async with contextlib.aclosing(sampler.completions(jobs)) as finished:
         done = [await anext(finished) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(begun) < 11:
+                await asyncio.sleep(0)
     assert [job for job, _ in done] == jobs[:3]
     assert begun == [job.request_id for job in jobs[:11]], "8 at a time: twice what the engine decodes at once"
     sampler._llm.abort.assert_awaited_once_with([job.request_id for job in jobs])

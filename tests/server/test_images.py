@@ -3,6 +3,7 @@
 import base64
 import copy
 import io
+import math
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,22 +13,18 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import openai
 import pytest
 from PIL import Image as Pictures
-from tests.server.test_adapters import ALL, load_by_disk, make_adapter
-from tests.server.test_compare import Altering
-from tests.server.test_deltas import FakeTrainer, client
 
-from hocket import config as config_module
 from hocket.client.server import prompt_input
 from hocket.common.images import MAX_PIXELS, data_url, decoded
 from hocket.protocol import ReloadResponse
 from hocket.server.generate import Sampler
-from hocket.sync.deltas import DeltaWriter
-from hocket.sync.disk import Versions
-from hocket.sync.transports import DiskTransport
 from hocket.types import Image
 from support import eyes, fakes
+from support.engines import MATRICES, MovingModel, error_of, make_adapter, tolerance
+from support.tiny_server import Altering
 
 LOOK = "<|user|>Look: <image> and <image>?<|end|>"
 GOOD = eyes.picture(0)
@@ -36,13 +33,13 @@ GOOD = eyes.picture(0)
 class Seeing(Altering):
     """A server of a tiny model that sees, and its processor."""
 
-    def __init__(self, kit: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    def __init__(self, folder: Path, path: str) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.processor = AutoProcessor.from_pretrained(path)
         base = AutoModelForImageTextToText.from_pretrained(path).eval()
         settings = ["data.image_hosts=[localhost]", "model.dtype=float32", "model.lora.rank=8"]
-        super().__init__(kit, folder, monkeypatch, *settings, base=base, tokenizer=self.processor)
+        super().__init__(folder, base, *settings, tokenizer=self.processor)
 
     def expanded(self, text: str, files: Sequence[bytes]) -> tuple[list[int], tuple[Image, ...]]:
         """What the processor makes of a text with images, and where these stand."""
@@ -72,20 +69,27 @@ class Seeing(Altering):
         expected = torch.log_softmax(logits, -1).gather(1, ids_t[len(prompt) :, None])[:, 0].tolist()
         return [abs(a - b) for a, b in zip(done["logprobs"], expected, strict=True)]
 
+    def tolerance(self) -> float:
+        """Log-probs of what is seen lie this far apart at most: as many sums again lead through the eyes."""
+        return tolerance(self.model) * math.sqrt(2)
+
     def worst(self, model: Any) -> float:
         files = [eyes.picture(1), eyes.picture(2)]
         token_ids, images = self.expanded(LOOK, files)
-        prompt = prompt_input(token_ids, images)
-        answer = self.server.generate(prompts=[prompt], n=4, sampling={"max_tokens": 12, "seed": 5})
+        answer = self.generate(prompts=[prompt_input(token_ids, images)], n=4, sampling={"max_tokens": 12, "seed": 5})
         return max(max(self.deltas(token_ids, images, done, model)) for done in answer["completions"][0])
+
+    def assert_sees_as(self, model: Any, *others: Any) -> None:
+        """Samples as the model does from pictures, and clearly not as others do."""
+        assert self.worst(model) < self.tolerance()
+        assert all(self.worst(other) > 2 * self.tolerance() for other in others)
 
 
 @pytest.fixture(scope="module")
-def seeing(kit: Any, tiny_vlm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
-    with pytest.MonkeyPatch.context() as environment:
-        found = Seeing(kit, tmp_path_factory.mktemp("seeing"), environment, tiny_vlm)
-    yield found
-    found.server.stop()
+def seeing(tiny_vlm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    server = Seeing(tmp_path_factory.mktemp("seeing"), tiny_vlm)
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -105,36 +109,32 @@ def remote() -> Iterator[str]:
         files.shutdown()
 
 
-def text_with(number: int, count: int) -> str:
-    draw = random.Random(number)
+def text_with(rng: random.Random, count: int) -> str:
     words = ["7 3", "sort: ", "a", "", "-1 ", "<|user|>"]
-    return "<image>".join("".join(draw.choices(words, k=2)) for _ in range(count + 1)) + "?"
+    return "<image>".join("".join(rng.choices(words, k=2)) for _ in range(count + 1)) + "?"
 
 
 @pytest.mark.engine
-def test_the_engine_reads_what_the_processor_makes_of_200_prompts_with_none_to_four_images(seeing: Seeing) -> None:
-    draw = random.Random(1)
+def test_the_engine_reads_what_the_processor_makes_of_200_prompts(seeing: Seeing, rng: random.Random) -> None:
     made = []
     for number in range(200):
-        files = [eyes.picture(draw.randrange(20), draw.randint(9, 99), draw.randint(9, 99)) for _ in range(number % 5)]
-        made.append(seeing.expanded(text_with(number, len(files)), files))
-    prompts = [prompt_input(*one) for one in made]
-    answer = seeing.server.generate(prompts=prompts, sampling={"max_tokens": 1})
+        files = [eyes.picture(rng.randrange(20), rng.randint(9, 99), rng.randint(9, 99)) for _ in range(number % 5)]
+        made.append(seeing.expanded(text_with(rng, len(files)), files))
+    answer = seeing.generate(prompts=[prompt_input(*one) for one in made], sampling={"max_tokens": 1})
     for (token_ids, images), (done,) in zip(made, answer["completions"], strict=True):
         assert done.get("prompt_token_ids") == (token_ids if images else None)
 
 
 @pytest.mark.engine
-def test_an_adapter_of_the_language_model_is_used_with_images(seeing: Seeing, kit: Any) -> None:
-    server = seeing.server
-    ends = tuple(f".{name}" for name in ALL)
-    targets = [name for name, _ in server.model.named_modules() if "text_model" in name and name.endswith(ends)]
-    assert seeing.worst(server.model) < 1e-5
-    adapter = make_adapter(server.model, seed=1, targets=targets)
-    load_by_disk(server, kit, adapter)
-    assert seeing.worst(adapter.model.base_model.model) < 1e-4
-    assert seeing.worst(server.model) > 1e-3
-    server.publish_and_load(server.model)
+def test_an_adapter_of_the_language_model_is_used_with_images(seeing: Seeing) -> None:
+    base = seeing.model
+    ends = tuple(f".{name}" for name in MATRICES)
+    targets = [name for name, _ in base.named_modules() if "text_model" in name and name.endswith(ends)]
+    seeing.assert_sees_as(base)
+    adapter = make_adapter(base, seed=1, targets=targets)
+    seeing.load_adapter(adapter)
+    seeing.assert_sees_as(adapter.model.base_model.model, base)
+    seeing.publish_and_load(base)
 
 
 def test_a_template_that_takes_no_text_but_in_parts_gets_parts() -> None:
@@ -152,108 +152,91 @@ def test_a_template_that_takes_no_text_but_in_parts_gets_parts() -> None:
 def test_ids_that_are_expanded_already_are_refused_with_the_fix(seeing: Seeing) -> None:
     token_ids, images = seeing.expanded(LOOK, [GOOD, GOOD])
     prompt = {**prompt_input(token_ids, images), "token_ids": token_ids}
-    answer = seeing.server.client.post("/generate", json={"prompts": [prompt]})
+    answer = seeing.client.post("/generate", json={"prompts": [prompt]})
+    assert error_of(answer) == (422, "wrong_placeholders")
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (422, "wrong_placeholders")
-    assert "8 placeholders (token 262) for 2 images" in error["message"].replace(f"{images[0].placeholder}", "262")
+    assert f"8 placeholders (token {images[0].placeholder}) for 2 images" in error["message"]
     assert "one placeholder for each image" in error["hint"]
 
 
 @pytest.mark.engine
-def test_ids_beyond_the_vocabulary_are_refused_beside_images(seeing: Seeing) -> None:
+def test_ids_beyond_the_vocabulary_and_too_many_pixels_together_are_refused(seeing: Seeing) -> None:
     placeholder = seeing.processor.image_token_id
     prompt = {"token_ids": [5, placeholder, 10**6], "images": [coded(GOOD)]}
-    answer = seeing.server.client.post("/generate", json={"prompts": [prompt]})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "refused_by_engine"), answer.json()
-
-
-@pytest.mark.engine
-def test_the_images_of_a_prompt_have_so_many_pixels_together(seeing: Seeing) -> None:
+    answer = seeing.client.post("/generate", json={"prompts": [prompt]})
+    assert error_of(answer) == (422, "refused_by_engine"), answer.json()
     large = coded(saved("PNG", Pictures.new("L", (8192, 4096))))
-    prompt = {"token_ids": [5, *[seeing.processor.image_token_id] * 5], "images": [large] * 5}
-    answer = seeing.server.client.post("/generate", json={"prompts": [prompt]})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_image")
+    prompt = {"token_ids": [5, *[placeholder] * 5], "images": [large] * 5}
+    answer = seeing.client.post("/generate", json={"prompts": [prompt]})
+    assert error_of(answer) == (400, "bad_image")
     assert "number 4 of its images: 5 images have" in answer.json()["error"]["message"]
 
 
 @pytest.mark.engine
 def test_the_image_token_ends_an_answer_and_is_refused_in_an_agent_s_texts(seeing: Seeing) -> None:
-    server = seeing.server
     placeholder = seeing.processor.image_token_id
-    answer = server.generate(prompts=[[5, 6, 7]] * 8, n=64, sampling={"max_tokens": 60, "seed": 1, "temperature": 2.0})
+    sampling = {"max_tokens": 60, "seed": 1, "temperature": 2.0}
+    answer = seeing.generate(prompts=[[5, 6, 7]] * 8, n=64, sampling=sampling)
     for done in (done for prompt in answer["completions"] for done in prompt):
         assert placeholder not in done["token_ids"][:-1]
-    _, agent = server.open_session(max_calls=8, max_tokens=6, seed=3)
-    with pytest.raises(Exception, match="stands for an image, and the prompt has it without one"):
+    _, agent = seeing.open_session(max_calls=8, max_tokens=6, seed=3)
+    with pytest.raises(openai.UnprocessableEntityError, match="stands for an image, and the prompt has it without one"):
         agent.chat.completions.create(model="x", messages=[{"role": "user", "content": "an <image> here"}])
 
 
 @pytest.mark.engine
 def test_new_weights_amid_a_request_see_its_images_anew(seeing: Seeing) -> None:
-    server = seeing.server
     files = [eyes.picture(1), eyes.picture(2)]
     token_ids, images = seeing.expanded(LOOK, files)
     body = {"prompts": [prompt_input(token_ids, images)], "n": 64, "sampling": {"max_tokens": 300}}
     for scale in (1.3, 0.8, 1.2, 0.7):
-        old = server.model
+        old = seeing.model
         new = copy.deepcopy(old)
         new.base_model.vision_model.post_layernorm.weight.data.mul_(scale)
-        answer = server.in_flight(**body)
-        server.publish_and_load(new)
-        server.model = new
-        models = {server.health()["version"]: new, server.health()["version"] - 1: old}
+        answer = seeing.in_flight(**body)
+        version = seeing.publish_and_load(new).version
+        models = {version: new, version - 1: old}
         both = [done for done in answer.result().json()["completions"][0] if len(done["versions"]) == 2]
         for done in both[:3]:
-            for version, start, end in done["versions"]:
-                part = {"token_ids": done["token_ids"], "logprobs": done["logprobs"]}
-                assert max(seeing.deltas(token_ids, images, part, models[version])[start:end]) < 1e-4
+            for number, start, end in done["versions"]:
+                assert max(seeing.deltas(token_ids, images, done, models[number])[start:end]) < seeing.tolerance()
         if both:
             return
     pytest.fail("no request was ever in flight when new weights came")
 
 
 @pytest.mark.engine
-def test_images_are_seen_by_the_weights_that_are_loaded_and_each_of_these_is_compared(seeing: Seeing, kit: Any) -> None:
-    server = seeing.server
-    old = server.model
-    assert seeing.worst(old) < 1e-5
+def test_images_are_seen_by_the_weights_that_are_loaded_and_each_of_these_is_compared(seeing: Seeing) -> None:
+    old = seeing.model
+    seeing.assert_sees_as(old)
     new = copy.deepcopy(old)
     seen = [name for name, _ in new.named_parameters() if "vision_model" in name or "connector" in name]
     for name, parameter in new.named_parameters():
         if name in seen:
             parameter.data.mul_(1.5)
-    version = server.next_version
-    server.publish_and_load(new)  # of the same prompt, nothing that was computed before may be left
-    assert seeing.worst(new) < 1e-5
-    assert seeing.worst(old) > 1e-3
-    name = f"v{version:06d}"
-    (server.root / f"v{version}").symlink_to(server.root / name)
+    version = seeing.publish_and_load(new).version  # of the same prompt, nothing that was computed before may be left
+    seeing.assert_sees_as(new, old)
     seeing.assert_holds(version)
     for name in [one for one in seen if "layers.0" not in one]:
         seeing.find(version, name, "changed", found_by="comparison")
         seeing.find(version, name, "missing", found_by="load")
     seeing.assert_holds(version)
-    assert seeing.worst(new) < 1e-5
+    seeing.assert_sees_as(new)
 
 
 @pytest.mark.engine
-async def test_changes_alone_bring_the_weights_that_see(seeing: Seeing, tmp_path: Path) -> None:
-    server = seeing.server
-    trainer = FakeTrainer(server.model)
-    settings = [f"run.dir={server.root}/b", "sync.backend=delta"]
-    config = config_module.load(None, settings)
-    versions = Versions(config.run_dir, trainer)  # type: ignore[arg-type]
-    versions.first = DeltaWriter(versions).write
-    disk = DiskTransport(versions, config.sync_root, config.sync, trainer.said.append)
-    async with client(server) as http:
+async def test_changes_alone_bring_the_weights_that_see(seeing: Seeing) -> None:
+    trainer = MovingModel(seeing.model)
+    disk = trainer.deltas(f"run.dir={seeing.root}/b")
+    async with seeing.trainer_client() as http:
         for _ in range(2):
             trainer.step()
-            version = server.new_version()
+            version = seeing.new_version()
             for compare in (False, True):
                 ((_, answer),) = (await disk.deliver(version, [http], compare=compare)).answers.values()
                 assert isinstance(answer, ReloadResponse), answer
-            assert seeing.worst(trainer.model) < 1e-5
-    server.model = trainer.model
+            seeing.assert_sees_as(trainer.model)
+    seeing.model = trainer.model
     assert trainer.said == []
 
 
@@ -264,13 +247,12 @@ def chat_of(*urls: str) -> list[Any]:
 
 @pytest.mark.engine
 def test_an_agent_s_images_are_recorded_with_the_tokens_that_they_were(seeing: Seeing, remote: str) -> None:
-    server = seeing.server
-    session_id, agent = server.open_session(max_calls=8, max_tokens=6, seed=3)
+    session_id, agent = seeing.open_session(max_calls=8, max_tokens=6, seed=3)
     files = [eyes.picture(4), GOOD, eyes.picture(5)]
     chats = [chat_of(data_url(files[0]), f"{remote}/good"), chat_of(data_url(files[2]), data_url(GOOD)), chat_of()]
     for chat in chats:
         agent.chat.completions.create(model="x", messages=chat)
-    calls = server.record_of(session_id).calls
+    calls = seeing.record_of(session_id).calls
     assert [[image.data for image in call.images] for call in calls] == [files[:2], [files[2], GOOD], []]
     assert len({call.seed for call in calls}) == 3  # also of equal ids
     assert calls[0].prompt_token_ids == calls[1].prompt_token_ids
@@ -278,8 +260,8 @@ def test_an_agent_s_images_are_recorded_with_the_tokens_that_they_were(seeing: S
         text = "<|user|>7 3<image><image><|end|><|assistant|>"
         assert (list(call.prompt_token_ids), call.images) == seeing.expanded(text, [one.data for one in call.images])
         done = call.completion.model_dump()
-        assert max(seeing.deltas(call.prompt_token_ids, call.images, done, server.model)) < 1e-5
-    (same,) = server.generate(prompts=chats[:1], sampling={"max_tokens": 6, "seed": calls[0].seed})["completions"][0]
+        assert max(seeing.deltas(call.prompt_token_ids, call.images, done, seeing.model)) < seeing.tolerance()
+    (same,) = seeing.generate(prompts=chats[:1], sampling={"max_tokens": 6, "seed": calls[0].seed})["completions"][0]
     assert same["prompt_token_ids"] == list(calls[0].prompt_token_ids)
     assert tuple(same["token_ids"]) == calls[0].completion.token_ids
 
@@ -307,52 +289,51 @@ def coded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-BAD: dict[str, tuple[Any, int, str]] = {
-    "no base64": ("<svg/>", 400, "no base64"),
-    "nothing": ("", 400, "no PNG, JPEG or WebP"),
-    "a data URL of nothing": ("data:image/png;base64,", 400, "no PNG, JPEG or WebP"),
-    "a data URL that is not base64": ("data:image/svg+xml,<svg/>", 400, "no base64"),
-    "a page": (coded(b"<html>"), 400, "no PNG, JPEG or WebP"),
-    "a program": (coded(b"\x7fELF" + bytes(99)), 400, "no PNG, JPEG or WebP"),
-    "another kind": (coded(saved("GIF")), 400, "no PNG, JPEG or WebP"),
-    "a drawing": (coded(saved("BMP")), 400, "no PNG, JPEG or WebP"),
-    "a false mark": (coded(GOOD[:8] + b"rubbish" * 9), 400, "is damaged"),
-    "a PNG that is cut off": (coded(GOOD[: len(GOOD) // 2]), 400, "is damaged"),
-    "a JPEG that is cut off": (coded(saved("JPEG")[:-60]), 400, "is damaged"),
-    "a WebP that is cut off": (coded(saved("WEBP")[:-20]), 400, "is damaged"),
-    "a PNG that moves": (coded(animated("PNG")), 400, "is animated"),
-    "a WebP that moves": (coded(animated("WEBP")), 400, "is animated"),
-    "no pixels": (coded(sized(0, 8)), 400, "is damaged"),
-    "a bomb": (coded(sized(50_000, 50_000)), 400, f"more than {MAX_PIXELS:,} pixels"),
-    "a small bomb": (coded(sized(8192, 4097)), 400, f"more than {MAX_PIXELS:,} pixels"),
-    "another host": ("http://example.com/a.png", 400, "data.image_hosts: [example.com]"),
-    "the cloud's keys": ("http://169.254.169.254/latest/meta-data", 400, "is not allowed"),
-    "a host that looks like one": ("http://localhost@169.254.169.254/", 400, "is not allowed"),
-    "a file": ("file:///etc/passwd", 400, "is not allowed"),
-    "another protocol": ("ftp://localhost/a.png", 400, "is not allowed"),
-    "a redirect": ("{remote}/moved", 400, "302"),
-    "nobody there": ("http://localhost:9/a.png", 400, "can't be had"),
-    "large": (coded(bytes(21 << 20)), 400, "more than"),
+BAD: dict[str, tuple[str, str]] = {
+    "no base64": ("<svg/>", "no base64"),
+    "nothing": ("", "no PNG, JPEG or WebP"),
+    "a data URL of nothing": ("data:image/png;base64,", "no PNG, JPEG or WebP"),
+    "a data URL that is not base64": ("data:image/svg+xml,<svg/>", "no base64"),
+    "a page": (coded(b"<html>"), "no PNG, JPEG or WebP"),
+    "a program": (coded(b"\x7fELF" + bytes(99)), "no PNG, JPEG or WebP"),
+    "another kind": (coded(saved("GIF")), "no PNG, JPEG or WebP"),
+    "a drawing": (coded(saved("BMP")), "no PNG, JPEG or WebP"),
+    "a false mark": (coded(GOOD[:8] + b"rubbish" * 9), "is damaged"),
+    "a PNG that is cut off": (coded(GOOD[: len(GOOD) // 2]), "is damaged"),
+    "a JPEG that is cut off": (coded(saved("JPEG")[:-60]), "is damaged"),
+    "a WebP that is cut off": (coded(saved("WEBP")[:-20]), "is damaged"),
+    "a PNG that moves": (coded(animated("PNG")), "is animated"),
+    "a WebP that moves": (coded(animated("WEBP")), "is animated"),
+    "no pixels": (coded(sized(0, 8)), "is damaged"),
+    "a bomb": (coded(sized(50_000, 50_000)), f"more than {MAX_PIXELS:,} pixels"),
+    "a small bomb": (coded(sized(8192, 4097)), f"more than {MAX_PIXELS:,} pixels"),
+    "another host": ("http://example.com/a.png", "data.image_hosts: [example.com]"),
+    "the cloud's keys": ("http://169.254.169.254/latest/meta-data", "is not allowed"),
+    "a host that looks like one": ("http://localhost@169.254.169.254/", "is not allowed"),
+    "a file": ("file:///etc/passwd", "is not allowed"),
+    "another protocol": ("ftp://localhost/a.png", "is not allowed"),
+    "a redirect": ("{remote}/moved", "302"),
+    "nobody there": ("http://localhost:9/a.png", "can't be had"),
+    "large": (coded(bytes(21 << 20)), "more than"),
 }
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", BAD)
-def test_an_image_that_can_not_be_taken_is_refused_by_its_number_with_the_fix(
-    seeing: Seeing, remote: str, kind: str
-) -> None:
-    bad, status, said = BAD[kind]
+def test_a_bad_image_is_refused_by_its_number_with_the_fix(seeing: Seeing, remote: str, kind: str) -> None:
+    bad, said = BAD[kind]
     good = data_url(GOOD)
     bad = bad.replace("{remote}", remote)
     short = prompt_input(*seeing.expanded(LOOK, [GOOD, GOOD]))
-    http = seeing.server.client
-    answers = [http.post("/generate", json={"prompts": [{**short, "images": [good, bad]}]})]
-    answers += [http.post("/generate", json={"prompts": [chat_of(good, bad)]})]
+    requests = [
+        ("/generate", {"prompts": [prompt]}) for prompt in ({**short, "images": [good, bad]}, chat_of(good, bad))
+    ]
     if len(bad) < 1 << 20:
-        answers += [http.post("/v1/chat/completions", json={"model": "x", "messages": chat_of(good, bad)})]
-    for answer in answers:
+        requests += [("/v1/chat/completions", {"model": "x", "messages": chat_of(good, bad)})]
+    for route, body in requests:
+        answer = seeing.client.post(route, json=body)
+        assert error_of(answer) == (400, "bad_image"), answer.text
         error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (status, "bad_image"), error
         assert "number 1 of its images" in error["message"]
         assert said in error["message"]
         assert len(answer.content) < 1000

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from hocket.common import environment
 from hocket.errors import ConfigError, ServerError
 from hocket.server import main
 from hocket.server.errors import ApiError
-from support.processes import free_port
+from support.processes import free_port, wait_for
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -68,14 +67,14 @@ def test_a_port_is_free_again_although_the_kernel_remembers_its_connections() ->
         accepted.close()  # the side that closes first is remembered
         assert client.recv(1) == b""
         client.close()
-    deadline = time.monotonic() + 30
-    while True:  # the client's last packet may still be on its way
-        try:
+
+    def is_free() -> bool:
+        with contextlib.suppress(ConfigError):
             main.bind(*address, None).close()
-            return
-        except ConfigError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return True
+        return False
+
+    wait_for(is_free, "the client's last packet may still be on its way")
 
 
 def test_an_address_of_no_machine_is_refused() -> None:
@@ -83,9 +82,7 @@ def test_an_address_of_no_machine_is_refused() -> None:
         main.bind("no.such.host.invalid", 8000, "long-enough")
 
 
-def test_the_environment_keeps_what_the_user_set_and_run_py_sets_other_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_user_s_environment_stays_and_run_py_sets_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
     monkeypatch.setattr(main.vllm_arguments, "is_cpu_build", lambda: True)
     main.prepare_environment(1, threads=3)
@@ -139,15 +136,14 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, object]:
     return handlers
 
 
-def test_a_script_that_serves_keeps_its_own_processes_and_may_be_interrupted_afterwards(
-    tmp_path: Path, handlers: dict[int, object]
-) -> None:
-    own = subprocess.Popen(["sleep", "20"])
+def test_a_script_that_serves_keeps_its_processes_and_signals(tmp_path: Path, handlers: dict[int, object]) -> None:
+    own = subprocess.Popen(["sleep", "infinity"])
     with pytest.raises(ConfigError, match=r"is no model: it has no config\.json"):
         main.serve(config.load(None, [f"server.port={free_port()}", f"model.path={tmp_path}"]))
-    assert own.poll() is None
+    ended = own.poll()
     own.kill()
     own.wait()
+    assert ended is None
     assert handlers == {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 

@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from hocket.protocol import ErrorResponse
-from hocket.server import main
 from hocket.server.middleware import Guard
+from support.engines import error_of, listening
 
 TOKEN = "correct-horse"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -81,19 +81,16 @@ async def run(message: Any) -> list[Any]:
     return sent
 
 
-async def test_a_body_is_read_up_to_the_limit_whatever_content_length_says_and_must_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_body_is_read_up_to_the_limit_and_must_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 1000)
-    monkeypatch.setattr("hocket.server.middleware.BODY_TIMEOUT_S", 0.05)
     async with client(guard(), **BEARER) as http:
         assert (await http.post("/x", content=b"a" * 1000)).text == "1000"
-        refused = await http.post("/x", content=b"a" * 1001)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+        assert error_of(await http.post("/x", content=b"a" * 1001)) == (413, "body_too_large")
     endless = {"type": "http.request", "body": b"a" * 100, "more_body": True}
     assert (await run(endless))[0]["status"] == 413
-    assert (await run(None))[0]["status"] == 408
     assert await run({"type": "http.disconnect"}) == []
+    monkeypatch.setattr("hocket.server.middleware.BODY_TIMEOUT_S", 0.01)
+    assert (await run(None))[0]["status"] == 408
 
 
 @pytest.mark.parametrize(
@@ -111,9 +108,7 @@ async def test_a_body_is_read_up_to_the_limit_whatever_content_length_says_and_m
         ({"origin": "null"}, 403),
     ],
 )
-async def test_a_page_of_somebody_else_can_not_use_a_server_without_a_token(
-    headers: dict[str, str], status: int
-) -> None:
+async def test_a_foreign_page_can_not_use_a_server_without_a_token(headers: dict[str, str], status: int) -> None:
     # A browser sends simple POSTs to any address, also that of this machine, without asking first.
     async with client(guard(token=None)) as http:
         response = await http.post("/generate", content="{}", headers=headers)
@@ -133,121 +128,111 @@ HALF_BODY = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n" + KE
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-@contextlib.asynccontextmanager
-async def listening(held: asyncio.Event, free: str = "/health") -> AsyncIterator[int]:
-    """Serves /hold, which is answered when `held` is set, /early, before its body, and others behind the guard."""
+class Door:
+    """An app behind the guard that listens: /hold is answered when `held` is set, /early before its body."""
 
-    async def hold(request: Request) -> PlainTextResponse:
-        await held.wait()
+    def __init__(self) -> None:
+        self.port, self.held, self._writers = 0, asyncio.Event(), list[asyncio.StreamWriter]()
+
+    async def sent(self, *parts: bytes, address: str = "127.0.0.1") -> Connection:
+        """Sends each part once the one before is answered."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
+        self._writers.append(writer)
+        writer.write(parts[0])
+        for part in parts[1:]:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 ")
+            writer.write(part)
+        return reader, writer
+
+    async def hold(self, request: Request) -> PlainTextResponse:
+        await self.held.wait()
         return PlainTextResponse("at last")
 
-    async def early(request: Request) -> PlainTextResponse:
+    async def early(self, request: Request) -> PlainTextResponse:
         return PlainTextResponse("no")
 
-    some = [Route("/hold", hold), Route("/early", early, methods=["PUT"])]
+    def close(self) -> None:
+        self.held.set()
+        for writer in self._writers:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(free: str = "/health") -> AsyncIterator[Door]:
+    door = Door()
+    some = [Route("/hold", door.hold), Route("/early", door.early, methods=["PUT"])]
     app = Starlette(routes=[*some, Route("/{path:path}", echo, methods=["GET", "PUT"])])
-    with main.bind("127.0.0.1", 0, None) as sock:
-        server = main.http_server(Guard(app, host="localhost", token=TOKEN, free=free))
-        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-        main.listen(sock)
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        yield sock.getsockname()[1]
-        held.set()
-        server.should_exit = True
-        await serving
+    async with asyncio.timeout(60), listening(Guard(app, host="localhost", token=TOKEN, free=free)) as door.port:
+        yield door
+        door.close()
 
 
-async def sent(port: int, *parts: bytes, address: str = "127.0.0.1") -> Connection:
-    """Sends each part once the one before is answered."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
-    writer.write(parts[0])
-    for part in parts[1:]:
-        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 ")
-        writer.write(part)
-    return reader, writer
+async def is_closed(reader: asyncio.StreamReader) -> None:
+    """Waits until the server closes a connection, on which it says nothing more."""
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b""
 
 
-async def test_a_connection_without_a_whole_head_is_closed_and_a_request_that_takes_longer_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hocket.server.middleware.HEAD_TIMEOUT_S", 0.2)
-    held = asyncio.Event()
-    async with listening(held) as port, asyncio.timeout(20):
-        reader, writer = await sent(port, HOLD)
-        for parts in [(b"",), (HALF,), (WHOLE, HALF), (REFUSED, b"x"), (REFUSED,), (NO_PUT,), (EARLY,)]:
-            slow, half = await sent(port, *parts)
-            await slow.read()  # ends where it is closed
-            half.close()
-        held.set()
-        assert b" 200 OK" in await reader.readuntil(b"\r\n\r\n")
-        writer.close()
+async def answered(reader: asyncio.StreamReader, status: bytes) -> None:
+    assert b" %s " % status in await reader.readuntil(b"\r\n")
+
+
+async def test_late_heads_are_closed_and_long_requests_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.server.middleware.HEAD_TIMEOUT_S", 1.0)  # parts that are whole must come before
+    async with opened() as door:
+        held, _ = await door.sent(HOLD)
+        late = [(b"",), (HALF,), (WHOLE, HALF), (REFUSED, b"x"), (REFUSED,), (NO_PUT,), (EARLY,)]
+        connections = await asyncio.gather(*(door.sent(*parts) for parts in late))
+        for reader, _ in connections:
+            await reader.read()  # ends where it is closed
+        door.held.set()
+        await answered(held, b"200")
 
 
 @pytest.mark.parametrize("part", [HALF, HALF_BODY, HALF_PUT])
-async def test_of_too_many_idle_connections_from_an_address_the_oldest_goes(
-    monkeypatch: pytest.MonkeyPatch, part: bytes
-) -> None:
+async def test_of_an_address_s_idle_connections_the_oldest_goes(monkeypatch: pytest.MonkeyPatch, part: bytes) -> None:
     monkeypatch.setattr("hocket.server.middleware.MAX_CONNECTIONS", 3)
-    held = asyncio.Event()
-    async with listening(held) as port, asyncio.timeout(20):
-        other, finish = await sent(port, HALF, address="127.0.0.2")
-        busy, writer = await sent(port, HOLD)
-        halves = [await sent(port, part) for _ in range(20)]
-        answered, last = await sent(port, WHOLE)
-        assert b" 200 OK" in await answered.readuntil(b"\r\n\r\n")
+    async with opened() as door:
+        other, finish = await door.sent(HALF, address="127.0.0.2")
+        busy, _ = await door.sent(HOLD)
+        halves = [await door.sent(part) for _ in range(20)]
+        whole, _ = await door.sent(WHOLE)
+        await answered(whole, b"200")
         for slow, _ in halves[:-2]:
-            with contextlib.suppress(ConnectionResetError):
-                assert await slow.read() == b""
+            await is_closed(slow)
         finish.write(b"y\r\n\r\n")
-        held.set()
+        door.held.set()
         for reader in (other, busy):
-            assert b" 200 OK" in await reader.readuntil(b"\r\n\r\n")
-        for one in (finish, writer, last, *(half for _, half in halves)):
-            one.close()
+            await answered(reader, b"200")
 
 
 async def test_no_body_of_the_free_route_is_waited_for_and_no_head_is_endless() -> None:
-    held = asyncio.Event()
-    held.set()
-    async with listening(held, free="/hold") as port, asyncio.timeout(20):
-        asks, writer = await sent(port, b"GET /hold HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
-        assert b" 200 OK" in await asks.readuntil(b"\r\n\r\n")
-        writer.close()
-        endless, writer = await sent(port, HALF + b"x" * (1 << 20))
+    async with opened(free="/hold") as door:
+        door.held.set()
+        asks, _ = await door.sent(b"GET /hold HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+        await answered(asks, b"200")
+        endless, _ = await door.sent(HALF + b"x" * (1 << 20))
         with contextlib.suppress(ConnectionResetError):
-            assert b" 400 " in await endless.readuntil(b"\r\n")
-        writer.close()
+            await answered(endless, b"400")
 
 
-async def test_of_too_many_requests_without_the_token_that_never_end_the_oldest_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_of_too_many_endless_requests_without_the_token_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hocket.server.middleware.MAX_CONNECTIONS", 3)
-    held = asyncio.Event()
-    async with listening(held, free="/hold") as port, asyncio.timeout(20):
-        asked = [await sent(port, b"GET /hold HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(20)]
-        other, last = await sent(port, WHOLE)
-        assert b" 401 " in await other.readuntil(b"\r\n")
+    async with opened(free="/hold") as door:
+        asked = [await door.sent(b"GET /hold HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(20)]
+        other, _ = await door.sent(WHOLE)
+        await answered(other, b"401")
         for reader, _ in asked[:-2]:
-            with contextlib.suppress(ConnectionResetError):
-                assert await reader.read() == b""
-        for one in (last, *(writer for _, writer in asked)):
-            one.close()
+            await is_closed(reader)
 
 
-async def test_a_request_that_goes_on_as_none_is_closed_without_a_line_in_the_log(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+async def test_a_request_that_goes_on_as_none_is_closed_without_a_log_line(capfd: pytest.CaptureFixture[str]) -> None:
     head = b" /hold HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nAuthorization: "
-    held = asyncio.Event()
-    async with listening(held) as port, asyncio.timeout(20):
+    async with opened() as door:
         for method in (b"HEAD", b"POST", b"GET"):
             for token in (b"none", f"Bearer {TOKEN}".encode()):
-                reader, writer = await sent(port, method + head + token + b"\r\n\r\n-1\r\n")
-                with contextlib.suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-                writer.close()
-        refused, writer = await sent(port, b"what?\r\n\r\n")
-        assert b" 400 " in await refused.readuntil(b"\r\n")
-        writer.close()
+                reader, _ = await door.sent(method + head + token + b"\r\n\r\n-1\r\n")
+                await is_closed(reader)
+        refused, _ = await door.sent(b"what?\r\n\r\n")
+        await answered(refused, b"400")
     assert capfd.readouterr().err == ""

@@ -8,11 +8,13 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from support.engines import asking, idle_engine, wrap
+
 MESSAGE = {"role": "user", "content": "hi"}
 
 
 @pytest.fixture
-async def http(kit: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def http() -> AsyncGenerator[httpx.AsyncClient, None]:
     app = FastAPI()
 
     @app.post("/v1/{route:path}")
@@ -22,10 +24,8 @@ async def http(kit: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
             raise AssertionError("vLLM did not expect this")
         return len(body)
 
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(kit.wrap(app, kit.idle_engine())), base_url="http://localhost"
-    ) as c:
-        yield c
+    async with asking(wrap(app, idle_engine())) as client:
+        yield client
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock, Mock
 
-import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -16,6 +14,7 @@ from hocket.server import versions
 from hocket.server.errors import ApiError
 from hocket.server.uploads import FOLDER as FOLDERS
 from hocket.server.uploads import Uploads
+from support.engines import asking, idle_engine, wrap
 
 NAME = "0123abcd-deltas-v000007"
 FOLDER = f"{FOLDERS}-1"  # of the first server
@@ -44,9 +43,7 @@ async def test_a_version_appears_when_its_marker_has_come_and_is_there_once(tmp_
     assert os.listdir(folder.parent) == [NAME]
 
 
-async def test_servers_on_one_root_do_not_share_a_folder_and_one_that_ends_leaves_its_own_to_the_next(
-    tmp_path: Path,
-) -> None:
+async def test_servers_on_one_root_share_no_folder_and_one_that_ends_leaves_its_own_to_the_next(tmp_path: Path) -> None:
     servers = [Uploads(tmp_path), Uploads(tmp_path)]
     for file in ("model.safetensors", "manifest.json", "COMPLETE"):  # each of them at the same time
         sent = await asyncio.gather(
@@ -125,9 +122,7 @@ async def test_a_full_disk_is_said_and_what_was_written_is_removed(tmp_path: Pat
         (["COMPLETE", "COMPLETE", "a.safetensors", "a.safetensors", "a.safetensors"], {1, 3, 4}),
     ],
 )
-async def test_the_newest_version_and_the_newest_complete_one_stay_with_what_is_somebody_else_s(
-    tmp_path: Path, files: list[str], kept: set[int]
-) -> None:
+async def test_the_newest_versions_and_what_is_no_upload_stay(tmp_path: Path, files: list[str], kept: set[int]) -> None:
     uploads, root = Uploads(tmp_path), tmp_path / FOLDER
     names = [f"0123abcd-weights-v{number:06d}" for number in range(len(files))]
     for number, file in enumerate(files):
@@ -139,18 +134,15 @@ async def test_the_newest_version_and_the_newest_complete_one_stay_with_what_is_
     assert {path.name for path in root.iterdir()} == left | {"run-of-somebody"}
 
 
-async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the_token(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_upload_may_be_large_but_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 1 << 20)
     monkeypatch.setattr("hocket.server.versions.max_bytes", lambda shapes: 3 << 20)
     failed = ApiError(503, "reload_failed", "half loaded", "reload")
-    engine = kit.idle_engine()
+    engine = idle_engine()
     engine.root, engine.expected = tmp_path, AsyncMock()
     engine.require_ready = Mock(side_effect=failed)  # it must be sent weights that work all the same
     path, body, root = f"/upload/{NAME}/model.safetensors", b"x" * (2 << 20), tmp_path / FOLDER
-    door = httpx.ASGITransport(kit.wrap(FastAPI(), engine, token="correct-horse"))
-    async with httpx.AsyncClient(transport=door, base_url="http://test") as http:
+    async with asking(wrap(FastAPI(), engine, token="correct-horse")) as http:
         assert (await http.put(path, content=body)).status_code == 401
         assert not root.exists()
         http.headers["Authorization"] = "Bearer correct-horse"

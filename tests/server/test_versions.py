@@ -13,20 +13,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hocket.protocol import DiskSource, TensorLayout, delta, manifest
+from hocket.protocol import AdapterConfig, DiskSource, TensorLayout, delta, manifest
 from hocket.server import versions
 from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
 from hocket.server.errors import ApiError
 from support import fakes
+from support.engines import MODEL_SIZES, make_model, publish
 
 
 @pytest.fixture(scope="module")
-def shapes(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, manifest.ModelShapes]:
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, manifest.ModelShapes]:
     found = {}
     for tied in (True, False):
         folder = tmp_path_factory.mktemp("shapes")
-        kit.make_model(tied=tied, seed=0).save_pretrained(folder)
+        make_model(tied=tied, seed=0).save_pretrained(folder)
         found[tied] = manifest.model_shapes(str(folder))
     return found
 
@@ -63,11 +64,11 @@ def complete(folder: Path, version: int) -> str:
     ],
 )
 def test_names_are_those_that_saving_writes(
-    kit: Any, root: Path, kind: str, more: dict[str, Any], max_shard_size: str, monkeypatch: pytest.MonkeyPatch
+    root: Path, kind: str, more: dict[str, Any], max_shard_size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{kind}-{max_shard_size}"
     folder = root / f"models--a--{name}" / "snapshots" / ("0" * 40)  # in the cache of the hub
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**kit.SIZES, **more))
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**MODEL_SIZES, **more))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (max_shard_size == "50KB")
     found = manifest.model_shapes(str(folder))
@@ -156,6 +157,8 @@ def edit_manifest(folder: Path, **fields: Any) -> None:
 
 
 BAD = {
+    "a newer version": (lambda f: edit_manifest(f, version=3), "the manifest is of version 3, not 2"),
+    "an older version": (lambda f: edit_manifest(f, version=1), "the manifest is of version 1, not 2"),
     "truncated file": (truncate, "can't read the safetensors files"),
     "file lacks a tensor": (changed(lambda t: t.pop(NAME)), r"is missing in the files, \('float32'"),
     "two files with a tensor": (
@@ -184,17 +187,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_version_is_refused_with_the_reason(kit: Any, root: Path, shapes: Any, kind: str) -> None:
+def test_a_bad_version_is_refused_with_the_reason(root: Path, shapes: Any, kind: str) -> None:
     spoil, said = BAD[kind]
-    kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
-    spoil(root / "v1")
+    publish(make_model(tied=False, seed=1), root / "v2", 2)
+    spoil(root / "v2")
     with pytest.raises(ApiError, match=said) as caught:
-        verify(root / "v1", 1, shapes[False])
+        verify(root / "v2", 2, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "bad_version")
 
 
-def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(kit: Any, root: Path, shapes: Any) -> None:
-    kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
+def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(root: Path, shapes: Any) -> None:
+    publish(make_model(tied=False, seed=1), root / "v1", 1)
     ties = r"the model ties 'lm_head\.weight' to 'model\.embed_tokens\.weight': leave it out"
     with pytest.raises(ApiError, match=ties):
         verify(root / "v1", 1, shapes[True])
@@ -217,10 +220,38 @@ def test_tied_tensors_that_differ_and_buckets_of_another_model_are_refused(kit: 
             versions.check_buckets([wrong], shapes[False], partial=True)
 
 
-def publish_delta(kit: Any, root: Path) -> Held:
+SMALL = manifest.ModelShapes(
+    {"a.q_proj.weight": (6, 4), "a.q_proj.bias": (6,), "a.xq_proj.weight": (3, 4), "norm.weight": (4,)}, tied={}
+)
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted"),
+    [
+        (["q_proj", "norm"], {"a.q_proj.lora_A": (2, 4), "a.q_proj.lora_B": (6, 2)}),
+        (["a.xq_proj"], {"a.xq_proj.lora_A": (2, 4), "a.xq_proj.lora_B": (3, 2)}),
+        (["q.proj", ".*"], {}),  # names are no patterns
+    ],
+)
+def test_an_adapter_has_two_matrices_of_its_rank_for_each_one_that_it_names(
+    targets: list[str], adapted: dict[str, tuple[int, int]]
+) -> None:
+    adapter = AdapterConfig(base_model_name_or_path="base", r=2, lora_alpha=4.0, target_modules=targets)
+    found = versions.adapter_shapes(adapter, SMALL, max_rank=2)
+    assert found.shapes == {f"base_model.model.{name}.weight": shape for name, shape in adapted.items()}
+    with pytest.raises(ApiError, match="takes adapters up to rank 1") as refused:
+        versions.adapter_shapes(adapter, SMALL, max_rank=1)
+    assert refused.value.body.code == "rank_too_high"
+
+
+def test_a_version_has_four_bytes_for_each_number_and_64_mib_for_the_rest() -> None:
+    assert versions.max_bytes(SMALL) == 4 * (24 + 6 + 12 + 4) + (64 << 20)
+
+
+def publish_delta(root: Path) -> Held:
     """Publishes v1 in full, which it returns as held, and v2 as what changed in one tensor."""
-    model = kit.make_model(tied=False, seed=1)
-    checksum = kit.publish(model, root / "v1", 1)
+    model = make_model(tied=False, seed=1)
+    checksum = publish(model, root / "v1", 1)
     old = load_file(root / "v1" / "model.safetensors")
     new = old | {NAME: old[NAME] + torch.eye(*old[NAME].shape)}
     folder = root / "v2"
@@ -231,9 +262,9 @@ def publish_delta(kit: Any, root: Path) -> Held:
 
 
 def test_a_delta_changes_a_copy_and_a_full_disk_leaves_none(
-    kit: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, described = publish_delta(kit, root), fakes.manifest_of(root / "v2")
+    held, described = publish_delta(root), fakes.manifest_of(root / "v2")
     before = (root / "v1" / "model.safetensors").read_bytes()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -257,8 +288,8 @@ def test_a_delta_changes_a_copy_and_a_full_disk_leaves_none(
     assert not folder.exists()
 
 
-def test_a_server_without_the_base_or_its_files_says_so(kit: Any, root: Path) -> None:
-    held, described = publish_delta(kit, root), fakes.manifest_of(root / "v2")
+def test_a_server_without_the_base_or_its_files_says_so(root: Path) -> None:
+    held, described = publish_delta(root), fakes.manifest_of(root / "v2")
     copy = PatchedCopy(root)
     other = held._replace(answer=fakes.reloaded(1, "0" * 32))
     for holds, code in (
@@ -272,9 +303,7 @@ def test_a_server_without_the_base_or_its_files_says_so(kit: Any, root: Path) ->
         assert caught.value.body.code == code
 
 
-def test_what_killed_servers_left_behind_is_removed_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_killed_servers_left_is_removed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.Popen(["true"])
     ended.wait()

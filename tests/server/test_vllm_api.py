@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
-import httpx
 import pytest
 import torch
 
@@ -27,6 +26,8 @@ from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, recorded
 from hocket.server.worker import WorkerExtension
+from support.engines import asking, idle_engine, make_model, wrap
+from support.tiny_server import TOKEN
 
 NAMES = {
     "vllm.config": "CacheConfig.block_size CacheConfig.num_gpu_blocks DeviceConfig LoRAConfig.max_lora_rank "
@@ -63,21 +64,19 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Any:
-    before = dict(os.environ)
-    main.prepare_environment(1, threads=1)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with patch.dict(os.environ):
+        main.prepare_environment(1, threads=1)
+        yield
 
 
 @pytest.fixture(scope="module")
-def model(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from vllm.platforms import current_platform
 
     if current_platform.is_unspecified():
         pytest.skip("vLLM's build for GPUs reads no arguments where there is none, or it is hidden")
     folder = tmp_path_factory.mktemp("model")
-    kit.make_model(tied=True, seed=0).config.save_pretrained(folder)
+    make_model(seed=0).config.save_pretrained(folder)
     return str(folder)
 
 
@@ -94,9 +93,7 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
     for module, name in names + imported:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
-            assert hasattr(found, part), (
-                f"vLLM's {module} has no {name} any more: change server/vllm_api.py, or vllm_weights.py"
-            )
+            assert hasattr(found, part), f"vLLM's {module} has no {name} any more: change vllm_api.py, vllm_weights.py"
             found = getattr(found, part)
 
 
@@ -104,22 +101,15 @@ def test_a_reload_still_calls_what_a_comparison_replaces() -> None:
     from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
     from vllm.model_executor.model_loader.reload import inplace, layerwise, meta, types
 
-    process = "process_weights_after_loading"
+    layers = (linear.UnquantizedLinearMethod, vocab_parallel_embedding.UnquantizedEmbeddingMethod)
     callers: list[tuple[Any, str, Any]] = [
         (inplace.reload_weights, "finalize_layerwise_reload(model, model_config)", inplace),
         (layerwise._layerwise_process, "_copy_and_restore_kernel_tensors(layer, info)", layerwise),
         (meta.materialize_layer, "materialize_meta_tensor(tensor)", meta),
-        (
-            getattr(linear.UnquantizedLinearMethod, process),
-            "dispatch_cpu_unquantized_gemm(layer, remove_weight=",
-            utils,
-        ),
-        (
-            getattr(vocab_parallel_embedding.UnquantizedEmbeddingMethod, process),
-            "dispatch_cpu_unquantized_gemm(layer, remove_weight=",
-            utils,
-        ),
     ]
+    for layer in layers:
+        process = layer.process_weights_after_loading
+        callers.append((process, "dispatch_cpu_unquantized_gemm(layer, remove_weight=", utils))
     for caller, call, module in callers:
         source, name = inspect.getsource(caller), call.partition("(")[0]
         assert call in source, name
@@ -173,9 +163,7 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
     assert all("hocket" in name and not hasattr(Worker, name) for name in ours)
 
 
-def test_memory_of_a_bucket_is_used_anew_only_when_the_engine_s_stream_has_read_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_a_bucket_is_used_anew_only_when_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.current_stream", lambda: "the engine's")
     tensor, specs = Mock(is_cuda=True), dict[str, TensorSpec]()
     assert next(worker._tensors(iter([([("a", tensor)], {})]), specs)) == ("a", tensor)
@@ -219,9 +207,7 @@ def arguments(model: str, *settings: str) -> Any:
 
 
 @pytest.mark.parametrize("cpu", [True, False])
-def test_torch_s_compiler_is_hidden_on_cpus_alone_and_there_again_without_vllm(
-    cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_s_compiler_is_hidden_while_vllm_is_imported_on_cpus(cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = "torch._inductor.lowering"
     monkeypatch.delitem(sys.modules, compiler, raising=False)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -263,11 +249,8 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     # What the engine's own arguments say comes before hocket's own choice.
     own = "{served_model_name: mine, tool_call_parser: hermes, max_num_batched_tokens: 4096, enforce_eager: false}"
     args = arguments(model, f"server.engine={own}")
-    assert (args.served_model_name, args.enable_auto_tool_choice, args.tool_call_parser) == (
-        ["mine", model],
-        True,
-        "hermes",
-    )
+    assert (args.served_model_name, args.tool_call_parser) == (["mine", model], "hermes")
+    assert args.enable_auto_tool_choice
     assert (args.max_num_batched_tokens, args.enforce_eager) == (4096, False)
     monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
     on_gpu = arguments(model, "launch.share_gpu=true")
@@ -314,23 +297,23 @@ def test_sampling_reaches_vllm_unchanged() -> None:
     assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
 
 
-async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(kit: Any, model: str) -> None:
+async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(model: str) -> None:
     args = arguments(model)
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = kit.wrap(app, kit.idle_engine(), token=kit.TOKEN)
+    door = wrap(app, idle_engine(), token=TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/sessions")}
     assert ours | {("/v1/chat/completions", "POST"), ("/metrics", "GET")} <= paths
     theirs = {route.path for route in app.routes if "hocket." not in getattr(route, "endpoint", app).__module__}
     assert theirs == set(vllm_api.ROUTES), "vLLM's other routes abort requests, scale engines, and the like"
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
+    async with asking(door) as http:
         for path, method in sorted(paths - {("/health", "GET")}):
             for headers in ({}, {"Authorization": "Bearer wrong-token"}):
                 response = await http.request(method, path, headers=headers)
                 assert response.status_code == 401, (method, path)
         for path in ("/openapi.json", "/docs", "/metrics"):
-            response = await http.get(path, headers={"Authorization": f"Bearer {kit.TOKEN}"})
+            response = await http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
             assert response.status_code == 200, path
 
 

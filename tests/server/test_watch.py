@@ -3,7 +3,6 @@
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hocket.server import watch
 from hocket.server.middleware import Guard
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 from support.browser import PATH, Browser, browser
-from support.processes import ROOT, START_S, free_port
+from support.processes import ROOT, free_port, wait_for
 
 HOSTILE = "<script>alert(1)</script></style>\x1b[31m\u202e" + "x" * (1 << 20)
 WITH_SELF = "'self'"
@@ -102,11 +101,8 @@ def test_the_page_of_a_run_that_has_not_begun_waits_for_it(tmp_path: Path, monke
     port = free_port()
     page = page_of(tmp_path / "run", ObserveConfig(port=port), None)
     try:
-        until = time.monotonic() + START_S
-        while not answers(port):
-            assert page.poll() is None, page.last_words("the page")
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_for(lambda: answers(port) or page.poll() is not None, "the page answers")
+        assert page.poll() is None, page.last_words("the page")
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
             told = first_of(http)
     finally:
@@ -177,10 +173,8 @@ def test_curves_move_alarms_appear_and_rollouts_are_found_without_a_reload(tab: 
             play(tmp_path, step, "first", HOSTILE)
             record(tmp_path, step)
         tab.wait(f"{reward}.includes('step 3: mean 0.3')")
-        assert (
-            tab.run("document.querySelector('svg[aria-label^=\"Reward,\"] path').getAttribute('d').match(/L/g).length")
-            == 2
-        )
+        path = "document.querySelector('svg[aria-label^=\"Reward,\"] path').getAttribute('d')"
+        assert tab.run(f"{path}.match(/L/g).length") == 2
         assert "Alarms" not in tab.text()
         play(tmp_path, 4, "first", HOSTILE)
         record(tmp_path, 4, **{"rollout/truncated": 0.5})
@@ -200,25 +194,20 @@ def test_curves_move_alarms_appear_and_rollouts_are_found_without_a_reload(tab: 
         tab.wait("document.querySelectorAll('article').length == 2")
         said = tab.run("document.querySelector('article').innerText")
         assert "<script>alert(1)</script></style>\ufffd[31m" in said
-        assert (
-            tab.run("[...document.querySelectorAll('article pre')].map(one => one.textContent).join('').length")
-            > 1 << 20
-        )
+        shown = "[...document.querySelectorAll('article pre')].map(one => one.textContent).join('')"
+        assert tab.run(f"{shown}.length") > 1 << 20
         assert tab.run("[document.scripts.length, document.styleSheets.length]") == [2, 1]
         assert tab.events == []
 
 
-def test_a_prompt_opens_while_another_step_loads_and_what_the_server_refuses_is_said(
-    tab: Browser, tmp_path: Path
-) -> None:
+def test_a_prompt_opens_while_a_step_loads_and_what_is_refused_is_said(tab: Browser, tmp_path: Path) -> None:
     for step in (1, 2):
         play(tmp_path, step, f"of {step}")
         record(tmp_path, step)
     with serving(tmp_path) as url:
         tab.open(url)
-        tab.wait(
-            "document.querySelector('input[type=number]').value == 2 && document.querySelector('.prompt') !== null"
-        )
+        tab.wait("document.querySelector('input[type=number]').value == 2")
+        tab.wait("document.querySelector('.prompt') !== null")
         tab.run("""opened = new Promise(resolve => { open_gate = resolve; });
             real = fetch;
             fetch = (path, more) => path.includes("group=") ? real(path, more) : opened.then(() => real(path, more))""")
