@@ -1,14 +1,17 @@
 """The command line in a process of its own: help without heavy imports, errors without tracebacks."""
 
 import errno
-import json
 import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,9 +21,16 @@ import hocket
 from hocket.commands.cli import DEFAULTS, main
 from hocket.errors import ConfigError, ServerError
 from hocket.observe.rows import lines_of
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import Prompt, Score
+from support.records import group, sequence, user, write_rows
 
 ROOT = Path(__file__).parents[2]
+
+
+def python(*arguments: str, env: Mapping[str, str] = MappingProxyType({}), **streams: Any) -> Any:
+    """Runs Python to its end with nothing else in its environment."""
+    env = {"PYTHONPATH": str(ROOT / "src"), **env}
+    return subprocess.run([sys.executable, *arguments], text=True, timeout=600, check=False, env=env, **streams)
 
 
 @pytest.mark.parametrize("command", sorted({*hocket.COMMANDS} - {"test"}))
@@ -36,17 +46,13 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from hocket.trainer.lora import Adapter
 
-    for name in (
-        "metrics.jsonl",
-        "weights/v000001/COMPLETE",
-        "weights/v000002/COMPLETE",
-        "weights/v000002/adapter_config.json",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+    versions = tmp_path / "weights"
+    for file in ("v000001/COMPLETE", "v000002/COMPLETE", "v000002/adapter_config.json", "../metrics.jsonl"):
+        (versions / file).parent.mkdir(parents=True, exist_ok=True)
+        (versions / file).touch()
     asked: list[object] = []
     monkeypatch.setattr(Adapter, "export", lambda *args, base: asked.append((*map(str, args), base)))
-    newest = f"{tmp_path}/weights/v000002"
+    newest = f"{versions}/v000002"
     assert main(["export", f"{tmp_path}", "out"]) == 0  # a run is its newest version
     assert main(["export", newest, "out", "model.path=elsewhere"]) == 0
     assert asked == [(newest, "out", None), (newest, "out", "elsewhere")]
@@ -67,8 +73,8 @@ def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_mi
     functions = "{exact_match: 1, first_told: 0.5, length: {target: 2, unit: characters}}"
     command = ["reward-test", f"plugins=[{plugin}]", f"rewards.functions={functions}", f"--samples={samples}"]
     rows = [{"prompt": "1+1?", "answer": 2, "level": 3, "completion": text} for text in ("2 ", "33")]
-    rows.append({"messages": [{"role": "user", "content": "2+2?"}], "level": 1, "completion": "4"})
-    samples.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    rows.append({"messages": [user("2+2?")], "level": 1, "completion": "4"})
+    write_rows(samples, *rows[:2])
     assert main(command) == 0
     first, said, why, second, *calls, last = capsys.readouterr().out.splitlines()
     assert first == f"{samples}:1  2.5  exact_match 1, length 0, first_told 3"
@@ -80,7 +86,7 @@ def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_mi
     assert main([*command, f"rewards.functions={measured}", "--against=exact_match"]) == 0
     compared = "rank correlation 1.000; 100.0% of 1 pairs"
     assert f"\nagainst exact_match: {compared}" in capsys.readouterr().out
-    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(samples, *rows)
     assert main(command) == 1
     out = capsys.readouterr().out
     assert f"{samples}:3  error: exact_match: ValueError: the prompt has no answer to compare with" in out
@@ -95,31 +101,24 @@ def test_reward_test_reads_a_runs_own_rollouts_whatever_columns_the_data_has_and
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = Prompt(id="rows:1", token_ids=(1,), text="1+2?", answer="3", meta={"nums": [1, 2]})
-    tokens = {"token_ids": (1, 5, 6), "mask": (False, True, True), "logprobs": (0.0, -1.0, -1.0)}
-    said = TokenSequence(**tokens, opening="<think>\n", text="both</think><answer>1 + 2</answer>")
-    good = Score(total=7.0, parts={"env": 0.25})
-    outcomes = {  # what a reward did before does not count: it may be better by now
-        "a": [(None, good), ("it was late", Score(total=math.nan, error="it was late"))],
-        "b": [(None, Score(total=math.nan, parts={"env": 0.25}, error="length: it was late"))],
-    }
-    groups = []
-    for name, members in outcomes.items():
-        rollouts = (
-            Rollout(id=f"{name}/{i}", prompt=asked, sequences=(said,), error=error)
-            for i, (error, _) in enumerate(members)
-        )
-        groups.append(Group(id=name, rollouts=tuple(rollouts), scores=tuple(score for _, score in members)))
+    said = sequence(5, 6, opening="<think>\n", text="both</think><answer>1 + 2</answer>")
+    good = Score(total=7.0, parts={"env": 0.25})  # what a reward did before does not count: it may be better by now
+    late = Score(total=math.nan, error="it was late")
+    hung = Score(total=math.nan, parts={"env": 0.25}, error="length: it was late")
+    first = group(asked, [said] * 2, [good, late], "a")
+    failed = replace(first.rollouts[1], error="it was late")
+    groups = [replace(first, rollouts=(first.rollouts[0], failed)), group(asked, [said], [hung], "b")]
     path = tmp_path / "step_000001.jsonl"
     path.write_text(lines_of(groups))
     functions = "{think_format: 1, countdown: 1, length: {up_to: 4}, env: 1}"  # opening, meta, sampled tokens, reward
     columns = [f"--samples={path}", "data.prompt_column=question", "data.answer_column=target"]
     assert main(["reward-test", f"rewards.functions={functions}", *columns, "data.limit=1"]) == 1
-    first, late, again, *_, last = capsys.readouterr().out.splitlines()
+    first, none, again, *_, last = capsys.readouterr().out.splitlines()
     assert first == "a/0  2.75  think_format 1, countdown 1, length 0.5, env 0.25"
-    assert (late, again) == ("a/1  error: it was late  ", first.replace("a/0", "b/0"))
+    assert (none, again) == ("a/1  error: it was late  ", first.replace("a/0", "b/0"))
     assert last == "3 samples in 2 groups, 1 without a score"
     rows = [{"question": "1+2?", "target": 3, "group_id": name, "completion": "3"} for name in "ab"]  # a user's own
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, *rows)
     assert main(["reward-test", "rewards.functions={exact_match: 1}", *columns]) == 0
     assert capsys.readouterr().out.endswith("2 samples in 1 groups, 0 without a score\n")
 
@@ -142,12 +141,9 @@ def test_reward_test_scores_as_many_groups_at_once_as_a_step_has(
         "    running.remove(completion)\n"
         "    return most\n"
     )
-    samples.write_text("".join(f'{{"prompt": "{i}", "answer": "a", "completion": "{i}"}}\n' for i in range(9)))
-    settings = [
-        f"plugins=[{plugin}]",
-        "rewards={functions: {together: 1}, timeout_s: 60}",
-        "rollout.prompts_per_step=3",
-    ]
+    write_rows(samples, *({"prompt": f"{i}", "answer": "a", "completion": f"{i}"} for i in range(9)))
+    settings = [f"plugins=[{plugin}]", "rewards={functions: {together: 1}, timeout_s: 600}"]
+    settings.append("rollout.prompts_per_step=3")
     assert main(["reward-test", *settings, f"--samples={samples}"]) == 0
     totals = [float(line.split("  ")[1]) for line in capsys.readouterr().out.splitlines()[:9]]
     assert max(totals) == 3.0 == totals[2]
@@ -162,10 +158,10 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
         assert capsys.readouterr().err.startswith(f"error: {path} is no run with a ledger")
     draws = [{"step": 1, "draw": i, "epoch": i, "prompt": "a", "state": "trained"} for i in range(2)]
     lines = [{"step": 0, "num_prompts": 2}, *draws]
-    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(tmp_path / "ledger.jsonl", *lines)
     prompts = {"epoch": 1, "num_prompts": 2, "in_flight": [{"draw": 5, "epoch": 0, "prompt": "b"}], "entries": []}
     saved = {"step": 3, "config": {}, "metrics": {}, "trainer": {}, "parts": {"prompts": prompts}}
-    (folder / "state.json").write_text(json.dumps(saved))
+    write_rows(folder / "state.json", saved)
     assert main(["ledger", str(tmp_path)]) == 0
     table = ["epoch 0: 2 prompts", "         1  trained", "         1  in flight"]
     assert capsys.readouterr().out.splitlines()[:3] == table
@@ -342,15 +338,7 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(command: str, tmp_path
     program.write_text(f"import sys\n{PRINTS[command]}\n{run}exit_with(main)\n")
     reader, writer = os.pipe()
     os.close(reader)
-    ended = subprocess.run(
-        [sys.executable, str(program), *command.split()],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=False,
-        env={"PYTHONPATH": str(ROOT / "src")},
-    )
+    ended = python(str(program), *command.split(), stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
@@ -364,9 +352,7 @@ def test_training_chooses_torchs_allocator_before_torch_is_imported() -> None:
         main(["train", "trainer.steps=1"])
     """
     for own in ({}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}):
-        inherited = {key: value for key, value in os.environ.items() if key != "PYTORCH_CUDA_ALLOC_CONF"}
-        env = inherited | {"PYTHONPATH": str(ROOT / "src")} | own
-        said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        said = python("-c", code, capture_output=True, env=own).stdout
         assert said == f"{own.get('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')} False\n"
 
 
@@ -376,9 +362,7 @@ def test_an_interrupt_while_the_process_exits_changes_nothing() -> None:
         "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))\n"
         "sys.argv = ['hocket', 'config', 'trainer.steps=0']; runpy.run_module('hocket', run_name='__main__')"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={"PYTHONPATH": "src"}
-    )
+    result = python("-c", code, capture_output=True)
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr

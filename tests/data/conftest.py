@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from hocket.common.registry import load_plugins
 from hocket.data import tokenizer as tokenizers
 from hocket.data.curriculum import CURRICULA, Curriculum
 from support.eyes import make_idefics
+from support.records import write_rows
 from support.tokenizers import make_tokenizer, shipped
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +41,7 @@ def bos_tokenizer() -> Any:
 @pytest.fixture
 def write_jsonl(tmp_path: Path) -> Callable[..., str]:
     def write(*rows: Any, name: str = "rows.jsonl") -> str:
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        path = tmp_path / name
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return str(path)
+        return str(write_rows(tmp_path / name, *rows))
 
     return write
 

@@ -1,7 +1,6 @@
 """Prompts are prepared once: a second start gets the same ones from the cache, and nothing but time depends on it."""
 
 import datetime
-import json
 import logging
 import os
 import resource
@@ -24,9 +23,10 @@ from hocket.data.prompts import load_prompts
 from hocket.data.renderer import Renderer
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError
+from support.records import user, write_rows
 from support.tokenizers import shipped
 
-CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "c"}]
+CHAT = [{"role": "system", "content": "be"}, user("c")]
 ROWS = [
     {"prompt": "a", "answer": "1", "level": 2, "more": {"x": [1, 1.0, None, True]}},
     {"prompt": CHAT, "answer": 2.5, "level": 0.5, "more": "\ud800 é"},
@@ -38,9 +38,7 @@ Load = Callable[..., Prompts]
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    return path
+    return write_rows(tmp_path / "rows.jsonl", *ROWS)
 
 
 @pytest.fixture
@@ -102,7 +100,7 @@ def test_what_the_prompts_follow_from_is_in_the_key(
         {"tok": tools, "tools": (tool,)},
     ]
     monkeypatch.setattr(sources, "NUM_ROWS", 0)  # `limit` of a few rows is for a few
-    rows.write_text(json.dumps({"prompt": "ab", "answer": "b c", "level": 1}) + "\n", encoding="utf-8")
+    write_rows(rows, {"prompt": "ab", "answer": "b c", "level": 1})
     found = [[str(list(load(rows, cached=cached, **change))) for change in changes] for cached in (False, True, True)]
     assert found[0] == found[1] == found[2]
     rows.write_text(rows.read_text().replace("b c", "d"), encoding="utf-8")
@@ -158,7 +156,7 @@ def test_two_starts_at_once_prepare_once_and_one_that_fails_leaves_nothing(
     with ThreadPoolExecutor(2) as starts:
         assert [len(found) for found in starts.map(load, [rows] * 2)] == [3, 3]
     assert len(rendered) == 3
-    rows.write_text("{}\n", encoding="utf-8")
+    write_rows(rows, {})
     with pytest.raises(DataError, match=r"rows\.jsonl:1: no column 'prompt'"):
         load(rows)
     assert len(list(folder.rglob("*.arrow"))) == 1
@@ -167,12 +165,13 @@ def test_two_starts_at_once_prepare_once_and_one_that_fails_leaves_nothing(
 def test_what_nobody_used_for_a_month_is_removed(load: Load, rows: Path, folder: Path) -> None:
     load(rows)
     (used,) = folder.iterdir()
+    month_ago, hour = time.time() - cache.UNUSED_S, 3600
     for old in folder / "unused", used:
         old.mkdir(exist_ok=True)
-        os.utime(old, (0, time.time() - cache.UNUSED_S + 60 * (1 if old is used else -1)))
+        os.utime(old, (0, month_ago + (hour if old is used else -hour)))
     load(rows)  # is used again
     assert list(folder.iterdir()) == [used]
-    assert used.stat().st_mtime > time.time() - 60
+    assert used.stat().st_mtime > month_ago + 2 * hour
 
 
 def test_a_hugging_face_data_set_is_known_by_its_content(

@@ -12,26 +12,11 @@ from hocket.config import DataConfig, HeldOutConfig
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import DataError
 from hocket.types import TokenSequence
+from support.records import read_and_taught, says, user
 from support.tokenizers import HARMONY, OFF, STOCK, TEMPLATES, make_tokenizer, of_tags
 
 Write = Callable[..., str]
 TURNS = ("<think>a</think>1", "<think>b</think>2")
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def says(content: str | None, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def pairs(rows: Sequence[TokenSequence]) -> list[tuple[list[int], list[int]]]:
-    """The tokens that are read and those that are taught, of each row."""
-    return [
-        tuple([t for t, on in zip(row.token_ids, row.mask, strict=True) if on is taught] for taught in (False, True))
-        for row in rows
-    ]
 
 
 def shown(rows: Sequence[TokenSequence], tokenizer: Any) -> list[str]:
@@ -61,7 +46,7 @@ def test_every_turn_of_the_assistant_is_taught_with_its_end_and_nothing_else(
         ({"prompt": chat[:1], "completion": chat[1:2]}, {"response_column": "completion"}),  # as TRL's
     ):
         data = DataConfig(source=write_jsonl(row), **columns)
-        assert pairs(load_demonstrations(data, bos_tokenizer, 20)) == [([0, 8, 3, 4, 2, 9], [5, 2])]
+        assert [*map(read_and_taught, load_demonstrations(data, bos_tokenizer, 20))] == [([0, 8, 3, 4, 2, 9], [5, 2])]
 
 
 @pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
@@ -89,7 +74,7 @@ def test_each_turn_is_taught_behind_what_the_model_reads_before_it(
         ends = [tokenizer.decode(row.token_ids[-1:]) for row in one_by_one]
         space = " " if name == "Mistral" else ""  # of the template, before each turn
         said = [f"{space}{turn}{end}" for turn, end in zip(TURNS, ends, strict=True)]
-        assert tokenizer.decode(pairs(samples)[0][1]) == "".join(said)
+        assert tokenizer.decode(read_and_taught(whole)[1]) == "".join(said)
 
 
 def test_calls_and_thoughts_are_taught_and_old_thoughts_are_in_no_sample_that_the_template_keeps_without_them(
@@ -131,7 +116,8 @@ def test_a_tokenizer_that_puts_a_space_before_any_text_puts_none_before_a_turn(w
     )
     fast = make_tokenizer(words, template, split=split, merges=merges, bos_token="<s>", eos_token="</s>")
     chat = [user("a"), says("a"), user("a"), says("b")]
-    ((read, taught),) = pairs(load_demonstrations(DataConfig(source=write_jsonl({"messages": chat})), fast, 99))
+    (row,) = load_demonstrations(DataConfig(source=write_jsonl({"messages": chat})), fast, 99)
+    read, taught = read_and_taught(row)
     assert fast.convert_ids_to_tokens(taught)[:2] == ["a", "</s>"]
     # "\nb" is one token, but the model reads "\n" before it writes "b": encoded alone, with its space
     assert fast.convert_ids_to_tokens(taught)[2:] == ["\u2581", "b", "</s>"]
@@ -178,7 +164,8 @@ def test_without_a_template_the_tokenizers_own_token_ends_a_demonstration(
     with pytest.raises(DataError, match=said):
         load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
     plain = DataConfig(source=source, chat_template=False, response_column="answer")
-    assert pairs(load_demonstrations(plain, bos_tokenizer, 20)) == [([0, 3, 4], [5, 6, 1])]
+    (row,) = load_demonstrations(plain, bos_tokenizer, 20)
+    assert read_and_taught(row) == ([0, 3, 4], [5, 6, 1])
 
 
 def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refused(

@@ -27,6 +27,7 @@ from hocket.data.sources import TASKS
 from hocket.errors import DataError
 from hocket.types import Prompt
 from support.eyes import picture
+from support.records import read_and_taught, says, user, write_rows
 
 Write = Callable[..., str]
 PLACE: dict[str, str] = {"type": "image"}
@@ -38,8 +39,8 @@ def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
 
-def user(*parts: Any) -> dict[str, Any]:
-    return {"role": "user", "content": list(parts)}
+def seen(*parts: Any) -> dict[str, Any]:
+    return user([*parts])
 
 
 def load(source: str, tokenizer: Any, **settings: Any) -> list[Prompt]:
@@ -60,7 +61,9 @@ def processed(tokenizer: Any, words: str, *files: bytes) -> list[int]:
     return list(found[0])
 
 
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """That of `write_jsonl`, with two pictures."""
     (tmp_path / "red.png").write_bytes(RED)
     (tmp_path / "blue.png").write_bytes(BLUE)
     return tmp_path
@@ -72,23 +75,22 @@ FORMS: dict[str, dict[str, Any]] = {
     "a list of paths": {"prompt": "What?", "images": ["red.png"]},
     "as datasets stores a file": {"prompt": "What?", "image": {"bytes": None, "path": "red.png"}},
     "a data URL": {"prompt": "What?", "images": [data_url(RED)]},
-    "messages without a place": {"prompt": [{"role": "user", "content": "What?"}], "image": "red.png"},
-    "messages with a place": {"prompt": [user(PLACE, text("What?"))], "image": "red.png"},
-    "a table's part": {"prompt": [user({"type": "image", "text": None}, text("What?"))], "image": "red.png"},
-    "OpenAI's part": {"prompt": [user(INLINE, text("What?"))]},
-    "a part with a path": {"prompt": [user({"type": "image", "path": "red.png"}, text("What?"))]},
+    "messages without a place": {"prompt": [user("What?")], "image": "red.png"},
+    "messages with a place": {"prompt": [seen(PLACE, text("What?"))], "image": "red.png"},
+    "a table's part": {"prompt": [seen({"type": "image", "text": None}, text("What?"))], "image": "red.png"},
+    "OpenAI's part": {"prompt": [seen(INLINE, text("What?"))]},
+    "a part with a path": {"prompt": [seen({"type": "image", "path": "red.png"}, text("What?"))]},
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_of_a_picture_gives_the_same_prompt(
-    form: str, sighted: Any, write_jsonl: Write, tmp_path: Path
+    form: str, sighted: Any, write_jsonl: Write, folder: Path
 ) -> None:
-    folder(tmp_path)
     (prompt,) = load(write_jsonl(FORMS[form]), sighted)
     asked = "<|user|><image>What?<|end|><|assistant|>"
     assert [*prompt.token_ids] == processed(sighted, asked, RED)
-    assert prompt.messages == (user(PLACE, text("What?")),)
+    assert prompt.messages == (seen(PLACE, text("What?")),)
     assert (prompt.text, prompt.meta) == ("What?", {})
     (image,) = prompt.images
     assert (image.data, image.start, image.length) == (RED, 1, 7)
@@ -96,7 +98,7 @@ def test_each_form_of_a_picture_gives_the_same_prompt(
 
 
 def test_a_column_of_messages_has_its_pictures_within(sighted: Any, write_jsonl: Write) -> None:
-    (prompt,) = load(write_jsonl({"messages": [user(INLINE, text("What?"))]}), sighted, prompt_column="messages")
+    (prompt,) = load(write_jsonl({"messages": [seen(INLINE, text("What?"))]}), sighted, prompt_column="messages")
     assert [image.data for image in prompt.images] == [RED]
 
 
@@ -109,16 +111,15 @@ def test_a_picture_s_tokens_are_not_those_that_begin_a_text(sighted: Any, write_
     assert renderer.expanded([5, sighted.placeholder, 6], [RED])[0] == expected
 
 
-def test_bytes_and_pictures_come_from_parquet_json_datasets_and_tasks(sighted: Any, tmp_path: Path) -> None:
+def test_bytes_and_pictures_come_from_parquet_json_datasets_and_tasks(sighted: Any, folder: Path) -> None:
     stored = {"bytes": RED, "path": "any.png"}
     rows = [{"prompt": "What?", "image": stored}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    folder(tmp_path)
-    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": "What?", "image": "red.png"}]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    (folder / "rows.json").write_text(json.dumps([{"prompt": "What?", "image": "red.png"}]))
     features = datasets.Features(prompt=datasets.Value("string"), image=datasets.Image())
-    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(folder / "saved"))
     TASKS.register("drawn")(lambda split, seed: iter([{"prompt": "What?", "images": [decoded(RED)]}]))
-    sources = [str(tmp_path / "rows.parquet"), str(tmp_path / "rows.json"), f"hf:{tmp_path / 'saved'}", "task:drawn"]
+    sources = [str(folder / "rows.parquet"), str(folder / "rows.json"), f"hf:{folder / 'saved'}", "task:drawn"]
     prompts = [load(source, sighted)[0] for source in sources]
     TASKS.forget("drawn")
     assert len({prompt.token_ids for prompt in prompts}) == 1
@@ -127,18 +128,17 @@ def test_bytes_and_pictures_come_from_parquet_json_datasets_and_tasks(sighted: A
 
 
 def test_token_ids_are_the_processors_for_200_rows_with_up_to_four_pictures(
-    sighted: Any, write_jsonl: Write, tmp_path: Path
+    sighted: Any, write_jsonl: Write, tmp_path: Path, rng: random.Random
 ) -> None:
-    drawn = random.Random(0)
-    files = [picture(seed, drawn.randint(5, 90), drawn.randint(5, 90)) for seed in range(8)]
+    files = [picture(number, rng.randint(5, 90), rng.randint(5, 90)) for number in range(8)]
     for number, data in enumerate(files):
         (tmp_path / f"{number}.png").write_bytes(data)
     rows, wanted = [], []
     for _ in range(200):
-        chosen = drawn.choices(range(8), k=drawn.randint(0, 4))
-        words = ["".join(drawn.choices("ab c.\n", k=drawn.randint(0, 9))) for _ in range(len(chosen) + 1)]
+        chosen = rng.choices(range(8), k=rng.randint(0, 4))
+        words = ["".join(rng.choices("ab c.\n", k=rng.randint(0, 9))) for _ in range(len(chosen) + 1)]
         parts = [text(words[0] + "?"), *(part for word in words[1:] for part in (PLACE, text(word)))]
-        rows.append({"prompt": [user(*parts)], "images": [f"{number}.png" for number in chosen]})
+        rows.append({"prompt": [seen(*parts)], "images": [f"{number}.png" for number in chosen]})
         asked = f"<|user|>{'<image>'.join([words[0] + '?', *words[1:]])}<|end|><|assistant|>"
         wanted.append((processed(sighted, asked, *(files[number] for number in chosen)), [files[n] for n in chosen]))
     prompts = load(write_jsonl(*rows), sighted)
@@ -171,45 +171,39 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "of this machine": ({"prompt": "a", "image": "http://127.0.0.1/a.png"}, "whose host is not allowed"),
     "a file URL": ({"prompt": "a", "image": "file:///etc/passwd"}, "whose host is not allowed"),
-    "too few": ({"prompt": [user(PLACE, PLACE)], "image": "red.png"}, "1 images for 2 places"),
-    "too many": ({"prompt": [user(PLACE)], "images": ["red.png"] * 2}, "2 images for 1 places"),
-    "none": ({"prompt": [user(PLACE)]}, "0 images for 1 places"),
+    "too few": ({"prompt": [seen(PLACE, PLACE)], "image": "red.png"}, "1 images for 2 places"),
+    "too many": ({"prompt": [seen(PLACE)], "images": ["red.png"] * 2}, "2 images for 1 places"),
+    "none": ({"prompt": [seen(PLACE)]}, "0 images for 1 places"),
     "a word": ({"prompt": "an <image> here", "image": "red.png"}, "<image> within a text must not be"),
-    "both": ({"prompt": [user(INLINE)], "image": "red.png"}, "it has several lists of pictures: leave one"),
-    "a video": ({"prompt": [user({"type": "video", "video": "a.mp4"})]}, "must be of type text, image or image_url"),
-    "a part that is text": ({"prompt": [user("red.png")]}, "must be of type text, image or image_url, got 'red.png'"),
+    "both": ({"prompt": [seen(INLINE)], "image": "red.png"}, "it has several lists of pictures: leave one"),
+    "a video": ({"prompt": [seen({"type": "video", "video": "a.mp4"})]}, "must be of type text, image or image_url"),
+    "a part that is text": ({"prompt": [seen("red.png")]}, "must be of type text, image or image_url, got 'red.png'"),
     "no messages": ({"prompt": [{"role": "user"}], "image": "red.png"}, "must be {'role': text, 'content': text}"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_picture_or_row_is_named_with_what_is_wrong(
-    name: str, sighted: Any, write_jsonl: Write, tmp_path: Path
+    name: str, sighted: Any, write_jsonl: Write, folder: Path
 ) -> None:
     row, message = BAD[name]
-    folder(tmp_path)
-    (tmp_path / "truncated.png").write_bytes(RED[:-40])
-    (tmp_path / "heavy.png").write_bytes(RED)
-    os.truncate(tmp_path / "heavy.png", (20 << 20) + 1)
+    (folder / "truncated.png").write_bytes(RED[:-40])
+    (folder / "heavy.png").write_bytes(RED)
+    os.truncate(folder / "heavy.png", (20 << 20) + 1)
     header = b"IHDR" + struct.pack(">II", 65535, 65535) + RED[24:29]
-    (tmp_path / "bomb.png").write_bytes(RED[:12] + header + struct.pack(">I", zlib.crc32(header)) + RED[33:])
+    (folder / "bomb.png").write_bytes(RED[:12] + header + struct.pack(">I", zlib.crc32(header)) + RED[33:])
     source = write_jsonl({"prompt": "good", "image": "red.png"}, row)
     with pytest.raises(DataError, match=rf"1 of 2 rows of .*; repair or remove them \(line\):\n  .*:2: .*{message}"):
         load(source, sighted)
 
 
-def test_a_link_in_the_datas_folder_may_lead_out_of_it(sighted: Any, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    (tmp_path / "data").mkdir()
-    elsewhere.mkdir()
-    folder(elsewhere)
-    (tmp_path / "data" / "pictures").symlink_to(elsewhere)
-    (tmp_path / "data" / "rows.jsonl").write_text(json.dumps({"prompt": "a", "image": "pictures/red.png"}))
-    assert load(str(tmp_path / "data" / "rows.jsonl"), sighted)[0].images[0].data == RED
+def test_a_link_in_the_datas_folder_may_lead_out_of_it(sighted: Any, folder: Path) -> None:
+    rows = write_rows(folder / "data/rows.jsonl", {"prompt": "a", "image": "pictures/red.png"})
+    (folder / "data/pictures").symlink_to(folder)
+    assert load(str(rows), sighted)[0].images[0].data == RED
 
 
-def test_a_template_that_leaves_pictures_out_is_refused(sighted: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    folder(tmp_path)
+def test_a_template_that_leaves_pictures_out_is_refused(sighted: Any, write_jsonl: Write, folder: Path) -> None:
     blind = AutoProcessor.from_pretrained(sighted.name_or_path).tokenizer
     blind.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     blind.placeholder = sighted.placeholder
@@ -225,18 +219,16 @@ def test_columns_of_pictures_are_plain_columns_for_a_model_that_sees_none(tokeni
     assert (prompt.meta, prompt.images) == ({"image": "red.png"}, ())
 
 
-def test_a_system_prompt_comes_before_the_picture(sighted: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    folder(tmp_path)
+def test_a_system_prompt_comes_before_the_picture(sighted: Any, write_jsonl: Write, folder: Path) -> None:
     (prompt,) = load(write_jsonl({"prompt": "a", "image": "red.png"}), sighted, system_prompt="Look.")
     assert [*prompt.token_ids] == processed(sighted, "<|system|>Look.<|end|><|user|><image>a<|end|><|assistant|>", RED)
 
 
 def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
-    sighted: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sighted: Any, write_jsonl: Write, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder(tmp_path)
-    (tmp_path / "red.png").rename(tmp_path / "12:30.png")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    (folder / "red.png").rename(folder / "12:30.png")
     data = DataConfig(source=write_jsonl({"prompt": "a", "image": "12:30.png"}), answer_column=None)
 
     def start() -> cache.Prompts:
@@ -248,18 +240,17 @@ def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
         second = start()
     assert isinstance(second, cache.KeptPrompts)
     assert ([*first], first.fingerprint) == ([*second], second.fingerprint)
-    (tmp_path / "12:30.png").write_bytes(BLUE)
+    (folder / "12:30.png").write_bytes(BLUE)
     third = start()
     assert third[0].images[0].data == BLUE
     assert third.fingerprint != first.fingerprint
 
 
 def test_demonstrations_teach_answers_to_pictures_and_no_token_of_them(
-    sighted: Any, write_jsonl: Write, tmp_path: Path
+    sighted: Any, write_jsonl: Write, folder: Path
 ) -> None:
-    folder(tmp_path)
-    told = [user(PLACE, text("What?")), {"role": "assistant", "content": [text("red")]}]
-    again = [user(text("And "), PLACE), {"role": "assistant", "content": "blue"}]
+    told = [seen(PLACE, text("What?")), says([text("red")])]
+    again = [seen(text("And "), PLACE), says("blue")]
     rows = [
         {"prompt": "What?", "image": "red.png", "response": "red"},
         {"messages": told, "images": ["red.png"]},
@@ -269,23 +260,20 @@ def test_demonstrations_teach_answers_to_pictures_and_no_token_of_them(
     assert (one.token_ids, one.mask, one.images) == (same.token_ids, same.mask, same.images)
     said = "<|user|><image>What?<|end|><|assistant|>red<|end|><|user|>And <image><|end|><|assistant|>blue<|end|>"
     assert [*two.token_ids] == processed(sighted, said, RED, BLUE)
-    taught = [token for token, mask in zip(two.token_ids, two.mask, strict=True) if mask]
-    assert sighted.decode(taught) == "red<|end|>blue<|end|>"
+    assert sighted.decode(read_and_taught(two)[1]) == "red<|end|>blue<|end|>"
     assert [image.data for image in two.images] == [RED, BLUE]
 
 
-def test_both_sides_of_a_preference_have_the_prompts_pictures(sighted: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    folder(tmp_path)
-    red, blue = ([{"role": "assistant", "content": word}] for word in ("red", "blue"))
-    asked = [user(PLACE, text("What?"))]
-    inline = [user(INLINE, text("What?"))]
+def test_both_sides_of_a_preference_have_the_prompts_pictures(sighted: Any, write_jsonl: Write, folder: Path) -> None:
+    red, blue = [says("red")], [says("blue")]
+    asked = [seen(PLACE, text("What?"))]
+    inline = [seen(INLINE, text("What?"))]
     rows = [
         {"prompt": "What?", "image": "red.png", "chosen": "red", "rejected": "blue"},
         {"prompt": asked, "image": "red.png", "chosen": red, "rejected": blue},
         {"chosen": asked + red, "rejected": asked + blue, "image": "red.png"},
         {"chosen": inline + red, "rejected": inline + blue},
-        {"chosen": [{"role": "user", "content": "What?"}, *red], "image": "red.png"}
-        | {"rejected": [{"role": "user", "content": "What?"}, *blue]},
+        {"chosen": [user("What?"), *red], "image": "red.png"} | {"rejected": [user("What?"), *blue]},
     ]
     pairs = load_preferences(DataConfig(source=write_jsonl(*rows)), sighted, 400)
     for pair in pairs:
@@ -296,7 +284,7 @@ def test_both_sides_of_a_preference_have_the_prompts_pictures(sighted: Any, writ
 
 def test_sides_of_a_preference_with_different_pictures_are_refused(sighted: Any, write_jsonl: Write) -> None:
     sides = [
-        [user({"type": "image", "image": data_url(one)}, text("What?")), {"role": "assistant", "content": word}]
+        [seen({"type": "image", "image": data_url(one)}, text("What?")), says(word)]
         for one, word in ((RED, "red"), (BLUE, "blue"))
     ]
     source = write_jsonl({"chosen": sides[0], "rejected": sides[1]})
@@ -305,11 +293,11 @@ def test_sides_of_a_preference_with_different_pictures_are_refused(sighted: Any,
 
 
 def test_what_an_environment_shows_is_read_in_each_form(sighted: Any, tmp_path: Path) -> None:
-    renderer = renderer_of(DataConfig(source=str(folder(tmp_path) / "rows.jsonl")), sighted)
+    renderer = renderer_of(DataConfig(source=str(tmp_path / "rows.jsonl")), sighted)
     parts = [{"type": "image", "image": decoded(RED)}, {"type": "image", "image": BLUE}, INLINE]
-    told, pictures = renderer.seen({"messages": [user(*parts, text("Now?"))]})
+    told, pictures = renderer.seen({"messages": [seen(*parts, text("Now?"))]})
     ids = renderer.following(told["messages"], ended=None)
     expanded, images = renderer.expanded(ids, pictures)
     assert [decoded(image.data) for image in images] == [decoded(one) for one in (RED, BLUE, RED)]
     assert len(expanded) == len(ids) + 3 * 6
-    assert json.dumps(told) == json.dumps({"messages": [user(PLACE, PLACE, PLACE, text("Now?"))]})
+    assert json.dumps(told) == json.dumps({"messages": [seen(PLACE, PLACE, PLACE, text("Now?"))]})

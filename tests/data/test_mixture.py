@@ -1,7 +1,5 @@
-import json
 import math
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -12,12 +10,9 @@ from hocket.data.mixture import MixedStream, unlike
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
+from support.records import prompts, saved
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
-
-
-def prompts(num: int, **fields: Any) -> Prompts:
-    return Prompts(Prompt(id=f"rows:{i}", token_ids=(i + 1,), text=f"{i}", **fields) for i in range(num))
 
 
 def new_stream(
@@ -32,11 +27,6 @@ def new_stream(
 
 def sources(taken: dict[int, Prompt]) -> list[str]:
     return [prompt.source for prompt in taken.values()]
-
-
-def saved(stream: PromptStream) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(json.dumps(stream.state()))
-    return state
 
 
 def test_draws_are_within_the_binomial_error_of_the_weights_and_numbered_over_all_sources() -> None:
@@ -70,7 +60,8 @@ def test_a_killed_stream_draws_the_same_again(curriculum: type[Curriculum]) -> N
     assert saved(again) == saved(whole)
 
 
-def test_draws_of_an_exhausted_source_go_to_the_others_and_all_other_draws_stay() -> None:
+@pytest.mark.parametrize("retired", WEIGHTS)
+def test_draws_of_an_exhausted_source_go_to_the_others_by_their_weights_and_all_other_draws_stay(retired: str) -> None:
     def drawn(retired: str) -> list[str]:
         stream = new_stream(size=5, retire_after=1)
         found = []
@@ -80,12 +71,14 @@ def test_draws_of_an_exhausted_source_go_to_the_others_and_all_other_draws_stay(
             stream.settle(number, Outcome(state="trained", pass_rate=float(prompt.source == retired)))
         return found
 
-    with_a, without_a = drawn(""), drawn("a")
-    changed = [(before, now) for before, now in zip(with_a, without_a, strict=True) if before != now]
-    assert without_a.count("a") == 5
-    assert {before for before, _ in changed} == {"a"}
-    share = sum(now == "b" for _, now in changed) / len(changed)
-    assert abs(share - 0.75) < 3 * math.sqrt(0.75 * 0.25 / len(changed))  # 0.3 to 0.1
+    whole, without = drawn(""), drawn(retired)
+    changed = [(before, now) for before, now in zip(whole, without, strict=True) if before != now]
+    assert without.count(retired) == 5
+    assert {before for before, _ in changed} == {retired}
+    first, second = (weight for name, weight in WEIGHTS.items() if name != retired)
+    heir = next(name for name in WEIGHTS if name != retired)
+    share, expected = sum(now == heir for _, now in changed) / len(changed), first / (first + second)
+    assert abs(share - expected) < 3 * math.sqrt(expected * (1 - expected) / len(changed))  # of the binomial
 
 
 def test_a_mixture_ends_once_every_source_is_exhausted() -> None:
@@ -94,7 +87,22 @@ def test_a_mixture_ends_once_every_source_is_exhausted() -> None:
         for number in stream.take(1):
             stream.settle(number, Outcome(state="trained", pass_rate=1.0))
     assert stream.take(3) == {}
-    assert stream.uses_pass_rates
+
+
+def test_pass_rates_are_measured_where_one_source_needs_them() -> None:
+    for of_b, needed in ((Shuffle(), False), (Sorted(), True)):
+        streams = {"a": PromptStream(prompts(1), Shuffle(), seed=0), "b": PromptStream(prompts(1), of_b, seed=0)}
+        assert MixedStream(streams, {"a": 1, "b": 1}, 0).uses_pass_rates is needed
+
+
+def test_what_is_settled_is_not_repeated_when_a_stream_goes_back_to_its_own_state() -> None:
+    straight, restored = new_stream(), new_stream()
+    for stream in (straight, restored):
+        for number in stream.take(4):
+            stream.settle(number, Outcome(state="trained"))
+    restored.restore(saved(restored))
+    assert list(restored.take(2).items()) == list(straight.take(2).items())
+    assert saved(restored) == saved(straight)
 
 
 def test_the_ledger_accounts_for_each_source() -> None:
@@ -119,17 +127,17 @@ def asked(*texts: str, answer: str | None = "x") -> Prompts:
 
 def test_repeated_and_held_out_prompts_are_counted_but_for_white_space_and_left_out_if_wanted() -> None:
     said: list[str] = []
-    rows = {"": asked("2 + 2?", "2 +  2?\n", "3?", "4?")}
+    rows = {"": asked("2 + 2?", "2 +  2?\n", "3?", "4?", "3?\n")}
     held_out = {*asked(" 3? ").keys(), *asked("4?", answer="another").keys()}
     assert unlike(rows, held_out, False, said.append) == rows
     left = unlike(rows, held_out, True, said.append)[""]
     assert [prompt.text for prompt in left[:]] == ["2 + 2?", "2 +  2?\n", "4?"]
     assert left.fingerprint != rows[""].fingerprint  # no run on the others goes on with it
     assert said == [
-        "1 of 4 training prompts repeat another one",
-        "1 of 4 training prompts are held-out ones, too: data.exclude_overlap=true leaves them out",
-        "1 of 4 training prompts repeat another one",
-        "1 of 4 training prompts are held-out ones, too: left out",
+        "2 of 5 training prompts repeat another one",
+        "2 of 5 training prompts are held-out ones, too: data.exclude_overlap=true leaves them out",
+        "2 of 5 training prompts repeat another one",
+        "2 of 5 training prompts are held-out ones, too: left out",
     ]
     chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "3?"}]
     of_chat = Prompts([Prompt(id="c", token_ids=(1,), text="3?", answer="x", messages=tuple(chat))])

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.data.test_demonstrations import pairs, says, shown, user
+from tests.data.test_demonstrations import shown
 
 from hocket.config import DataConfig
 from hocket.data.preferences import Preference, load_preferences
 from hocket.errors import DataError
+from support.records import read_and_taught, says, user
 from support.tokenizers import STOCK, TEMPLATES, of_tags
 
 Write = Callable[..., str]
@@ -21,7 +22,7 @@ WHOLE = {name: ASKED + said for name, said in BOTH.items()}
 
 def sides(pair: Preference) -> list[tuple[list[int], list[int]]]:
     """The tokens of each side that are read and those that are taught."""
-    return pairs([pair.chosen, pair.rejected])
+    return [read_and_taught(side) for side in (pair.chosen, pair.rejected)]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hocket.data.renderer import Renderer, TooLongError
 from hocket.data.sources import TASKS
 from hocket.errors import DataError
 from hocket.types import Prompt
+from support.records import says, user
 from support.tokenizers import shipped
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def test_jsonl_json_and_parquet_give_the_same_prompts(tokenizer: Any, write_json
 
 
 def test_a_plugins_task_may_yield_what_numpy_makes_of_text_and_numbers(tokenizer: Any) -> None:
-    chat = [{"role": "user", "content": numpy.str_("a")}]
+    chat = [user(numpy.str_("a"))]
     rows = [{"prompt": chat, "answer": numpy.str_("b")}, {"prompt": numpy.str_("c"), "answer": numpy.float64(0.5)}]
     TASKS.register("numpy")(lambda split, seed: iter(rows))
     assert [p.answer for p in load("task:numpy", tokenizer)] == ["b", "0.5"]
@@ -82,11 +83,11 @@ def test_a_hugging_face_folder_and_a_saved_data_set_are_read_by_split(
 
 
 def test_a_prompt_is_rendered_as_the_chat_template_says(tokenizer: Any, write_jsonl: Write) -> None:
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    chat = [user("a"), says("b"), user("c")]
     source = write_jsonl({"prompt": "Sort: ba"}, {"prompt": chat})
     plain, turns = load(source, tokenizer, answer_column=None, system_prompt="Be brief.")
     assert tokenizer.decode(plain.token_ids) == "<|system|>Be brief.<|end|><|user|>Sort: ba<|end|><|assistant|>"
-    assert plain.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: ba"})
+    assert plain.messages == ({"role": "system", "content": "Be brief."}, user("Sort: ba"))
     assert tokenizer.decode(turns.token_ids) == "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>"
     assert (turns.text, turns.answer) == ("c", None)
 
@@ -121,8 +122,8 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, wri
         ({"prompt": "x"}, "set data.answer_column to one of these, or to null where there is no answer"),
         ({"prompt": " \n", "answer": "y"}, "column 'prompt' is empty"),
         ({"prompt": 3, "answer": "y"}, "column 'prompt' must be text or a list of messages, got 3"),
-        ({"prompt": [{"role": "user", "content": None}], "answer": "y"}, "message 0 of column 'prompt' must be"),
-        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"}, "ends with an assistant message"),
+        ({"prompt": [user(None)], "answer": "y"}, "message 0 of column 'prompt' must be"),
+        ({"prompt": [says("x")], "answer": "y"}, "ends with an assistant message"),
         ({"prompt": [{"role": "judge", "content": "x"}], "answer": "y"}, "the chat template refuses the messages"),
         ({"prompt": "x", "answer": True}, "column 'answer' must be text or a number, got True"),
         ({"prompt": "x", "answer": ""}, "column 'answer' is empty"),
@@ -203,16 +204,15 @@ def test_a_template_of_which_it_is_not_known_is_taken(write_jsonl: Write, templa
     assert len(load(write_jsonl(*ROWS), shipped(chat_template=template))) == 2
 
 
-USER = {"role": "user", "content": "go"}
-HINT = [{"role": "user", "content": "cab"}, {"role": "user", "content": "b"}]
+HINT = [user("cab"), user("b")]
 
 
 @pytest.mark.parametrize("template", [CHATML, STRIPPING])
 def test_the_tokens_between_two_turns_are_those_of_a_whole_rendering(tokenizer: Any, template: str) -> None:
     rendering = renderer(template)
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    prompt, answer = rendering.encode([rendering.render([USER]), "xy"])
-    (whole,) = rendering.encode([rendering.render([USER, {"role": "assistant", "content": "xy"}, *HINT])])
+    prompt, answer = rendering.encode([rendering.render([user("go")]), "xy"])
+    (whole,) = rendering.encode([rendering.render([user("go"), says("xy"), *HINT])])
     assert [*prompt, *answer, end, *rendering.following(HINT, ended=end)] == whole
     assert [*prompt, *answer, *rendering.following(HINT, ended=None)] == whole  # cut off: the end of turn is added
     other = tokenizer.pad_token_id  # another end than the template's is kept, and the template's follows it
@@ -240,4 +240,4 @@ def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_
         with pytest.raises(TooLongError, match="more than 5 tokens"):
             rendering.encode(["short", text], at_most=5)
     with pytest.raises(TooLongError):
-        rendering.following([{"role": "user", "content": "x" * 300}], ended=None, at_most=5)
+        rendering.following([user("x" * 300)], ended=None, at_most=5)

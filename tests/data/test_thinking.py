@@ -1,9 +1,6 @@
 """Where a thought begins and ends with chat templates in the shape of well-known ones."""
 
-import itertools
-import json
-import operator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +10,7 @@ from hocket.data.demonstrations import load_demonstrations
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.errors import DataError
 from hocket.rewards import builtin
-from hocket.types import TokenSequence
+from support.records import read_and_taught, says, user
 from support.tokenizers import OFF, TEMPLATES, of_tags
 
 OPENINGS = {"Qwen3-Thinking": "<think>\n", "R1-Distill": "<think>\n"}
@@ -33,19 +30,14 @@ REWARDS = {
 }
 
 
-def taught(row: TokenSequence, tokenizer: Any) -> str:
-    return str(tokenizer.decode([*itertools.compress(row.token_ids, row.mask)]))
-
-
 @pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_end(
-    name: str, options: dict[str, Any], tmp_path: Path
+    name: str, options: dict[str, Any], write_jsonl: Callable[..., str]
 ) -> None:
-    tokenizer, asked = of_tags(TEMPLATES[name]), [{"role": "user", "content": "What is 6*7?"}]
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "What is 6*7?", "answer": "42", "response": WHOLE}), encoding="utf-8")
-    data = DataConfig(source=str(rows), chat_template=options)
+    tokenizer, asked = of_tags(TEMPLATES[name]), [user("What is 6*7?")]
+    rows = write_jsonl({"prompt": "What is 6*7?", "answer": "42", "response": WHOLE})
+    data = DataConfig(source=rows, chat_template=options)
     ((prompt,), *_) = load_prompts(data, tokenizer, max_prompt_tokens=200)
     expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, **options)
     assert list(prompt.token_ids) == expected
@@ -54,12 +46,13 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
         assert builtin.math(completion, prompt.answer, prompt.opening) == right, completion
         assert builtin.think_format(completion, prompt.opening) == formed, completion
     (row,) = load_demonstrations(data, tokenizer, 200)
-    assert list(itertools.compress(row.token_ids, map(operator.not_, row.mask))) == expected
+    read, taught = read_and_taught(row)
+    assert read == expected
     said = CLOSED if prompt.opening == "<think>\n" else WHOLE  # what the template has begun is not said again
-    assert taught(row, tokenizer) == f"{said}{END.get(name, '<|im_end|>')}"
+    assert tokenizer.decode(taught) == f"{said}{END.get(name, '<|im_end|>')}"
     # between two turns stands what the template writes there
-    more = {"role": "user", "content": "And 6*8?"}
-    whole = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": "42"}, more], tokenize=False,
+    more = user("And 6*8?")
+    whole = tokenizer.apply_chat_template([*asked, says("42"), more], tokenize=False,
                                           add_generation_prompt=True, **options)  # fmt: skip
     following = renderer_of(data, tokenizer).following([more], ended=None)
     assert tokenizer.decode(following) == whole.partition("42")[2]
@@ -76,16 +69,16 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
     ],
 )
 def test_a_demonstration_goes_on_from_the_thought_that_the_template_opens_and_closes_it(
-    template: str, options: dict[str, Any], response: str, trained: str | None, tmp_path: Path
+    template: str, options: dict[str, Any], response: str, trained: str | None, write_jsonl: Callable[..., str]
 ) -> None:
-    rows, tokenizer = tmp_path / "rows.jsonl", of_tags(TEMPLATES[template])
-    rows.write_text(json.dumps({"prompt": "What is 6*7?", "response": response}), encoding="utf-8")
-    data = DataConfig(source=str(rows), chat_template=options)
+    rows, tokenizer = write_jsonl({"prompt": "What is 6*7?", "response": response}), of_tags(TEMPLATES[template])
+    data = DataConfig(source=rows, chat_template=options)
     if trained is None:
         with pytest.raises(DataError, match=r"rows\.jsonl:1: .* column 'response' never closes it: begin it with"):
             load_demonstrations(data, tokenizer, 200)
     else:
-        assert taught(load_demonstrations(data, tokenizer, 200)[0], tokenizer) == f"{trained}<|im_end|>"
+        (row,) = load_demonstrations(data, tokenizer, 200)
+        assert tokenizer.decode(read_and_taught(row)[1]) == f"{trained}<|im_end|>"
 
 
 def test_a_tokenizer_that_hides_the_end_of_a_thought_from_rewards_and_hockets_options_are_refused() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from hocket.observe.console import Console
+from support.records import write_rows
 
 METRICS = {
     "reward/mean": 0.5, "eval/sampled": 0.25, "rollout/length_mean": 7.0, "rollout/truncated": 0.1,
@@ -60,15 +61,13 @@ def test_a_line_that_counts_seconds_is_one_activity(capsys: pytest.CaptureFixtur
 def test_the_end_shows_before_after_samples_and_where_everything_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "rollouts").mkdir()
     (tmp_path / "weights" / "v000009").mkdir(parents=True)
     timed = {"steps": 8, "updated": 8, "train_seconds": 61.0, "seed": 0, "final_version": 9}
     row = {"id": "eval 8/0/0", "prompt": "sort ba", "completion": "ab", "answer": "ab", "reward": 1.0, "error": None}
     sampled = row | {"id": "eval 8/0/1", "completion": "ba"}
     failed = row | {"reward": None, "error": "math: hung"}
-    lines = "".join(json.dumps(item) + "\n" for item in (row, sampled, failed, row, row))
-    (tmp_path / "rollouts" / "eval_000008.jsonl").write_text(lines)
-    (tmp_path / "rollouts" / "eval_000000.jsonl").write_text("")
+    rollouts = write_rows(tmp_path / "rollouts" / "eval_000008.jsonl", row, sampled, failed, row, row)
+    (tmp_path / "rollouts" / "eval_000000.jsonl").touch()
 
     def told(**changes: object) -> str:
         summary = {"before": BEFORE, "after": AFTER, **timed, **changes}
@@ -84,7 +83,7 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
         assert said in out
     assert "updated" not in out
     row["dialogue"] = [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "!"}]
-    (tmp_path / "rollouts" / "eval_000008.jsonl").write_text(json.dumps(row))
+    write_rows(rollouts, row)
     assert r"'sort ba' → 'assistant: ?\ntool: !'" in told()
     assert "held-out reward, greedy  0.200 → 0.950 ± 0.010\n" in told(after=AFTER | {"zero_or_one": 0.9})
     assert "3 of 8 steps updated the weights\n" in told(updated=3)

@@ -12,31 +12,30 @@ from hocket.observe.page import write_report
 from hocket.observe.reader import RunReader
 from hocket.observe.rows import groups_of, rollout_of, write_rollouts
 from hocket.rollout.pipeline import Replay
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import Group, Prompt
 from support import fakes
 from support.eyes import picture
+from support.records import group, sequence, write_rows
 
 RED, BLUE = picture(1), picture(2)
 LARGE = png(Pictures.new("RGB", (900, 300), "red"))
 
 
-def group(*of_environment: bytes) -> Group:
+def seen(*of_environment: bytes) -> Group:
     """Two rollouts of a prompt with a picture, and one that has seen more."""
     first = fakes.image(RED, start=1, length=2)
     more = tuple(fakes.image(data, start=5 + i) for i, data in enumerate(of_environment))
     ids = (3, 9, 9, 4, 70, *[9] * len(more), 71)
     mask = (False, False, False, False, True, *[False] * len(more), True)
-    sequence = TokenSequence(
-        token_ids=ids, mask=mask, logprobs=(0.0,) * len(ids), images=(first, *more), text="red", turns=2
-    )
+    pictures = {"images": (first, *more), "text": "red", "turns": 2}
+    played = sequence(*ids[4:], told=ids[:4], mask=mask, logprobs=(0.0,) * len(ids), **pictures)
     chat = ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},)
     prompt = Prompt(id="p", token_ids=ids[:4], messages=chat, text="What?", answer="red", images=(first,))
-    rollouts = tuple(Rollout(id=f"g/{index}", prompt=prompt, sequences=(sequence,)) for index in range(2))
-    return Group(id="g", rollouts=rollouts, scores=(Score(total=1.0), Score(total=0.0)))
+    return group(prompt, [played] * 2, (1.0, 0.0))
 
 
 def test_a_replay_has_the_pictures_that_a_run_has_kept_once(tmp_path: Path) -> None:
-    played = group(BLUE)
+    played = seen(BLUE)
     path = write_rollouts(tmp_path, "step_000001", [played])
     files = sorted((tmp_path / "images").iterdir())
     assert [file.name for file in files] == sorted(map(file_name, (RED, BLUE)))
@@ -54,7 +53,7 @@ def test_a_replay_has_the_pictures_that_a_run_has_kept_once(tmp_path: Path) -> N
 
 
 async def test_a_replay_without_its_pictures_says_which_is_missing(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, "step_000001", [group()])
+    write_rollouts(tmp_path, "step_000001", [seen()])
     assert (await Replay(tmp_path).batch(1)).groups[0].rollouts[0].prompt.images[0].data == RED
     (tmp_path / "images" / file_name(RED)).unlink()
     with pytest.raises(Exception, match=rf"no rollouts of step 1 in .*{file_name(RED)}"):
@@ -62,7 +61,7 @@ async def test_a_replay_without_its_pictures_says_which_is_missing(tmp_path: Pat
 
 
 def test_the_page_gets_each_picture_of_a_prompt_once_and_small(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, "step_000001", [group(LARGE)])
+    write_rollouts(tmp_path, "step_000001", [seen(LARGE)])
     first, second = RunReader(tmp_path).rollouts("step_000001", "g", tokens=True)
     assert "pictures" not in second
     assert [*first["pictures"]] == [image["file"] for image in first["images"]] == [*map(file_name, (RED, LARGE))]
@@ -70,7 +69,7 @@ def test_the_page_gets_each_picture_of_a_prompt_once_and_small(tmp_path: Path) -
     assert [one.size for one in shown] == [(40, 64), (160, 53)]
     assert shown[0].tobytes() == decoded(RED).tobytes()
     assert "pictures" not in RunReader(tmp_path).rollouts("step_000001")[0]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    write_rows(tmp_path / "metrics.jsonl", {"step": 1, "reward/mean": 0.5})
     write_report([tmp_path], tmp_path / "report.html")
     assert first["pictures"][file_name(RED)] in (tmp_path / "report.html").read_text()
 
@@ -79,17 +78,17 @@ def test_the_page_gets_each_picture_of_a_prompt_once_and_small(tmp_path: Path) -
 def test_a_row_that_names_no_picture_of_the_run_shows_and_reads_none(name: Any, tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(RED)
     run = tmp_path / "run"
-    path = write_rollouts(run, "step_000001", [group()])
+    path = write_rollouts(run, "step_000001", [seen()])
     (row, *_) = map(json.loads, path.read_text().splitlines())
     row["images"][0]["file"] = name
-    path.write_text(json.dumps(row) + "\n")
+    write_rows(path, row)
     assert RunReader(run).rollouts("step_000001", "g", tokens=True)[0]["pictures"] == {}
     with pytest.raises((ValueError, TypeError), match="is no picture of a run"):
         rollout_of(row, folder=run)
 
 
 def test_a_damaged_or_missing_picture_is_not_shown(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, "step_000001", [group(BLUE)])
+    write_rollouts(tmp_path, "step_000001", [seen(BLUE)])
     (tmp_path / "images" / file_name(RED)).write_bytes(b"<script>")
     (tmp_path / "images" / file_name(BLUE)).unlink()
     assert RunReader(tmp_path).rollouts("step_000001", "g", tokens=True)[0]["pictures"] == {}
@@ -98,7 +97,7 @@ def test_a_damaged_or_missing_picture_is_not_shown(tmp_path: Path) -> None:
 def test_a_sample_of_the_reward_http_has_its_pictures_as_data_urls() -> None:
     from hocket.rewards.base import named
 
-    told = json.loads(json.dumps(named(group().rollouts[0])))
+    told = json.loads(json.dumps(named(seen().rollouts[0])))
     (image,) = rollout_of({"completion": "red", **told}).prompt.images
     assert image.data == RED
     with pytest.raises(ValueError, match="no run's folder has it: send a data URL"):

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,14 @@ from hocket.errors import ConfigError
 from hocket.observe import loggers
 from hocket.observe.loggers import COLUMNS, LOGGERS, Table
 from hocket.observe.run_folder import RunFolder
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import Prompt, Score
+from support import fakes
+from support.records import group, sequence
 from support.service import Answer, Headers, Service
 
-PLAYED = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -0.5), text="ab\u2028\r\n")
-ROLLOUTS = tuple(
-    Rollout(id=f"g/{index}", prompt=Prompt(id="p", token_ids=(1,), text="sort ba", answer="ab"), sequences=(PLAYED,))
-    for index in range(2)
-)
-SCORES = (Score(total=1.0, parts={"m": 1.0}, note="m: so"), Score(total=0.0, error="m: hung"))
-GROUP = Group(id="g", rollouts=ROLLOUTS, scores=SCORES)
+PROMPT = Prompt(id="p", token_ids=(1,), text="sort ba", answer="ab")
+SCORES = (Score(total=1.0, parts={"m": 1.0}, note="m: so"), Score(total=math.nan, error="m: hung"))
+GROUP = group(PROMPT, [sequence(2, text="ab\u2028\r\n")] * 2, SCORES)
 HOSTILE = "<script>alert(1)</script> | `x`\n\x1b[31m"
 
 
@@ -51,7 +48,7 @@ class Fake:
             raise SystemExit(3)
 
     def add(self, *what: Any) -> None:
-        self.held.wait(10)
+        self.held.wait()
         self.told.append(what)
         if what[0] == self.fails:
             raise ValueError(f"no {self.fails}")
@@ -130,14 +127,21 @@ def test_what_a_logger_fails_at_is_said_once_and_the_run_goes_on(fails: str, sai
 def test_slow_loggers_hold_up_no_step_and_the_end_of_a_run_together_only_so_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loggers, "CLOSE_S", 0.5)
-    Fake.held.clear()
+    waits: list[float] = []
+
+    def join(self: loggers.InThread, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        clock.now += timeout_s
+
+    clock = fakes.Clock()
+    monkeypatch.setattr(loggers, "time", clock)
+    monkeypatch.setattr(loggers.InThread, "join", join)
+    Fake.held.clear()  # none goes on until the run has ended
     said: list[str] = []
-    start = time.monotonic()
     run(tmp_path, f"[{', '.join(['fake'] * 40)}]", steps=range(50), say=said.append)
     Fake.held.set()
-    assert time.monotonic() - start < 15  # one after the other they would take 20 s
-    late = "logger fake is not done: 50 steps still wait for it after 0.5 s"
+    assert waits == [30.0, *[0.0] * 39]
+    late = "logger fake is not done: 50 steps still wait for it after 30 s"
     assert [line for line in said if "here" not in line] == [late] * 40
 
 

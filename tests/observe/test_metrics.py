@@ -18,21 +18,15 @@ from hocket.observe.metrics import (
     staleness_metrics,
     step_metrics,
 )
-from hocket.types import FinishReason, Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import FinishReason, Group, Prompt, Rollout, Score
 from support.batches import loss_of
+from support.records import sequence
 
 
 def rollout(length: int, finish_reason: FinishReason, version_min: int, **more: Any) -> Rollout:
-    sequence = TokenSequence(
-        token_ids=(1,) + (2,) * length,
-        mask=(False,) + (True,) * length,
-        logprobs=(0.0,) + (-1.0,) * length,
-        finish_reason=finish_reason,
-        version_min=version_min,
-        version_max=version_min,
-        **more,
-    )
-    return Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
+    versions = {"version_min": version_min, "version_max": version_min}
+    played = sequence(*[2] * length, finish_reason=finish_reason, **versions, **more)
+    return Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(played,))
 
 
 def group_of(*rollouts: Rollout) -> Group:

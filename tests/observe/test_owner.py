@@ -9,19 +9,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hocket.errors import ConfigError
 from hocket.observe import owner
 from hocket.observe.owner import owning
-from support.processes import ROOT
+from support import fakes
+from support.processes import ROOT, wait_for
+from support.records import write_rows
 
 PROGRAM = """
-import sys, time
+import sys, time, types
 from pathlib import Path
 from hocket.observe import owner
 run, wait, machine, silence = sys.argv[1:]
+
+def look(seconds):
+    time.sleep(seconds)
+    if Path(run + ".silent").exists():  # from now on little silence is enough
+        owner.SILENCE_S = 0.2
+
+owner.time = types.SimpleNamespace(sleep=look, monotonic=time.monotonic, strftime=time.strftime)
 owner.BEAT_S, owner.LOOK_S, owner.SILENCE_S = 0.05, 0.02, float(silence)
 owner._machine = lambda: machine
 try:
@@ -82,22 +92,37 @@ def test_a_second_run_is_told_who_has_the_folder_and_a_third_gets_it_at_the_end(
     assert not run.exists()  # nobody has written anything
 
 
-@pytest.mark.parametrize(("machine", "silence_s"), [("a", 999.0), ("b", 3.0)])
+@pytest.mark.parametrize("machine", ["a", "b"])
 def test_when_the_owner_is_killed_one_of_those_that_wait_gets_the_folder(
-    machine: str, silence_s: float, tmp_path: Path, start: Callable[..., Owner]
+    machine: str, tmp_path: Path, start: Callable[..., Owner]
 ) -> None:
     first = start(tmp_path / "a", wait=True)
     assert first.line() == "owns"
-    waiting = [start(tmp_path / "a", wait=True, machine=machine, silence_s=silence_s) for _ in range(2)]
+    waiting = [start(tmp_path / "a", wait=True, machine=machine) for _ in range(2)]
     for process in waiting:
         assert f"belongs to process {first.pid} on" in process.line()
     first.kill()  # and not waited for: it stays a zombie
-    killed = time.monotonic()
-    while not (found := [p for p in waiting if _owner(tmp_path / "a").get("pid") == p.pid]):
-        time.sleep(0.01)
-    assert machine == "a" or time.monotonic() - killed > 2.0  # silence is all that tells it there
+    if machine == "b":  # where silence is all that tells it
+        (tmp_path / "a.silent").touch()
+    found = wait_for(lambda: [p for p in waiting if _owner(tmp_path / "a").get("pid") == p.pid], "a new owner")
     assert found[0].line() == "owns"
     found[0].communicate("")
+
+
+def test_an_owner_on_another_machine_is_gone_a_whole_silence_after_its_last_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_rows(tmp_path / "a" / "owner.json", {"pid": 1, "host": "b", "since": "then", "process": ["b", "1"]})
+    clock = fakes.Clock()
+
+    def look(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now <= 1030:
+            os.utime(file, (clock.now, clock.now))
+
+    monkeypatch.setattr(owner, "time", SimpleNamespace(sleep=look, monotonic=clock.monotonic, strftime=time.strftime))
+    with owning(file.parent, print, wait=True):
+        assert clock.now == 1030 + owner.SILENCE_S == 1090
 
 
 def test_an_owner_that_is_stopped_keeps_its_folder_on_its_own_machine(
@@ -134,7 +159,8 @@ def test_an_owner_that_slept_until_another_one_came_ends(tmp_path: Path, start: 
     first = start(tmp_path / "a", wait=False)
     assert first.line() == "owns"
     first.send_signal(signal.SIGSTOP)
-    second = start(tmp_path / "a", wait=True, machine="b", silence_s=3)
+    (tmp_path / "a.silent").touch()
+    second = start(tmp_path / "a", wait=True, machine="b")
     assert "waiting for" in second.line()
     assert second.line() == "owns"
     first.send_signal(signal.SIGCONT)

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from hocket.errors import ConfigError, DataError
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.page import MAX_CHARACTERS, write_pictures, write_report
 from hocket.observe.rows import lines_of
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import Group, Prompt, Score
 from support.browser import PATH, Browser, browser
+from support.records import group, sequence, write_rows
 
 METRICS = [
     {"step": 0, "eval/greedy": 0.25, "eval/sampled": 0.2},
@@ -30,18 +30,13 @@ METRICS = [
 SUMMARY = {"steps": 2, "train_seconds": 142.4, "seed": 3, "final_version": 4}
 
 
-def group(*totals: float | None, text: str = "abc", note: str = "") -> Group:
-    """Return a group with these rewards, None: none; completions are the text and a number."""
-    prompt = Prompt(id="p", token_ids=(1,), text=text, answer=text)
-    tokens = {"token_ids": (1, 2, 3), "mask": (False, True, True), "logprobs": (0.0,) * 3}
-    played = [TokenSequence(**tokens, text=f"{text}{index}") for index in range(len(totals))]
+def one_group(*totals: float | None, text: str = "abc", note: str = "", id: str = "g") -> Group:
+    """Returns a group with these rewards, None: none; completions are the text and a number."""
+    played = [sequence(2, 3, text=f"{text}{index}") for index in range(len(totals))]
     parts = {text: 1.0, "b": 0.0}
     failed = Score(total=math.nan, parts=parts, error=text, note=note)
-    return Group(
-        id="g",
-        rollouts=tuple(Rollout(id=f"g/{i}", prompt=prompt, sequences=(one,)) for i, one in enumerate(played)),
-        scores=tuple(failed if one is None else Score(total=one, parts=parts, note=note) for one in totals),
-    )
+    scores = [failed if one is None else Score(total=one, parts=parts, note=note) for one in totals]
+    return group(Prompt(id="p", token_ids=(1,), text=text, answer=text), played, scores, id)
 
 
 HOSTILE = [
@@ -86,8 +81,7 @@ class Page(html.parser.HTMLParser):
 
 
 def write_run(folder: Path, *groups: Group, summary: object = None) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
+    write_rows(folder / "metrics.jsonl", *METRICS)
     (folder / "config.yaml").write_text("run:\n  dir: <runs>\n")
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -121,7 +115,7 @@ def drawn(tab: Browser, *folders: Path) -> Page:
 
 
 def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tab: Browser, tmp_path: Path) -> None:
-    page = drawn(tab, write_run(tmp_path / "my-run", group(1.0), summary=SUMMARY))
+    page = drawn(tab, write_run(tmp_path / "my-run", one_group(1.0), summary=SUMMARY))
     assert "my-run · hocket" in page.text
     assert "0.250 → 0.750held-out accuracy, greedy, before and after" in page.text
     assert "0.200 → 0.700held-out accuracy, sampled, before and after" in page.text
@@ -140,13 +134,13 @@ def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tab: B
 def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_hostile_text_as_text(
     tab: Browser, tmp_path: Path
 ) -> None:
-    groups = [group(None, text=text) for text in HOSTILE[:2]]
-    groups += [group(0.5, 1.0, text=text, note=text) for text in HOSTILE[2:4]]
+    groups = [one_group(None, text=text) for text in HOSTILE[:2]]
+    groups += [one_group(0.5, 1.0, text=text, note=text) for text in HOSTILE[2:4]]
     folder = write_run(tmp_path / "run", *groups)
     odd = {"train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None}
     named = {"train/loss": 1e9, "train/entropy": 0, f"reward/{HOSTILE[0]}": 1, "reward/b": 1}
     records = [{"step": 1, "reward/mean": 0.3, **odd}, {"step": 2, "reward/mean": 0.5, **named}]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 3, "reward/me')
+    write_rows(folder / "metrics.jsonl", *records, '{"step": 3, "reward/me', end="")
     page = drawn(tab, folder)
     assert "0.300 → 0.500mean reward, before and after" in page.text
     assert "stopped" in page.text
@@ -163,9 +157,9 @@ def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_h
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_stays_data(tmp_path: Path, text: str) -> None:
-    folder = write_run(tmp_path / "run", group(None, text=text, note=text), summary=SUMMARY | {"seed": text})
+    folder = write_run(tmp_path / "run", one_group(None, text=text, note=text), summary=SUMMARY | {"seed": text})
     (folder / "config.yaml").write_text(json.dumps({"run": {"dir": text}}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, f"reward/{text}": 1.0, "reward/b": 1.0}) + "\n")
+    write_rows(folder / "metrics.jsonl", {"step": 3, f"reward/{text}": 1.0, "reward/b": 1.0})
     page, harmless = report(folder), report(write_run(tmp_path / "other", summary=SUMMARY))
     assert (page.tags, page.active, page.scripts[""]) == (harmless.tags, [], harmless.scripts[""])
     assert "<" not in page.scripts["application/json"]
@@ -175,7 +169,7 @@ def test_hostile_text_stays_data(tmp_path: Path, text: str) -> None:
 
 
 def test_the_page_allows_its_one_script_and_no_outside_resource_and_charts_metrics_of_the_table(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "run", group(1.0), summary=SUMMARY))
+    page = report(write_run(tmp_path / "run", one_group(1.0), summary=SUMMARY))
     digest = base64.b64encode(hashlib.sha256(page.scripts[""].encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
     policy += "img-src data:; connect-src 'none'; "
@@ -212,7 +206,7 @@ def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path) -> None
     ],
 )
 def test_what_no_run_has_written_is_an_error_with_its_place(tmp_path: Path, file: str, content: str) -> None:
-    run = write_run(tmp_path / "run", group(1.0))
+    run = write_run(tmp_path / "run", one_group(1.0))
     (run / file).parent.mkdir(exist_ok=True)
     (run / file).write_text(content)
     with pytest.raises(DataError, match=f"{run}.* is damaged: .*bring the file back"):
@@ -222,11 +216,9 @@ def test_what_no_run_has_written_is_an_error_with_its_place(tmp_path: Path, file
 def test_a_report_has_the_newest_step_and_evenly_of_earlier_ones_the_prompt_whose_rewards_differ_most(
     tmp_path: Path,
 ) -> None:
-    folder = write_run(tmp_path / "run", *[group(1.0)] * 47)
-    several = [group(*some) for some in ([None], [1.0, 1.0], [0.2, 0.7, 0.9], [0.5, 1.0])]
-    for number, one in enumerate(several):
-        played = tuple(replace(rollout, id=f"{number}/{index}") for index, rollout in enumerate(one.rollouts))
-        several[number] = Group(id=str(number), rollouts=played, scores=one.scores)
+    folder = write_run(tmp_path / "run", *[one_group(1.0)] * 47)
+    rewards = ([None], [1.0, 1.0], [0.2, 0.7, 0.9], [0.5, 1.0])
+    several = [one_group(*some, id=str(number)) for number, some in enumerate(rewards)]
     for step in (46, 48):
         (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines_of(several))
     (run,) = report(folder).data["runs"]
@@ -236,7 +228,7 @@ def test_a_report_has_the_newest_step_and_evenly_of_earlier_ones_the_prompt_whos
 
 
 def test_long_texts_are_cut(tmp_path: Path) -> None:
-    (run,) = report(write_run(tmp_path / "run", group(1.0, text="n" * 5000))).data["runs"]
+    (run,) = report(write_run(tmp_path / "run", one_group(1.0, text="n" * 5000))).data["runs"]
     (one,) = run["rows"]["step_000001"]
     assert one["completion"] == f"{'n' * MAX_CHARACTERS} … (3001 more characters)"
 
@@ -252,11 +244,9 @@ def test_runs_are_drawn_over_one_another_with_the_settings_in_which_they_differ(
 
 
 def test_parts_have_curves_of_their_own_without_what_a_judge_costs(tab: Browser, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", group(0.5))
+    folder = write_run(tmp_path / "run", one_group(0.5))
     parts = {"judge": 0.5, "length": -0.1, "judge/tokens": 120, "judge/calls": 1, "http/judge/tokens": 7}
-    (folder / "metrics.jsonl").write_text(
-        json.dumps({"step": 1, **{f"reward/{name}": v for name, v in parts.items()}}) + "\n"
-    )
+    write_rows(folder / "metrics.jsonl", {"step": 1, **{f"reward/{name}": v for name, v in parts.items()}})
     page = drawn(tab, folder)
     assert "Reward by part" in page.text
     assert "step 1: judge 0.5, length -0.1" in page.source

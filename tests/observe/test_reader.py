@@ -1,27 +1,21 @@
 """A run folder as the page reads it: while it grows, after it was cut, and however long it is."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from hocket.observe.reader import RunReader
-
-
-def write(path: Path, *rows: Any, end: str = "\n") -> None:
-    with path.open("a") as file:
-        file.write("\n".join(map(json.dumps, rows)) + end)
+from support.records import write_rows
 
 
 def test_only_complete_lines_are_read_and_what_comes_later_is_added(tmp_path: Path) -> None:
     run = RunReader(tmp_path)
     run.look()
     assert run.curves(-1)["step"] == []
-    write(tmp_path / "metrics.jsonl", {"step": 0, "a": 1}, {"step": 1, "a": None, "b": 2.5, "rollout/tokens": 7})
+    write_rows(tmp_path / "metrics.jsonl", {"step": 0, "a": 1}, {"step": 1, "a": None, "b": 2.5, "rollout/tokens": 7})
     run.look()
-    write(tmp_path / "metrics.jsonl", {"step": 2, "rollout/tokens": 5, "time/step": 1.5}, end="")
+    write_rows(tmp_path / "metrics.jsonl", {"step": 2, "rollout/tokens": 5, "time/step": 1.5}, mode="a", end="")
     run.look()
     assert run.curves(-1)["step"] == [0, 1]
-    write(tmp_path / "metrics.jsonl")
+    write_rows(tmp_path / "metrics.jsonl", mode="a")
     run.look()
     assert run.reads == 1
     assert {name: run.curves(-1)[name] for name in ("a", "b", "tokens", "seconds")} == {
@@ -36,9 +30,9 @@ def test_only_complete_lines_are_read_and_what_comes_later_is_added(tmp_path: Pa
 def test_a_resumed_run_whose_last_steps_were_cut_off_is_read_anew(tmp_path: Path) -> None:
     run = RunReader(tmp_path)
     path = tmp_path / "metrics.jsonl"
-    write(path, {"step": 1, "x": 1}, {"step": 2, "x": 2})
+    write_rows(path, {"step": 1, "x": 1}, {"step": 2, "x": 2})
     run.look()
-    path.write_text(json.dumps({"step": 1, "x": 1}) + "\n" + json.dumps({"step": 2, "x": 3}) + "\n")
+    write_rows(path, {"step": 1, "x": 1}, {"step": 2, "x": 3})
     run.look()
     assert (run.reads, run.curves(-1)["x"]) == (2, [1, 3])
     path.unlink()
@@ -48,7 +42,7 @@ def test_a_resumed_run_whose_last_steps_were_cut_off_is_read_anew(tmp_path: Path
 
 def test_an_alarm_has_its_sentence_the_number_of_steps_and_the_last_one(tmp_path: Path) -> None:
     rows = [{"step": step, "rollout/truncated": share} for step, share in enumerate((0.5, 0.0, 0.25, 0.01))]
-    write(tmp_path / "metrics.jsonl", *rows, {"step": 4, "train/logprob_gap": None})
+    write_rows(tmp_path / "metrics.jsonl", *rows, {"step": 4, "train/logprob_gap": None})
     run = RunReader(tmp_path)
     run.look()
     assert run.alarms["rollout/truncated"]["text"].startswith("rollout/truncated = 0.25 (> 0.05): share of rollouts")
@@ -60,7 +54,7 @@ def test_the_newest_phases_and_what_became_of_each_server_are_known(tmp_path: Pa
     span = {"step": 1, "name": "train", "who": "trainer", "start": 1.0, "end": 2.5}
     up, out = {"url": "http://a", "up": True, "version": 3}, {"url": "http://a", "up": False, "out": "no answer"}
     told = [{"step": step, "servers": [one]} for step, one in enumerate((up, up, out, up))]
-    write(tmp_path / "timeline.jsonl", span, *told)
+    write_rows(tmp_path / "timeline.jsonl", span, *told)
     run = RunReader(tmp_path)
     run.look()
     news = run.news(0)

@@ -1,6 +1,6 @@
 """Rollouts as the page asks for them: of a step, and token by token."""
 
-import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,30 +8,26 @@ import pytest
 from hocket.observe import reader
 from hocket.observe.reader import RunReader
 from hocket.observe.rows import lines_of
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import Prompt, Score
+from support.records import group, sequence, write_rows
 from support.tokenizers import ALPHABET, BYTES, make_tokenizer
 
 TRICKY = 'it says "mask":[1,2],"logprobs":[3] \ud800 \\ "'
 
 
 def write(folder: Path, name: str = "step_000001") -> Path:
-    prompt = Prompt(id="p", token_ids=(1,), text=TRICKY, answer="a")
-    tokens = {"token_ids": (1, 70, 75), "mask": (False, True, True), "logprobs": (0.0, -0.5, -2.0)}
-    played = tuple(
-        Rollout(id=f"g/{i}", prompt=prompt, sequences=(TokenSequence(**tokens, text=TRICKY),)) for i in range(2)
-    )
-    scores = (Score(total=1.0, parts={"x": 1.0}, note="n" * 3000), Score(total=float("nan"), error="hung"))
+    played = [sequence(70, 75, logprobs=(0.0, -0.5, -2.0), text=TRICKY)] * 2
+    scores = (Score(total=1.0, parts={"x": 1.0}, note="n" * 3000), Score(total=math.nan, error="hung"))
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-    text = lines_of([Group(id="g", rollouts=played, scores=scores)])
+    text = lines_of([group(Prompt(id="p", token_ids=(1,), text=TRICKY, answer="a"), played, scores)])
     (folder / f"rollouts/{name}.jsonl").write_text(text, encoding="utf-8", errors="replace")
     return folder
 
 
 def test_a_step_s_rollouts_are_whole_but_for_tokens_with_the_advantage_of_training(tmp_path: Path) -> None:
     write(tmp_path)
-    (tmp_path / "trained").mkdir()
     row = {"id": "g/0", "advantage": 0.5, "advantages": [0.0, 0.5, 0.5], "entropy": [0, 1, 2], "trainer": []}
-    (tmp_path / "trained/step_000001.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(tmp_path / "trained/step_000001.jsonl", row)
     first, second = RunReader(tmp_path).rollouts("step_000001")
     assert first["completion"] == first["prompt"] == TRICKY.replace("\ud800", "?")
     assert (first["advantage"], second.get("advantage")) == (0.5, None)
@@ -42,11 +38,9 @@ def test_a_step_s_rollouts_are_whole_but_for_tokens_with_the_advantage_of_traini
 
 @pytest.mark.parametrize("name", ["step_000009", "../step_000001", "step_1/../../x", "", "mine"])
 def test_what_is_no_step_of_the_run_has_no_rollouts(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "run")
     write(tmp_path)
-    assert (
-        RunReader(tmp_path / "run").rollouts(name) == RunReader(tmp_path / "run").rollouts(name, "g", tokens=True) == []
-    )
+    run = RunReader(write(tmp_path / "run"))
+    assert run.rollouts(name) == run.rollouts(name, "g", tokens=True) == []
 
 
 def test_a_run_s_steps_are_those_of_training_and_of_evaluations(tmp_path: Path) -> None:
@@ -63,9 +57,8 @@ def test_tokens_have_their_text_and_what_training_knew_of_them(tmp_path: Path) -
         assert one == one | plain
     known = write(tmp_path / "known")
     (known / "config.yaml").write_text("model: {path: checkpoints/tiny-sort}\n")
-    (known / "trained").mkdir()
     row = {"id": "g/0", "advantage": 0.5, "entropy": [0.0, 0.1, 0.2]}
-    (known / "trained/step_000001.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(known / "trained/step_000001.jsonl", row)
     told, other = RunReader(known).rollouts("step_000001", "g", tokens=True)
     assert told == told | plain | row | {"texts": told["texts"]}
     assert "".join(told["texts"]) != ""
@@ -77,14 +70,4 @@ def test_a_character_of_several_tokens_stands_at_the_last_of_them_and_broken_one
     ids = tokenizer.encode("aé→b").ids
     assert reader.pieces(tokenizer, ids) == ["a", "", "é", "", "", "→", "b"]
     broken = [ids[1], ids[1], *ids]
-    assert reader.pieces(tokenizer, broken) == [
-        "",
-        "",
-        "\ufffd\ufffda",
-        "",
-        "é",
-        "",
-        "",
-        "→",
-        "b",
-    ]
+    assert reader.pieces(tokenizer, broken) == ["", "", "\ufffd\ufffda", "", "é", "", "", "→", "b"]

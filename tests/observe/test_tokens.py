@@ -4,10 +4,10 @@ from pathlib import Path
 
 from hocket.observe.rows import read_lines
 from hocket.observe.tokens import keep
-from hocket.types import Columns, TokenSequence, TrainSample
+from hocket.types import Columns, TrainSample
+from support.records import sequence
 
-SEQUENCE = TokenSequence(token_ids=(1, 2, 3), mask=(False, True, True), logprobs=(0.0, -1.0, -2.0))
-SAMPLES = [TrainSample(sequence=SEQUENCE, advantages=(0.0, 0.25, 0.75), id="g/0")]
+SAMPLES = [TrainSample(sequence=sequence(2, 3), advantages=(0.0, 0.25, 0.75), id="g/0")]
 
 
 def test_each_sequence_has_its_mean_advantage(tmp_path: Path) -> None:

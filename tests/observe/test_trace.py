@@ -1,7 +1,6 @@
 """trace.json: the chosen steps of all processes, nested and side by side as they were."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,19 @@ def test_what_is_done_at_the_same_time_has_a_lane_of_its_own_and_parts_lie_withi
     assert last["dur"] == 2e6
 
 
-def test_the_chosen_steps_are_written_by_the_clock_of_all_and_no_others(tmp_path: Path) -> None:
+def test_the_chosen_steps_are_written_by_the_clock_of_all_and_no_others(tmp_path: Path, clock: Any) -> None:
     chosen = config.load(None, ["observe.trace=2..3"]).observe
     with Timeline(tmp_path, lambda: 0, traced=chosen.traced) as timeline:
         for step in range(5):
             with timed({}, "time/step"):
-                note(f"{step}", time.perf_counter(), who="http://a")
+                note(f"{step}", clock.now, who="http://a")
+                clock.now += 1
             timeline.step(step, {})
             assert (tmp_path / "trace.json").exists() == (step >= 2)
     assert not LISTENERS
     written: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["name"] for event in written if event["pid"] == 1 and event["ph"] == "X"] == ["2", "3"]
-    assert written[-1]["ts"] == pytest.approx(time.time() * 1e6, abs=6e7)
+    assert written[-1]["ts"] == 1013e6  # microseconds of Unix time
 
 
 @pytest.mark.parametrize(("told", "steps"), [("3", [3]), ("3..5", [3, 4, 5]), ("null", [])])
