@@ -53,6 +53,7 @@ class Outcome(NamedTuple):
     failed: str  # the first test
     seconds: dict[str, float]  # of each test
     calls: dict[str, list[str]]  # test: "path:function" of what it called; "": all tests did
+    packages: list[str]  # modules of others that were imported
     output: str
 
 
@@ -182,6 +183,7 @@ class Bench:
         status = int(pytest.main([*options, *files], plugins=[plugin]))
         sys.settrace(None)
         report = {"status": status, "failed": plugin.failed, "seconds": plugin.seconds, "calls": plugin.calls}
+        report["packages"] = [name for name, module in sys.modules.items() if _is_installed(module)] if traces else []
         (self.folder / "report.json").write_text(json.dumps(report))
         sys.stdout.flush()
         os._exit(0)
@@ -197,10 +199,10 @@ class Bench:
         report = self.folder / "report.json"
         if not pid or not report.exists():
             code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGALRM
-            return Outcome(128 + abs(code), took, "" if pid else "takes too long", {}, {}, output)
+            return Outcome(128 + abs(code), took, "" if pid else "takes too long", {}, {}, [], output)
         found = json.loads(report.read_text())
         report.unlink()
-        return Outcome(found["status"], took, found["failed"], found["seconds"], found["calls"], output)
+        return Outcome(**found, took_s=took, output=output)
 
     def stop(self) -> None:
         """Kill the tests and what they started."""
@@ -216,6 +218,10 @@ class Bench:
             os.waitpid(self.pid, 0)
         self.pid = 0
         shutil.rmtree(self.folder / "tmp", ignore_errors=True)
+
+
+def _is_installed(module: object) -> bool:
+    return "site-packages" in str(getattr(getattr(module, "__spec__", None), "origin", None))
 
 
 def tests_of(path: str) -> list[str]:
@@ -293,6 +299,9 @@ def unmutated(benches: Sequence[Bench], files: Sequence[str], options: argparse.
             print(f"{outcome.output[-3000:]}\nwithout a mutant, {outcome.failed or chosen} fails", file=sys.stderr)
             sys.exit(2)
         found[chosen] = outcome
+        for name in outcome.packages:  # once, for all that are forked from here
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     return {path: found[chosen] for path, chosen in tests.items()}
 
 
