@@ -386,7 +386,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     made.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="at a time (default: processors)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there, too, after each")
-    made.add_argument("--at-least", type=float, default=95.0, metavar="%%", help="per cent killed (default: 95)")
+    made.add_argument("--at-least", type=float, default=95.0, metavar="SHARE", help="per cent killed (default: 95)")
     return made
 
 

@@ -189,4 +189,8 @@ class Same(NamedTuple):
     why: str  # nothing that a test could see differs
 
 
-EQUIVALENT: tuple[Same, ...] = ()
+EQUIVALENT: tuple[Same, ...] = (
+    Same("algorithm/samples.py:train_samples:negated:1", "-1", "the second of two is the last one"),
+    Same("algorithm/advantages.py:_by_group:call:1", "ids_n", "a group is computed again for each of its rollouts"),
+    Same("trainer/batching.py::flag:0", "True", "no mask of a sequence's first token is read"),
+)
