@@ -3,14 +3,14 @@
 import ast
 import functools
 import graphlib
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.programs import run_code
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
@@ -169,9 +169,8 @@ TRAINER = "import hocket.commands.runs, hocket.trainer.trainer, hocket.loop, hoc
     ],
 )
 def test_a_start_imports_nothing_that_it_can_do_without(start: str, without: set[str]) -> None:
-    code = f"{start}\nimport sys\nprint(*sys.modules)"
-    variables = os.environ | {"PYTHONPATH": str(SOURCE), "TORCHDYNAMO_DISABLE": "1"}  # as a server has it on a CPU
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    done = run_code(f"{start}\nimport sys\nprint(*sys.modules)", TORCHDYNAMO_DISABLE="1")  # as a server on a CPU
+    assert done.returncode == 0, done.stderr
     assert without & set(done.stdout.split()) == set()
 
 

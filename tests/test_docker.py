@@ -15,6 +15,7 @@ import yaml
 
 from hocket import config
 from hocket.observe.metrics import METRICS
+from support.programs import write_program
 
 ROOT = Path(__file__).parents[1]
 COMPOSE, GPU = (ROOT / "docker" / name for name in ("compose.yaml", "compose.gpu.yaml"))
@@ -142,9 +143,7 @@ except KeyboardInterrupt:
 
 
 def test_a_signal_that_comes_before_hocket_starts_reaches_it_all_the_same(tmp_path: Path) -> None:
-    slow = tmp_path / "mkdir"
-    slow.write_text('#!/bin/sh\necho waits >&2\nsleep 1\nexec /bin/mkdir "$@"\n')
-    slow.chmod(0o755)
+    write_program(tmp_path / "mkdir", '#!/bin/sh\necho waits >&2\nsleep 1\nexec /bin/mkdir "$@"\n')
     with logged(tmp_path, "train") as container:
         assert container.stdout is not None
         assert container.stdout.readline() == "waits\n"
@@ -156,8 +155,7 @@ def test_a_signal_that_comes_before_hocket_starts_reaches_it_all_the_same(tmp_pa
 def logged(folder: Path, *command: str, **variables: str) -> "subprocess.Popen[str]":
     """Start a command as a container does, in an empty folder, with programs that say how they were started."""
     for name in ("hocket", "torchrun"):
-        (folder / name).write_text(PROGRAM.format(python=sys.executable))
-        (folder / name).chmod(0o755)
+        write_program(folder / name, PROGRAM.format(python=sys.executable))
     return subprocess.Popen(
         ["bash", ROOT / "docker" / "logged.sh", *command],
         cwd=folder,

@@ -1,6 +1,5 @@
 """The documentation is what the program itself prints."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -18,7 +17,7 @@ from hocket.observe import metrics
 from hocket.protocol import ToolCall
 from hocket.sync import proof
 from hocket.types import Prompt, Rollout, TokenSequence
-from support.batches import scorer_of_all
+from support.batches import played, scorer_of_all
 from support.service import Answer, Headers, Service
 
 ROOT = Path(__file__).parents[1]
@@ -61,8 +60,7 @@ async def test_the_readmes_own_model_data_and_reward_are_the_example_and_work_as
     monkeypatch.chdir(ROOT)
     settings = config.load("examples/own_everything/config.yaml")
     load_plugins(settings.plugins)
-    sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="dcab")
-    rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,), answer="dcba"), sequences=(sequence,))
+    rollout = played(Prompt(id="p", token_ids=(1,), answer="dcba"), "r", "dcab")
     with scorer_of_all(settings.rewards) as scorer:
         assert (await scorer.score(rollout)).total == pytest.approx(2 / 3)  # dc and ca fall, ab does not; no bonus
 
@@ -74,10 +72,7 @@ async def test_the_rewards_of_the_documentation_work_as_they_stand(tmp_path: Pat
     functions = re.findall(r'"(rewards.functions=.*?)"', page)[0]
     settings = config.load(None, [f"plugins=[{tmp_path / name}]", functions, "rewards.timeout_s=60"])
     load_plugins(settings.plugins)
-    prompt, rollouts = Prompt(id="p", token_ids=(1,)), []
-    for text in ("a b a", "be"):
-        sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text=text)
-        rollouts.append(Rollout(id="r", prompt=prompt, sequences=(sequence,)))
+    rollouts = [played(Prompt(id="p", token_ids=(1,)), "r", text) for text in ("a b a", "be")]
     with scorer_of_all(settings.rewards) as scorer:
         scores = await scorer.score_group(rollouts)
     assert [score.total for score in scores] == [0.5 * 2 + (2 - 1) + 0, 0.5 * 1 + (1 - 0) + 1]
@@ -121,24 +116,15 @@ async def test_the_judge_of_the_documentation_scores_as_it_stands(
             "key_env": "OPENAI_API_KEY",
             "cache": str(tmp_path / "judge.db"),
         }
-        sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="abcd")
         with scorer_of_all(config.RewardsConfig.model_validate(shown)) as scorer:
-            rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
-            assert (await scorer.score(rollout)).total == 1.0
+            assert (await scorer.score(played(Prompt(id="p", token_ids=(1,)), "r", "abcd"))).total == 1.0
 
 
-async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def count(headers: Headers, body: Any) -> Answer:
     """Answers a chat with the number of its messages."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(re.search(rb"content-length: (\d+)", head.lower())[1])  # type: ignore[index]
-    chat = json.loads(await reader.readexactly(length))["messages"]
-    message = {"role": "assistant", "content": f"{len(chat)} "}
+    message = {"role": "assistant", "content": f"{len(body['messages'])} "}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
-    body = json.dumps({"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
-    writer.write(f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n".encode())
-    writer.write(f"connection: close\r\n\r\n{body}".encode())
-    await writer.drain()
-    writer.close()
+    return 200, {}, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
 
 
 async def test_the_environment_the_tool_and_the_agent_of_the_documentation_work_as_they_stand(tmp_path: Path) -> None:
@@ -162,14 +148,14 @@ async def test_the_environment_the_tool_and_the_agent_of_the_documentation_work_
     call = ToolCall(name="population", arguments='{"city": "Cologne"}')
     told = await tools.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=(call,)))
     assert [message["content"] for message in told.messages] == ["1087353"]
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+    async with Service(count).open() as service:
         task = Task(
             messages=({"role": "user", "content": "?"},),
             text="?",
             answer="3",  # messages, once both turns before it are there
             meta={},
             seed=0,
-            base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1",
+            base_url=f"{service.url}/v1",
             api_key="none",
             model="m",
         )

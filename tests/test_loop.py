@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from support.batches import played
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
+Wait = Callable[[Rollout], Awaitable[object]]
+"""What a rollout's score waits for."""
 
 
 class World:
@@ -40,9 +42,9 @@ class World:
     policy_learns = True
     lie = ""  # the rollout that a check finds wrong
 
-    def __init__(self, reward: Reward, score_s: float, reference: tuple[float, float] | None) -> None:
+    def __init__(self, reward: Reward, before_score: Wait, reference: tuple[float, float] | None) -> None:
         self.reward = reward
-        self.score_s = score_s
+        self.before_score = before_score
         self.played = set[str]()
         self.diary: list[Any] = []
         self.current = 4  # the server was used before
@@ -88,7 +90,7 @@ class World:
 
     async def ask(self, rollout: Rollout) -> dict[str, Score]:
         what, step, *_ = rollout.id.replace("/", " ").split()
-        await asyncio.sleep(self.score_s)
+        await self.before_score(rollout)
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         error = Score(total=0.0, error="broke")
         return {"one": error if value is None else Score(total=value, parts={"exact_match": value})}
@@ -128,7 +130,7 @@ async def trained(
     reward: Reward,
     *settings: str,
     held_out: int = 2,
-    score_s: float = 0.0,
+    before_score: Wait = lambda rollout: asyncio.sleep(0),
     reference: tuple[float, float] | None = None,
     on_step: OnStep = None,
     **best: Any,
@@ -136,7 +138,7 @@ async def trained(
     fixed = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "pipeline.max_staleness=0", *fixed, *settings])
     max_staleness = int(config.pipeline.max_staleness)
-    world: Any = World(reward, score_s, reference)
+    world: Any = World(reward, before_score, reference)
     parts: dict[str, Any] = {}
     with (
         RunFolder(config) as folder,
@@ -349,9 +351,16 @@ async def test_the_next_batch_begins_while_an_evaluation_waits_for_its_last_rewa
         seen.append(step)  # 0: of an evaluation
         return float(sample)
 
+    async def late(rollout: Rollout) -> None:
+        """Waits with the evaluation until step 2 is played, and with step 2 until the evaluation has its rewards."""
+        name, times = {"eval 1": ("step 2", 4), "step 2": (0, 8)}.get(rollout.id.partition("/")[0], (0, 0))
+        async with asyncio.timeout(300):
+            while seen.count(name) < times:
+                await asyncio.sleep(0)
+
     monkeypatch.setattr(World, "play", told)
     every = ("eval.every_steps=1", "checkpoint.every_steps=1")
-    world, metrics, _ = await trained(tmp_path, reward, *every, score_s=0.05, on_step=on_step)
+    world, metrics, _ = await trained(tmp_path, reward, *every, before_score=late, on_step=on_step)
     first = seen.index("eval 1")
     assert seen[first:][:12] == ["eval 1"] * 4 + ["step 2"] * 4 + [0] * 4
     assert ("play", "step 2", 6) in world.diary  # with the weights of step 1
@@ -366,7 +375,8 @@ async def test_the_next_batch_begins_while_an_evaluation_waits_for_its_last_rewa
 
 
 async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:
-    world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1", held_out=0, score_s=0.05)
+    late = {"before_score": lambda rollout: asyncio.sleep(0.05)}
+    world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1", held_out=0, **late)
     (first, step) = metrics
     assert "time/step" not in first
     assert step["time/reward"] > 0.04  # the scores are waited for when all tokens are there

@@ -27,6 +27,7 @@ from hocket.cluster.engines import lay_out
 from hocket.commands import cli
 from hocket.errors import ConfigError
 from support.processes import wait_for
+from support.programs import write_program
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "engines"
@@ -130,8 +131,7 @@ def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trai
     settings = [EXAMPLE, f"run.dir={tmp_path}/run", *sizes]
     _, _, files = engines.render("slurm", settings, 4, output=tmp_path, root=tmp_path, python="python3")
     for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'n%s\\n' 1 2 3 4\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, text)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     calls = tmp_path / "calls"
@@ -156,8 +156,7 @@ def test_a_batch_script_for_one_node_has_a_token_too(own: dict[str, str], length
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         assert "never-in-a-file" not in text
-    (tmp_path / "python").write_text("#!/usr/bin/env bash\necho ${#HOCKET_TOKEN} $*\n")
-    (tmp_path / "python").chmod(0o755)
+    write_program(tmp_path / "python", "#!/usr/bin/env bash\necho ${#HOCKET_TOKEN} $*\n")
     env = {"PATH": os.environ["PATH"], **own}
     said = subprocess.run(["bash", tmp_path / "job.sh"], env=env, stdout=subprocess.PIPE, text=True, timeout=60).stdout
     assert said == f"{length} run.py launch {tmp_path}/config.yaml\n"
@@ -343,8 +342,9 @@ def test_submit_runs_the_engines_command_in_the_folder_and_reports_its_failure(
     assert cli.main(arguments) == 1
     assert "sbatch is not installed here" in capsys.readouterr().err
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!{sys.executable}\nimport sys\nsys.exit(0 if '# mine' in open(sys.argv[1]).read() else 3)\n")
-    sbatch.chmod(0o755)
+    write_program(
+        sbatch, f"#!{sys.executable}\nimport sys\nsys.exit(0 if '# mine' in open(sys.argv[1]).read() else 3)\n"
+    )
     assert cli.main(arguments) == 1
     with (tmp_path / "job" / "job.sh").open("a") as job:
         job.write("# mine\n")

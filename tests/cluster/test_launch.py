@@ -2,12 +2,12 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +20,7 @@ from hocket.cluster.launch import Child
 from hocket.common.files import unused
 from hocket.errors import ConfigError, ServerError
 from support.processes import is_gone, wait_for
+from support.programs import SOURCE, write_program
 
 WITH_CHILD = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.{handler});"
@@ -119,8 +120,7 @@ def test_a_launched_run_is_closed_when_it_is_interrupted_or_ended_or_its_termina
     tmp_path: Path, signum: str, ignored: str | None
 ) -> None:
     """Serve and train are a program that notes how it was started and ended."""
-    (tmp_path / "python").write_text(PYTHON.format(python=sys.executable, folder=tmp_path))
-    (tmp_path / "python").chmod(0o755)
+    write_program(tmp_path / "python", PYTHON.format(python=sys.executable, folder=tmp_path))
 
     def inherit() -> None:
         for name in ("SIGINT", "SIGHUP"):
@@ -128,16 +128,16 @@ def test_a_launched_run_is_closed_when_it_is_interrupted_or_ended_or_its_termina
 
     command = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, tmp_path / "python", tmp_path / "run"],
-        env=os.environ | {"HOCKET_DEVICE": "cpu", "PYTHONPATH": str(Path(launch.__file__).parents[2])},
+        env=os.environ | {"HOCKET_DEVICE": "cpu", "PYTHONPATH": str(SOURCE)},
         stderr=subprocess.DEVNULL,
         preexec_fn=inherit,
     )
     try:
         wait_for(lambda: all((tmp_path / name).exists() for name in ("serve", "train", "watch")), "all run", 60)
         if ignored:
+            status = Path(f"/proc/{command.pid}/status").read_text()
+            assert int(re.findall(r"SigIgn:\s(\w+)", status)[0], 16) >> signal.Signals[ignored] - 1 & 1
             command.send_signal(signal.Signals[ignored])
-            time.sleep(0.5)
-            assert command.poll() is None
         command.send_signal(signal.Signals[signum])
         assert command.wait(60) != 0
     finally:

@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 from hocket.common import environment
 from hocket.errors import SetupError
 from support.processes import wait_for
+from support.programs import write_program
 
 FAKE_PYTHON = """#!/bin/sh
 # `-m venv DIR` makes DIR/bin/python from this very script; `-I lock.py install LOCK` is noted, and fails as FAIL says.
@@ -68,11 +69,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         "requirements/cpu.txt": "not-on-this-machine>=1\n# The server alone: ...\nvllm-cpu==0.99\n",
         "requirements.txt": "vllm==0.99\nnot-on-this-machine>=1\n",
         "requirements/dev.txt": "not-a-test-tool>=8\n",
-        "python": FAKE_PYTHON,
     }
     for name, text in (files | dict.fromkeys(("requirements/cpu.lock", "requirements/cuda.lock", "calls"), "")).items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "python").chmod(0o755)
+    write_program(tmp_path / "python", FAKE_PYTHON)
     monkeypatch.setattr(environment, "has_cuda", lambda: False)
     monkeypatch.setenv("CALLS", f"{tmp_path}/calls")
     for name in ("LOCAL_RANK", "HOCKET_DEVICE", "HOCKET_EXEC_PID", "FAIL"):  # torch leaves the first one behind
@@ -200,8 +200,7 @@ def test_uv_looks_where_pip_looks_and_at_pytorch_for_what_is_not_there(
     (tmp_path / "pip.conf").write_text(
         "[global]\nindex-url = https://a/simple\nfind-links = /b\n  /c\ntimeout = 9\n[install]\ncert = /d.pem\n"
     )
-    (tmp_path / "uv").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit {0 if has_torch else 1}\n')
-    (tmp_path / "uv").chmod(0o755)
+    write_program(tmp_path / "uv", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit {0 if has_torch else 1}\n')
     for name, value in {"PIP_CONFIG_FILE": f"{tmp_path}/pip.conf", "PIP_INDEX_URL": "https://e/simple"}.items():
         monkeypatch.setenv(name, value)
     for name in ("PIP_FIND_LINKS", "PIP_CERT", "PIP_EXTRA_INDEX_URL"):
@@ -225,8 +224,7 @@ def test_torch_for_cpus_does_not_pass_as_that_for_gpus(monkeypatch: pytest.Monke
 def test_a_driver_too_old_for_the_build_is_refused_before_the_download(
     place: Place, monkeypatch: pytest.MonkeyPatch, says: str, refused: bool
 ) -> None:
-    (place.root / "nvidia-smi").write_text(f"#!/bin/sh\necho {says}\n")
-    (place.root / "nvidia-smi").chmod(0o755)
+    write_program(place.root / "nvidia-smi", f"#!/bin/sh\necho {says}\n")
     monkeypatch.setenv("PATH", f"{place.root}:{os.environ['PATH']}")
     monkeypatch.setenv("HOCKET_DEVICE", "cuda")
     if not refused:

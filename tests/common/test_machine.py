@@ -3,13 +3,12 @@
 import os
 import platform
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hocket.common.machine import SMALL_MODEL, cpu_threads, free_memory, holder
+from support.programs import run_code
 
 
 @pytest.mark.parametrize(
@@ -72,8 +71,6 @@ thread = threading.Thread(target=lambda: print(faults(), faults()))
 thread.start()
 thread.join()
 """
-    there = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=there, capture_output=True, check=True, text=True)
-    first, second = map(int, done.stdout.split())
+    first, second = map(int, run_code(program).stdout.split())
     assert first > 500  # of 4 KiB 25,600, of 64 KiB 1,600
     assert second < first / 100 if keeps else second == pytest.approx(first, rel=0.1)

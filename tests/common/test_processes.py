@@ -11,6 +11,7 @@ import pytest
 
 from hocket.common.processes import kill_with_parent, without_secrets
 from support.processes import wait_for
+from support.programs import run_code
 
 ROOT = Path(__file__).resolve().parents[2]
 DETACHES = """
@@ -27,8 +28,7 @@ def test_it():
 def test_a_process_whose_parent_is_gone_already_ends_with_the_reason() -> None:
     for parent, status, said in ((os.getpid(), 0, ""), (2**22 + 1, 1, "is gone")):
         code = f"from hocket.common.processes import die_with_parent; die_with_parent({parent}, 9)"
-        command = [sys.executable, "-c", code]
-        ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": "src"}, capture_output=True, text=True)
+        ended = run_code(code)
         assert (ended.returncode, said in ended.stderr) == (status, True)
 
 
@@ -70,10 +70,7 @@ from hocket.common import processes
 processes.EXIT_S = 0.2
 processes.exit_with(lambda argv: ThreadPoolExecutor().submit(time.sleep, 600) and print("done") or 3)
 """
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": "src"}, capture_output=True, text=True, timeout=300
-    )
+    ended = run_code(code)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done\n", "")
 
 
