@@ -128,7 +128,8 @@ async def test_the_first_version_is_one_above_the_servers_and_each_goes_to_all_a
         server.go.clear()
     assert world.sync.versions.current == 0
     looks = [asyncio.create_task(world.pool.wait_up()) for _ in range(2)]  # FakeTransport looks for an overlap
-    await until(lambda: all(server.requests for server in world.servers))  # they answer the proof at the same time
+    async with asyncio.timeout(60):  # they answer the proof at the same time
+        await until(lambda: all(server.requests for server in world.servers))
     for server in world.servers:
         server.go.set()
     await asyncio.gather(*looks)
