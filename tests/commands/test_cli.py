@@ -165,16 +165,11 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
     assert main(["ledger", str(tmp_path)]) == 0
     table = ["epoch 0: 2 prompts", "         1  trained", "         1  in flight"]
     assert capsys.readouterr().out.splitlines()[:3] == table
-    good = (tmp_path / "ledger.jsonl").read_text()
-    for row in (
-        "{",
-        '{"step": 1, "draw": 1}',
-        '{"step": 1, "draw": 1, "epoch": "x", "prompt": "a", "state": "trained"}',
-    ):
-        (tmp_path / "ledger.jsonl").write_text(f"{good}{row}\n")
+    for row in ("{", {"step": 1, "draw": 1}, draws[0] | {"epoch": "x"}):
+        write_rows(tmp_path / "ledger.jsonl", *lines, row)
         assert main(["ledger", str(tmp_path)]) == 1
         assert f"{tmp_path}/ledger.jsonl is damaged: " in capsys.readouterr().err
-    (tmp_path / "ledger.jsonl").write_text(good)
+    write_rows(tmp_path / "ledger.jsonl", *lines)
     shutil.rmtree(folder)  # now nothing tells where b is
     (tmp_path / "summary.json").touch()
     assert main(["ledger", str(tmp_path)]) == 1

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +23,9 @@ from hocket.rollout.collect import Plan, collect
 from hocket.rollout.evaluate import measured
 from hocket.server.rewards import serve
 from hocket.types import Group, Prompt, Score
-from support.batches import SAMPLING, played
+from support import fakes
+from support.batches import SAMPLING
+from support.records import group, sequence, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXTURE = ROOT / "config" / "mixture.yaml"
@@ -81,8 +82,8 @@ def test_it_is_said_that_nothing_is_evaluated_where_no_source_has_held_out_rows(
 
 def test_held_out_rows_that_no_evaluation_reads_are_left_out_of_training_too(tmp_path: Path) -> None:
     for name, numbers in (("train", range(8)), ("test", range(4, 8))):
-        rows = "".join(f'{{"prompt": "Sort: {number}", "answer": "{number}"}}\n' for number in numbers)
-        (tmp_path / f"{name}.jsonl").write_text(rows)
+        rows = [{"prompt": f"Sort: {number}", "answer": f"{number}"} for number in numbers]
+        write_rows(tmp_path / f"{name}.jsonl", *rows)
     settings = [f"data.source={tmp_path}/train.jsonl", f"eval.data.source={tmp_path}/test.jsonl", "eval.num_prompts=1"]
     settings += ["data.exclude_overlap=true", f"model.path={ROOT}/checkpoints/tiny-sort"]
     with Console(1) as console:
@@ -114,15 +115,9 @@ def test_a_set_of_weight_0_is_only_held_out(tmp_path: Path) -> None:
         (["data.sources=[{source: task:sort, weight: 0}]"], "no source has a weight above 0: give one to train on"),
         (["data.sources=[task:sort]", "eval.data.source=a.jsonl"], "each of these has its own held_out"),
         (["data.sources=[a.jsonl]", "checkpoint.best=eval/greedy"], "checkpoint.best needs held-out rows"),
-        (
-            ["data.sources=[task:sort]", "checkpoint.best=eval/NOSUCH/greedy"],
-            "which has .*eval/sort/greedy",
-        ),
+        (["data.sources=[task:sort]", "checkpoint.best=eval/NOSUCH/greedy"], "which has .*eval/sort/greedy"),
         (["data.sources=[a.jsonl, b/a.jsonl]"], "two sources are called a: give each a name"),
-        (
-            ["data.sources=[{name: a b, source: a.jsonl}]"],
-            "a source is called 'a b', as metrics are named",
-        ),
+        (["data.sources=[{name: a b, source: a.jsonl}]"], "a source is called 'a b', as metrics are named"),
         (["data.sources=[{name: a/b, source: a.jsonl}]"], "a source is called 'a/b'"),
         (["data.sources=[.jsonl]"], "a source is called ''"),
         (["data.sources=[{source: a.jsonl, split: test}]"], "leave it out of a file"),
@@ -151,8 +146,7 @@ class Engine:
         self.asked.append((kind, turn.sampling.max_tokens))
         said = {"Guess": "10", "Sort": "abcd", "calculate": "7"}[kind]
         ids = (*self.tokenizer(said)["input_ids"], self.tokenizer.eos_token_id)
-        spans = ((1, 0, len(ids)),)
-        return Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason="stop", versions=spans, text=said)
+        return fakes.completion(*ids, logprobs=(-1.0,) * len(ids), text=said)
 
 
 async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
@@ -169,12 +163,9 @@ async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
         batch = await collect(plan, stream.take, mixed.play(plays), mixed.scorer())
         evaluation = mixed.evaluation(held_out, plays)
         metrics, groups = await evaluation.run("eval")
-    of = {name: next(group for group in batch.groups if group.source == name) for name in settings.views}
-    assert {name: [*group.scores[0].parts] for name, group in of.items()} == {
-        "guess": ["env"],
-        "calculate": ["exact_match"],
-        "sort": ["position_match"],
-    }
+    of = {name: next(one for one in batch.groups if one.source == name) for name in settings.views}
+    parts = {name: [*one.scores[0].parts] for name, one in of.items()}
+    assert parts == {"guess": ["env"], "calculate": ["exact_match"], "sort": ["position_match"]}
     assert of["guess"].rollouts[0].sequences[0].turns > 1 or of["guess"].scores[0].total == 1
     assert {length for kind, length in engine.asked if kind == "Guess"} <= {1, 2, 3, 4}
     assert dict(engine.asked) | {"Guess": 4} == {"Guess": 4, "Sort": 16, "calculate": 80}
@@ -182,7 +173,7 @@ async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
     found = rollout_metrics(batch.groups)
     assert sum(found[f"source/{name}/share"] for name in settings.views) == pytest.approx(1)
     assert found["source/sort/reward/mean"] == found["reward/position_match"]
-    assert [group.source for group in groups] == ["guess"] * 2 + ["calculate"] * 2 + ["sort"] * 2
+    assert [one.source for one in groups] == ["guess"] * 2 + ["calculate"] * 2 + ["sort"] * 2
     each = [metrics[f"eval/{name}/greedy"] for name in settings.views]
     assert metrics["eval/greedy"] == pytest.approx(sum(each) / 3)
     (again,) = groups_of(lines_of([of["sort"]]).splitlines())
@@ -208,25 +199,22 @@ def test_a_measured_reward_has_its_options_also_where_a_source_is_trained_by_oth
         assert calls["b"].specs["length"].model_extra == {"target": 40}
 
 
-def group(source: str, *marks: float) -> list[Group]:
-    """Returns held-out groups, whose answers had these rewards."""
-    prompt = Prompt(id=source, token_ids=(1,), source=source)
-    return [
-        Group(id="g", rollouts=(played(prompt, "g/0"),), scores=(Score(total=mark, parts={f"of_{source}": mark}),))
-        for mark in marks
-    ]
+def held_out(source: str, *marks: int | Score) -> list[Group]:
+    """Returns held-out groups, whose answers had these rewards, or scores."""
+    prompt, name = Prompt(id=source, token_ids=(1,), source=source), f"of_{source}"
+    scores = [Score(total=mark, parts={name: mark}) if isinstance(mark, int) else mark for mark in marks]
+    return [group(prompt, [sequence(2)], [score]) for score in scores]
 
 
 def test_a_held_out_set_without_any_score_leaves_the_others_their_numbers() -> None:
-    (failed,) = group("b", 0)
-    failed = dataclasses.replace(failed, scores=(Score(total=math.nan, error="the judge is down"),))
-    found = measured([*group("a", 1, 0), failed], {"a": "of_a", "b": "of_b"}, 1.0)
+    failed = Score(total=math.nan, error="the judge is down")
+    found = measured([*held_out("a", 1, 0), *held_out("b", failed)], {"a": "of_a", "b": "of_b"}, 1.0)
     assert (found["eval/greedy"], found["eval/b/reward_errors"]) == (0.5, 1.0)
     assert "eval/b/greedy" not in found
 
 
 def test_the_mean_of_held_out_sets_counts_each_once_and_has_its_own_standard_error() -> None:
-    groups = [*group("a", 1, 1, 0, 0), *group("b", 1, 0)]
+    groups = [*held_out("a", 1, 1, 0, 0), *held_out("b", 1, 0)]
     found = measured(groups, {"a": "of_a", "b": "of_b"}, 1.0)
     errors = math.sqrt((1 / 3) / 4), math.sqrt((1 / 2) / 2)  # variances 1/3 of four, 1/2 of two
     assert (found["eval/a/greedy"], found["eval/b/greedy"], found["eval/greedy"]) == (0.5, 0.5, 0.5)

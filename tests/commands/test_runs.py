@@ -28,6 +28,7 @@ from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
 from hocket.server import vllm_arguments
 from support import fakes
+from support.records import write_rows
 
 ROOT = Path(__file__).parents[2]
 SORT = ROOT / "checkpoints" / "tiny-sort"
@@ -51,12 +52,10 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             raise ServerError(f"vLLM's tool parser {request.tools.parser!r} can't be used", code="invalid", status=422)
 
     served: dict[str, Any] = {}
-    sizes = {"num_parameters": 7, "micro_batch_tokens": 8192}
     monkeypatch.setattr(ServerClient, "health", health)
     monkeypatch.setattr(ServerClient, "ask", ask)
-    monkeypatch.setattr(
-        "hocket.trainer.trainer.Trainer", lambda _: nullcontext(SimpleNamespace(memory="little", **sizes))
-    )
+    trainer = SimpleNamespace(memory="little", num_parameters=7, micro_batch_tokens=8192)
+    monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda _: nullcontext(trainer))
     monkeypatch.setenv("HOCKET_TOKEN", "its-token")
 
     def run(*settings: str, **other: Any) -> str:
@@ -86,12 +85,8 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert "4 prompts to train on, 256 held out" in said
     assert "rollout.prompts_per_step=16 with 4 prompts: each step repeats some; lower it" in said
     assert not (tmp_path / "run").exists()
-    failed = dry_run(
-        "server.urls=[http://up]",
-        "algorithm.minibatches=5",
-        "data.answer_column=null",
-        "rewards.functions={exact_match: 1}",
-    )
+    unanswered = ("data.answer_column=null", "rewards.functions={exact_match: 1}")
+    failed = dry_run("server.urls=[http://up]", "algorithm.minibatches=5", *unanswered)
     assert "step=16 is no multiple of algorithm.minibatches=5: updates differ in size" in failed
     assert "the empty answer of " in failed
     assert "has no score: exact_match: " in failed
@@ -124,7 +119,7 @@ def test_a_start_makes_no_prompt_of_the_cache_but_those_that_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, made, make = tmp_path / "rows.jsonl", list[object](), KeptPrompts.__getitem__
-    rows.write_text("".join(json.dumps({"prompt": "a" * size, "answer": "b"}) + "\n" for size in (1, 9, 30, 2)))
+    write_rows(rows, *({"prompt": "a" * size, "answer": "b"} for size in (1, 9, 30, 2)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sources, "SMALL", 0)  # bytes from which on prompts are cached
     monkeypatch.setattr(KeptPrompts, "__getitem__", lambda self, index: made.append(index) or make(self, index))
@@ -184,8 +179,7 @@ def test_a_resume_that_is_refused_leaves_the_records_behind_the_checkpoint(
         pytest.fail("the records were cut off")
 
     saved = SimpleNamespace(step=1, folder=tmp_path, trainer={}, restore=cut_off)
-    does = {"restore": lambda *_: None}
-    trainer = SimpleNamespace(memory="little", micro_batch_tokens=3, **does)
+    trainer = SimpleNamespace(memory="little", micro_batch_tokens=3, restore=lambda *_: None)
     monkeypatch.setattr(commands.checkpoints, "find", lambda *_, **__: saved)
     monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda _: nullcontext(trainer))
     settings = [f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4"]
