@@ -37,6 +37,8 @@ def test_whitening_leaves_mean_zero_and_an_unbiased_deviation_of_one() -> None:
     assert whiten(torch.tensor([0.0, 2.0, 4.0])).tolist() == [-1.0, 0.0, 1.0]
     assert whiten(torch.tensor([3.0, 3.0])).tolist() == [0.0, 0.0]
     assert whiten(torch.tensor([3.0])).tolist() == [0.0]
+    small = torch.tensor([0.0, 0.002], dtype=torch.float64)  # of variance 2e-6, above the least one
+    assert whiten(small).tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,7 @@ def test_whitening_leaves_mean_zero_and_an_unbiased_deviation_of_one() -> None:
     [
         ([0.5, 0.5], True),
         ([0.5, 0.5 + 5e-7], True),
+        ([0.0, 1e-6], True),
         ([0.5, 0.5 + 5e-6], False),
         ([1e6] * 2, True),
         ([1.0], True),

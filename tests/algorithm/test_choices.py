@@ -34,6 +34,10 @@ def over_batch(rewards_n, group_n):
 def part(parts_n, of: str):
     return parts_n[of]
 
+@advantage("all_alone", per="token")
+def all_alone(rewards_t):
+    return rewards_t.sum()
+
 @advantage("last_alone", per="token")
 def last_alone(rewards_t):
     return rewards_t
@@ -69,17 +73,21 @@ def test_an_own_advantage_of_the_batch_gets_all_rewards_and_the_numbers_of_their
 
 
 def test_an_own_advantage_gets_the_parts_of_the_rewards_nan_where_a_source_has_no_such_one() -> None:
-    parts, how = [{"a": 1.0}, {"a": 2.0}, {"b": 3.0}], {"name": "part"}
-    for name, expected in (("a", [1.0, 2.0, math.nan]), ("b", [math.nan, math.nan, 3.0])):
-        found = group_advantages([0.0] * 3, [0, 0, 1], baseline=how | {"of": name}, scale="none", parts=parts)
-        assert found.tolist() == pytest.approx(expected, nan_ok=True)
+    rollouts = [make_rollout(-1.0)] * 2
+    groups = [group_of(*rollouts, rewards=[{name: 1.0}, {name: 2.0}]) for name in ("a", "b")]
+    for name, expected in (("a", [1.0, 2.0, math.nan, math.nan]), ("b", [math.nan, math.nan, 1.0, 2.0])):
+        samples, _ = sampled(groups, algorithm(f"baseline={{name: part, of: {name}}}", "scale=none"))
+        assert [sample.advantages[-1] for sample in samples] == pytest.approx(expected, nan_ok=True)
 
 
-def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_spread() -> None:
+@pytest.mark.parametrize(("name", "expected"), [("last_alone", [0.0, 2.0]), ("all_alone", [2.0, 2.0])])
+def test_an_own_advantage_per_token_gets_the_rewards_of_the_tokens_and_needs_no_spread(
+    name: str, expected: list[float]
+) -> None:
     alike = group_of(*[make_rollout(-1.0, -1.0)] * 2, rewards=[2.0, 2.0])
-    own = algorithm("baseline=last_alone", "scale=none")
+    own = algorithm(f"baseline={name}", "scale=none")
     assert shape(alike, own, MAX_TOKENS).reason is None
-    assert [list(sample.advantages) for sample in sampled([alike], own)[0]] == [[0.0, 0.0, 0.0, 2.0]] * 2
+    assert [list(sample.advantages) for sample in sampled([alike], own)[0]] == [[0.0, 0.0, *expected]] * 2
     assert shape(alike, algorithm("baseline=rank"), MAX_TOKENS).reason == "every reward is 2"
 
 
@@ -96,6 +104,11 @@ def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_exampl
     [
         ("baseline=rnk", r"there is no advantage 'rnk' \(did you mean 'rank'\?\); known: .*critic, .*; add your own"),
         ("clip=pp0", "there is no objective 'pp0'"),
+        ("aggregate=token_men", "there is no aggregate 'token_men'"),
+        ("correction=msk", "there is no correction 'msk'"),
+        ("credit=step_group", "there is no credit 'step_group'"),
+        ("baseline=over_batch;credit=turn", "compares turns of a group, algorithm.baseline=over_batch does not"),
+        ("preset=distill", "algorithm.preset=distill needs a teacher: set algorithm.reference"),
         ("baseline={name: rank, powr: 2}", r"advantage rank\(rewards_g, power\) has no option 'powr' \(did you mean"),
         ("baseline={name: rank, power: x}", "algorithm.baseline.power: must be a number, got 'x'"),
         ("clip={name: ppo, dual_clip: 1}", "algorithm.clip.dual_clip: Input should be greater than 1"),
@@ -118,6 +131,7 @@ def test_one_rollout_leaves_a_group_nothing_to_compare_with() -> None:
         choices.check(algorithm(), group_size=1)
     choices.check(algorithm(), group_size=2)
     choices.check(algorithm("preset=reinforce_pp"), group_size=1)
+    choices.check(algorithm("baseline=critic", "scale=none", "credit=turn", "correction=none"), group_size=1)
 
 
 def test_a_choice_without_options_is_its_name_in_a_config_that_is_written() -> None:

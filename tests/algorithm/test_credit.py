@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -90,10 +91,10 @@ def test_by_default_all_turns_have_the_episodes_advantage() -> None:
 
 
 def test_equal_episodes_whose_turns_differ_have_a_signal_with_credit_per_turn_alone() -> None:
-    own = group(played((1.0, ""), (0.0, "")), played((0.0, ""), (1.0, "")))
+    own = group(played((1.0, ""), (0.0, ""), (0.0, "")), played((0.0, ""), (1.0, ""), (0.0, "")))
     assert shape(own, settings(), MAX_TOKENS).reason == "every reward is 1"
     assert shape(own, settings("credit=turn"), MAX_TOKENS).reason is None
-    assert of_turns(own, algorithm=settings("credit=turn", "scale=none")) == [[0.0, -0.5], [0.0, 0.5]]
+    assert of_turns(own, algorithm=settings("credit=turn", "scale=none")) == [[0.0, -0.5, 0.0], [0.0, 0.5, 0.0]]
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
@@ -113,6 +114,13 @@ def test_turns_of_an_agents_sequences_are_in_the_order_of_its_calls() -> None:
     assert found == [[0.25 + 0.5], [0.75, 0.5], [-0.75, -0.75, -0.5]]
 
 
+def test_a_sequence_that_tells_of_no_turns_is_one() -> None:
+    silent = [dataclasses.replace(taken(TurnReward(0, 1)), turn_rewards=()) for _ in range(4)]
+    own = group_of(episode(*silent[:2]), episode(*silent[2:]), rewards=[1.0, 0.0])
+    samples, _ = sampled([own], settings("credit={name: turn, discount: 0.5}", "scale=none"))
+    assert [sample.advantages[1] for sample in samples] == [0.25, 0.5, -0.25, -0.5]
+
+
 def test_advantages_over_turns_with_a_critic_by_hand() -> None:
     """One step is a turn: its value is that of its first token, its target the same for all its tokens."""
     values = [0.0, 0.5, 9.0, 0.0, 0.25, 9.0, 0.0]
@@ -128,14 +136,29 @@ def test_advantages_over_turns_with_a_critic_by_hand() -> None:
 
 
 def test_with_a_critic_a_turn_that_is_not_trained_has_its_reward_counted_for_the_one_before_it() -> None:
-    """Turns 0 and 3 are one sequence, 1 was cut off, 2 is another."""
+    """Turns 0 and 3 are one sequence, 1 was cut off, 2 is another. Before all that is trained it counts for none."""
     cut = taken(TurnReward(1, 1, 0.5), finish_reason="length")
     sequences = cut, taken(TurnReward(2, 1, 4.0)), taken(TurnReward(0, 1, 1.0), TurnReward(3, 1, 0.0))
     overrides = ("baseline=critic", "scale=none", "credit=turn", "correction=none", "mask_truncated=true")
-    measured = [{"values": [0.0] * len(one.mask)} for one in sequences]
-    own = group(episode(*sequences), outcomes=[8.0])
+    other = taken(TurnReward(0, 1, 0.5), finish_reason="length"), taken(TurnReward(1, 1, 1.0))
+    measured = [{"values": [0.0] * len(one.mask)} for one in (*sequences, *other)]
+    own = group(episode(*sequences), episode(*other), outcomes=[8.0, 0.0])
     # Steps 0, 2, 3 have the rewards 1 + 0.5, 4 and the outcome 8; each has the sum from it on.
-    assert of_turns(own, algorithm=settings(*overrides), measured=measured) == [[12.0], [13.5, 8.0]]
+    assert of_turns(own, algorithm=settings(*overrides), measured=measured) == [[12.0], [13.5, 8.0], [1.0]]
+
+
+def test_with_a_critic_a_turn_pays_for_the_kl_of_all_its_tokens() -> None:
+    sequences = taken(TurnReward(1, 2)), taken(TurnReward(2, 1)), taken(TurnReward(0, 1))  # not in the turns' order
+    measured = [
+        {"values": [0.0, 0.25, 9.0, 0.0], "ref_logprobs": [0.0, -1.0, -3.0, 0.0]},
+        {"values": [0.0, 1.0, 0.0], "ref_logprobs": [0.0, 0.0, 0.0]},
+        {"values": [0.0, 0.5, 0.0], "ref_logprobs": [0.0, -2.0, 0.0]},
+    ]
+    algorithm = settings("baseline=critic", "scale=none", "credit=turn", "kl=k1", "kl_in=reward", "kl_coef=0.5")
+    samples, _ = sampled([group(episode(*sequences), outcomes=[8.0])], algorithm, measured, 0.5)
+    # k1 = 1 and 3 | 0 | 2. Turn 2 has the outcome, 8; turn 1 that and −.5 · 4; turn 0 that and −.5 · 2; minus values.
+    found = [list(sample.advantages) for sample in samples]
+    assert found == [[0.0, 6 - 0.25, 6 - 0.25, 0.0], [0.0, 8 - 1.0, 0.0], [0.0, 5 - 0.5, 0.0]]
 
 
 def test_a_replay_gives_each_turn_the_advantage_of_the_run() -> None:
@@ -156,12 +179,13 @@ def test_an_own_credit_is_a_function_and_baselines_that_compare_no_turns_are_ref
     own = group(played((1.0, ""), (2.0, "")), played((0.0, "")))
     assert of_turns(own, algorithm=settings("credit={name: last, scale: 2}")) == [[2.0, 4.0], [0.0]]
 
-    @credit("short")
-    def short(owner_k: Sequence[int]) -> np.ndarray:
-        return np.zeros(len(owner_k) - 1)
+    @credit("so_many")
+    def so_many(owner_k: Sequence[int], count: int) -> np.ndarray:
+        return np.zeros(count)
 
-    with pytest.raises(ConfigError, match=r"credit=short returned 2 advantages for 3 turns: have it return one for"):
-        of_turns(own, algorithm=settings("credit=short"))
+    for count in (2, 4):
+        with pytest.raises(ConfigError, match=f"returned {count} advantages for 3 turns: have it return one for each"):
+            of_turns(own, algorithm=settings(f"credit={{name: so_many, count: {count}}}"))
     with pytest.raises(ConfigError, match="compares turns of a group"):
         check(settings("credit=step_groups", "baseline=critic", "scale=none"), 8)
     for env in ("other: 1", "env: {normalize: true}", "env: {clip: [0, 1]}"):  # the last turn would pay for the rest

@@ -15,6 +15,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.errors import ConfigError
 from support.batches import loss_of
+from support.numbers import rounding
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "examples" / "algorithms").glob("*.py"))
@@ -29,6 +30,8 @@ AS_RECORDED: dict[str, dict[str, Any]] = {
     "high_entropy": {"clip": {"name": "high_entropy", "share": 0.4}},
     "adaptive_entropy": {"clip": {"name": "adaptive_entropy", "target": 1.0}},
 }
+AWAY = 10 * rounding(100, torch.float64)
+"""Of sums of 42 tokens' terms behind means of 7, each below 10."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,10 +74,10 @@ def test_loss_and_gradients_equal_those_of_trl(name: str) -> None:
             old_logprobs=given["old"],
             ref_logprobs=given["reference"],
         )
-        assert output.loss.item() == pytest.approx(expected, rel=1e-9)
+        assert output.loss.item() == pytest.approx(expected, abs=AWAY)
     found = torch.autograd.grad(output.loss, (logprobs, entropies), allow_unused=True, materialize_grads=True)
     for gradient, of in zip(found, ("gradient", "entropy_gradient"), strict=True):
-        torch.testing.assert_close(gradient, torch.tensor(case[of], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(gradient, torch.tensor(case[of], dtype=torch.float64), rtol=0, atol=AWAY)
     assert found[0].abs().sum() > 0
 
 
@@ -88,7 +91,7 @@ def test_gdpo_equals_trl() -> None:
         scale="none",
         parts=parts,
     )
-    torch.testing.assert_close(found, torch.tensor(RECORDED["gdpo"]["advantages"]))
+    assert found.tolist() == pytest.approx(RECORDED["gdpo"]["advantages"], rel=2**-24)  # ours are rounded to float32
 
 
 def test_ranks_are_those_of_the_rewards() -> None:

@@ -100,7 +100,8 @@ def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_traine
     skipped = fate_of(scored(*rows[:2]), "its update was not finite")
     assert skipped == Outcome(state="failed", why="its update was not finite", pass_rate=0.5)
     assert fate_of(scored(right, right, None)) == Outcome(state="filtered", why="every reward is 2", pass_rate=1.0)
-    assert fate_of(scored(right, right), "its update was not finite").state == "filtered"
+    untrained = fate_of(scored(right, right), "its update was not finite")
+    assert (untrained.state, untrained.why) == ("filtered", "every reward is 2")
     assert fate_of(scored(None, None)) == Outcome(state="failed", why="no score")
 
 
@@ -112,6 +113,7 @@ def test_rewards_that_are_no_pass_rates_are_counted() -> None:
     two = [*shaped(groups[:1], pass_reward="right"), *shaped(groups[1:], pass_reward="points")]
     assert signal_metrics(two, uses_pass_rates=True)["rollout/no_pass_rate"] == 0  # two sources, each with its own
     assert signal_metrics([], uses_pass_rates=True) == {}
+    assert "rollout/no_pass_rate" not in signal_metrics(two)
 
 
 def test_the_kl_of_all_tokens_is_taken_from_a_reward_and_tells_equal_scores_apart() -> None:
@@ -174,6 +176,7 @@ def test_advantages_of_presets_by_hand(preset: str, rewards: list[list[float | N
     groups = [group(str(index), one) for index, one in enumerate(rewards)]
     samples, _ = sampled(groups, settings(f"preset={preset}"))
     assert last_advantages(samples) == expected
+    assert [sample.group for sample in samples] == [number for number, one in enumerate(rewards) for _ in one]
     backwards, _ = sampled(groups[::-1], settings(f"preset={preset}"))  # the order of groups is free
     assert sorted(last_advantages(backwards)) == sorted(expected)
 
@@ -206,18 +209,20 @@ def test_ppo_passes_over_tokens_of_the_environment() -> None:
     # λ ½ and discount ½ over the two sampled tokens: δ = 0 + ½ · 1 − 2 = −1.5, 3 − 1 = 2; A = −1.5 + ¼ · 2 = −1, 2;
     # returns A + V = 1, 3
     knobs = "preset=ppo", "baseline={name: critic, gae_lambda: 0.5, discount: 0.5}"
-    (sample,), _ = sampled(groups, settings(*knobs, "scale=none"), [{"values": values}])
+    measured = [{"values": values}]
+    (sample,), _ = sampled(groups, settings(*knobs, "scale=none"), measured)
+    assert measured == [{"values": values}]
     assert list(sample.advantages) == [0.0, 0.0, -1.0, 0.0, 0.0, 2.0]
     assert list(sample.columns["returns"]) == [0.0, 0.0, 1.0, 0.0, 0.0, 3.0]
     assert sample.columns["values"] == values
     # whitened: mean ½, deviations ∓1.5, the unbiased one √4.5; the critic's targets stay
-    (white,), _ = sampled(groups, settings(*knobs), [{"values": values}])
+    (white,), _ = sampled(groups, settings(*knobs), measured)
     assert white.advantages == pytest.approx((0.0, 0.0, -1 / math.sqrt(2), 0.0, 0.0, 1 / math.sqrt(2)))
     assert white.columns["returns"] == sample.columns["returns"]
 
 
 def test_the_overlong_penalty_grows_over_the_end_of_the_longest_turn_and_is_taken_from_the_reward() -> None:
-    for length, penalty in ((1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0)):
+    for length, penalty in ((1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (11, 1.0)):
         assert overlong_penalty([[TurnReward(0, length)]], 0.4, 10) == pytest.approx(penalty)
         assert overlong_penalty([[TurnReward(0, length)]], 0.0, 10) == 0.0
     # 14 tokens, but no turn with more than 8, also where nothing was said between two of them

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests.stages.record_trl import BATCH, PAIRS, RATE, REWARDS, SMOOTHING, START, STEPS, make_classifier, rows
 
-from hocket import config
-from hocket.stages import dpo, driver, pairs, rm
+from hocket.stages import dpo, pairs, rm
 from hocket.trainer.batching import TrainBatch
-from support.stages import records_of
-from support.training import pack, sequence
+from support.numbers import rounding
+from support.stages import run
+from support.training import assert_near, gradient_additions, pack, sequence
 
 RECORDED = json.loads((Path(__file__).parent / "trl.json").read_text(encoding="utf-8"))  # by record_trl.py
 GIVEN = {name: torch.tensor(values, dtype=torch.float64) for name, values in RECORDED["inputs"].items()}
@@ -48,10 +48,11 @@ def batch_of(**columns: torch.Tensor) -> tuple[TrainBatch, torch.Tensor, torch.T
 
 
 def assert_recorded(found: float, leaf: torch.Tensor, expected: dict[str, Any]) -> None:
-    assert found == pytest.approx(expected["loss"], rel=1e-9)
+    away = 100 * rounding(100, torch.float64)  # sums of 84 tokens' terms, each below 100
+    assert found == pytest.approx(expected["loss"], abs=away)
     assert leaf.grad is not None
     gradient = torch.tensor(expected["gradient"], dtype=torch.float64)
-    torch.testing.assert_close(leaf.grad, gradient, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(leaf.grad, gradient, rtol=0, atol=away)
     assert gradient.abs().sum() > 0
 
 
@@ -71,7 +72,7 @@ def test_loss_gradients_and_metrics_of_pairs_equal_those_of_trl(name: str) -> No
     expected = RECORDED["losses"][name]
     assert_recorded(output.loss.item(), leaf, expected)
     told = {key: float(value) for key, value in output.metrics.items()}
-    assert told == pytest.approx(told | expected.get("metrics", {}), rel=1e-6)  # TRL's accuracies are float32
+    assert told == pytest.approx(told | expected.get("metrics", {}), rel=2**-24)  # TRL's accuracies are float32
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -88,7 +89,7 @@ def test_loss_gradients_and_metrics_of_rewards_equal_those_of_trl(name: str) -> 
     assert_recorded(output.loss.item(), leaf, expected)
     told = {key: float(value) for key, value in output.metrics.items()}
     assert told["rewards/margins"] == pytest.approx(expected["metrics"]["margin"])
-    assert told["rewards/accuracies"] == pytest.approx(expected["metrics"]["accuracy"], abs=1e-6)
+    assert told["rewards/accuracies"] == pytest.approx(expected["metrics"]["accuracy"], rel=2**-24)
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -96,16 +97,14 @@ def test_a_training_has_the_losses_of_trls(name: str, tmp_path: Path) -> None:
     stage = "rm" if name == "rm" else "dpo"
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    model = make_classifier(tmp_path / "classifier") if stage == "rm" else str(START)
     settings = [
-        f"run.dir={tmp_path}/run",
-        f"model.path={make_classifier(tmp_path / 'classifier') if stage == 'rm' else START}",
-        "model.dtype=float32",
         f"data.source={file}",
+        "data.chat_template=true",
         f"{stage}.batch_size={BATCH}",
         f"trainer.steps={STEPS}",
         f"trainer.learning_rate={RATE}",
         *TRAININGS[name],
     ]
-    driver.run(config.load(None, settings), stage)
-    losses = [record["train/loss"] for record in records_of(tmp_path / "run")]
-    assert losses == pytest.approx(RECORDED["trainings"][name], abs=1e-4)
+    losses = [record["train/loss"] for record in run(stage, model, tmp_path, *settings)]
+    assert_near(losses, RECORDED["trainings"][name], STEPS * gradient_additions(model))  # one step after the other

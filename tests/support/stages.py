@@ -13,6 +13,7 @@ from hocket import config as config_module
 from hocket.config import DataConfig
 from hocket.data.preferences import Preference
 from hocket.observe.run_folder import RunFolder
+from hocket.stages import driver
 from support.training import sequence
 
 
@@ -49,6 +50,13 @@ def make_config(stage: str, model: str, tmp_path: Path, *settings: str) -> confi
     return config_module.load(None, [*defaults, *places, *settings])
 
 
+def run(stage: str, model: str, tmp_path: Path, *settings: str) -> list[dict[str, Any]]:
+    """Runs a stage and returns the records of its steps."""
+    config = make_config(stage, model, tmp_path, *settings)
+    driver.run(config, stage)
+    return records_of(config.run_dir)
+
+
 def records_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -72,3 +80,17 @@ def stopped(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[None]:
         patch.setattr(RunFolder, "finish", stop)
         yield
         raise AssertionError("the run was not stopped")
+
+
+def assert_goes_on(
+    stage: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *settings: str, at: int
+) -> list[dict[str, Any]]:
+    """Asserts that a run which is stopped behind a step and goes on ends as one that is not; returns its records."""
+    straight = run(stage, model, tmp_path, *settings, f"run.dir={tmp_path}/straight")
+    with stopped(monkeypatch, at):
+        run(stage, model, tmp_path, *settings, "checkpoint.resume=true")
+    resumed = run(stage, model, tmp_path, *settings, "checkpoint.resume=true")
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "straight")
+    for name in ("step", "train/loss", "eval/loss"):
+        assert [record.get(name) for record in resumed] == [record.get(name) for record in straight]
+    return resumed
