@@ -37,7 +37,7 @@ def additions(model: str) -> int:
     whole = AutoConfig.from_pretrained(model)
     text, count = whole.get_text_config(), 0
     for tower in (text, *([whole.vision_config] if hasattr(whole, "vision_config") else [])):
-        # Two norms, the products with queries or keys, scores, outputs, both of the MLP; softmax and sum of what is seen.
+        # Two norms, the products with keys, scores, outputs, two of the MLP; softmax and sum of what is seen.
         layer = 6 * tower.hidden_size + tower.intermediate_size + 2 * SEEN
         count += (tower.depth if hasattr(tower, "depth") else tower.num_hidden_layers) * layer
     return int(count + 2 * text.hidden_size + text.vocab_size)  # the last norm, the head, the softmax
@@ -50,7 +50,7 @@ def gradient_additions(model: str) -> int:
 
 def assert_near(found: Any, expected: Any, count: int) -> None:
     """Asserts that numbers lie apart by the rounding of so many additions, relative to the largest of them all."""
-    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    found, expected = torch.as_tensor(found).detach(), torch.as_tensor(expected).detach()
     torch.testing.assert_close(found, expected, rtol=0, atol=rounding(count) * float(expected.abs().max()))
 
 

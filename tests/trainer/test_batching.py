@@ -37,9 +37,8 @@ def test_a_hand_worked_batch() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch_tokens", [19, 40, 1000])
 def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
-    num_ranks: int, micro_batch_tokens: int
+    num_ranks: int, micro_batch_tokens: int, rng: random.Random
 ) -> None:
-    rng = random.Random(0)
     samples = [sample(*range(rng.randint(3, 20)), prompt=2) for _ in range(37)]
     ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
     assert len({len(batches) for batches in ranks}) == 1
@@ -62,8 +61,9 @@ def test_micro_batches_are_filled_longest_first_and_the_costliest_comes_first() 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("share", [False, True])
-def test_the_members_of_a_unit_are_neighbours_in_one_micro_batch(num_ranks: int, share: bool) -> None:
-    rng = random.Random(1)
+def test_the_members_of_a_unit_are_neighbours_in_one_micro_batch(
+    num_ranks: int, share: bool, rng: random.Random
+) -> None:
     prompts = [[rng.randrange(9) for _ in range(8)] for _ in range(5)]
     ends = [[10 + rng.randrange(40) for _ in range(rng.randint(1, 6))] for _ in range(34)]
     samples = [sample(*prompts[(place // 2) % 5], *end, prompt=8) for place, end in enumerate(ends)]

@@ -15,7 +15,8 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 from support import training
-from support.training import load, same, save, weights_of
+from support.numbers import rounding
+from support.training import additions, assert_same_metrics, load, same, save, weights_of
 
 ROLLOUTS = training.make_rollouts(12, longest=14, seed=3)
 
@@ -80,24 +81,22 @@ def test_a_critic_is_trained_and_explains_as_plain_torch_would(ranks: Ranks, unt
             for t in range(1, len(rollout.token_ids)):
                 if rollout.mask[t]:
                     now = value[t - 1]  # where token t is predicted
-                    assert float(now.detach()) == pytest.approx(old[t], abs=1e-5)
+                    assert float(now.detach()) == pytest.approx(old[t], abs=rounding(additions(untied_model)))
                     target = expected_of(rollout)
                     near = old[t] + (now - old[t]).clamp(-0.02, 0.02)
                     loss = loss + 0.5 * torch.maximum((now - target) ** 2, (near - target) ** 2) / num_tokens
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [p.grad for p in [*backbone.parameters(), head] if p.grad is not None]
-        assert stats[step]["critic/loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-        assert stats[step]["critic/grad_norm"] == pytest.approx(
-            float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4
-        )
+        norm = torch.nn.utils.get_total_norm(p.grad for p in [*backbone.parameters(), head] if p.grad is not None)
+        expected = {"critic/loss": float(loss.detach()), "critic/grad_norm": float(norm)}
+        assert_same_metrics({name: stats[step][name] for name in expected}, expected, untied_model)
         optimizer.step()
     assert stats[-1]["train/micro_batches"] > 3
     places = [(s, t) for s in samples for t, trained in enumerate(s.sequence.mask) if trained]
     returns, known = (torch.tensor([s.columns[name][t] for s, t in places]) for name in ("returns", "values"))
-    expected = 1 - float((returns - known).var() / returns.var())
-    assert stats[-1]["critic/explained_variance"] == pytest.approx(expected, abs=1e-5)
-    assert 0.1 < expected < 1
+    explained = 1 - float((returns - known).var() / returns.var())
+    assert stats[-1]["critic/explained_variance"] == pytest.approx(explained, abs=rounding(num_tokens))
+    assert 0.1 < explained < 1
     alike = {"return_mean": 2.0, "return_square": 4.0, "error_mean": 1.0, "error_square": 1.5}
     assert math.isnan(explained_variance(alike))
 

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from hocket.errors import SyncError
 from hocket.observe.metrics import DRAWN
 from hocket.trainer.ranks import Ranks
-from support.training import make_rollouts, make_trainer, same, sample_of, sequence, weights_of
+from support.numbers import rounding
+from support.training import additions, make_rollouts, make_trainer, same, sample_of, sequence, weights_of
 
 
 def greedy_ids(folder: Path, count: int) -> list[int]:
@@ -32,9 +33,10 @@ def test_the_first_update_measures_what_was_drawn(ranks: Ranks, tied_model: str,
         samples[:2] = [dataclasses.replace(one, witness=True) for one in samples[:2]]
         _, _, *expected = trainer.surprise([*samples[:2], samples[4]])
         (row,) = trainer.logprobs(samples[4:5])
-        assert expected[2] == pytest.approx(math.log1p(math.exp(-math.fsum(row)) / 7), rel=1e-4)
+        one = rounding(additions(tied_model)) * 5  # of a log-prob, which is about 5
+        assert expected[2] == pytest.approx(math.log1p(math.exp(-math.fsum(row)) / 7), abs=5 * one)
         found = trainer.step(samples)
-        assert [found[name] for name in DRAWN] == pytest.approx(expected, rel=1e-4)
+        assert [found[name] for name in DRAWN] == pytest.approx(expected, abs=60 * one)  # fewer are sampled
         assert not {"train/surprise", "train/greedy", "train/variance"} & found.keys()
 
 

@@ -23,7 +23,7 @@ from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from support import training
-from support.training import make_samples, same, weights_of
+from support.training import additions, assert_near, make_samples, same, weights_of
 
 IDS = torch.arange(12)[None]
 LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -72,10 +72,10 @@ def test_only_the_adapter_moves_and_peft_computes_the_same_with_what_is_publishe
     assert [name for bucket in sent for name in bucket] == list(streamed)
     assert same(streamed, end)
     # At first the model is the base model; then PEFT's reading of the files is what was trained, merged or beside.
-    torch.testing.assert_close(logits(with_peft(path, tmp_path / "start")), logits(base), atol=0, rtol=0)
-    torch.testing.assert_close(logits(with_peft(path, tmp_path / "end")), trained, atol=1e-5, rtol=0)
+    assert torch.equal(logits(with_peft(path, tmp_path / "start")), logits(base))
+    assert_near(logits(with_peft(path, tmp_path / "end")), trained, additions(path))
     merged = with_peft(path, tmp_path / "end").merge_and_unload()
-    torch.testing.assert_close(logits(merged), trained, atol=1e-5, rtol=0)
+    assert_near(logits(merged), trained, additions(path))
     assert (trained - logits(base)).abs().max() > 0.05
 
 
@@ -96,8 +96,11 @@ def test_the_merged_model_is_what_was_trained_and_complete(
     export(tmp_path / "adapter", tmp_path / "model", base=None)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert merged.dtype == getattr(torch, dtype)
-    moved = (trained - logits(base)).abs().mean()
-    assert (logits(merged) - trained).abs().mean() < (1e-6 if dtype == "float32" else 0.1 * moved)
+    if dtype == "float32":
+        assert_near(logits(merged), trained, additions(path))
+    else:  # weights near 0.2, which moved by up to 0.03, are rounded by up to 0.0005
+        moved = (trained - logits(base)).abs().mean()
+        assert (logits(merged) - trained).abs().mean() < 0.1 * moved
     names = load_file(tmp_path / "model" / "model.safetensors").keys()
     assert names == load_file(tmp_path / "base" / "model.safetensors").keys()
     assert ("lm_head.weight" in names) == (model == "untied_model")

@@ -96,9 +96,8 @@ def test_without_a_kernel_the_pairs_of_what_follows_may_cost_what_is_shared(
     assert prefixes.is_worth_sharing(common, length, pairs) == is_worth
 
 
-def trees(count: int, seed: int) -> list[TrainSample]:
+def trees(count: int, rng: random.Random) -> list[TrainSample]:
     """Returns sequences that branch off one another anywhere, whose tokens are trained anywhere behind the second."""
-    rng = random.Random(seed)
     made: list[list[int]] = []
     for _ in range(count):
         begin = rng.choice(made)[: rng.randint(0, 40)] if made and rng.random() < 0.8 else []
@@ -139,13 +138,15 @@ def passed(module: Any, samples: list[TrainSample], **how: Any) -> tuple[dict[in
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kind", [Policy, ValueModel])
-def test_numbers_and_gradients_are_those_of_packing(architecture: str, kind: type[Policy], tmp_path: Path) -> None:
+def test_numbers_and_gradients_are_those_of_packing(
+    architecture: str, kind: type[Policy], tmp_path: Path, rng: random.Random
+) -> None:
     model = saved(*ARCHITECTURES[architecture], tmp_path)
     module = kind(model, dtype=torch.float32, temperature=0.8, entropy_gradient=True)
     if isinstance(module, ValueModel):
         nn.init.normal_(module.model.get_output_embeddings().weight)
-    for seed, count in enumerate((2, 13, 40)):
-        samples = trees(count, seed)
+    for count in (2, 13, 40):
+        samples = trees(count, rng)
         expected, plain, most = passed(module, samples)
         for how in ({}, {"micro_batch_tokens": 80}, {"micro_batch_tokens": 120, "num_ranks": 3, "key_share": 0.1}):
             found, gradient, fewer = passed(module, samples, share=math.inf, **how)
@@ -153,7 +154,7 @@ def test_numbers_and_gradients_are_those_of_packing(architecture: str, kind: typ
             for place, columns in expected.items():
                 assert_near(torch.stack(found[place]), torch.stack(columns), additions(model.path))
             assert_near(gradient, plain, gradient_additions(model.path))
-            assert how or count == 2 or fewer < most
+            assert how or count < 40 or fewer < most  # few may begin with nothing in common
 
 
 KL = ("algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
@@ -182,9 +183,9 @@ def test_three_steps_are_those_of_packing(case: str, ranks: Ranks, tied_model: s
     assert_same_states(theirs, state, tied_model, sum(step["train/updates"] for step in packed))
 
 
-def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_computed_is_every_distinct_beginning_once(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     monkeypatch.setattr(prefixes, "is_worth_sharing", lambda common, length, pairs: common > 0)
-    samples = trees(30, 7)
+    samples = trees(30, rng)
     [[batch]] = pack(samples, share=math.inf)
     beginnings = {s.sequence.token_ids[:n] for s in samples for n in range(1, len(s.sequence.token_ids))}
     assert batch.input_ids_br.numel() == len(beginnings)
@@ -230,10 +231,10 @@ def test_no_row_and_its_copies_of_keys_exceed_the_micro_batch(num_ranks: int, li
     assert max(sizes) <= 60 * -(-8 // num_ranks)  # whole groups
 
 
-def test_the_kernel_for_gpus_is_asked_for_each_segment_s_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    samples = trees(20, 3)
-    [[batch]] = pack(samples, share=math.inf)
+def test_the_kernel_for_gpus_is_asked_for_each_segment_s_own_keys(
+    monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    [[batch]] = pack(trees(20, rng), share=math.inf)
     segments = batch.segments
     size = batch.input_ids_br.numel()
     query, key, value = (torch.randn(1, heads, size, 8, requires_grad=True) for heads in (4, 2, 2))

@@ -15,14 +15,13 @@ from hocket.trainer.attention import Segments, attend
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.ulysses import Split
-from support.training import CPU, make_trainer
+from support.training import CPU, assert_near, make_trainer
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 2, 2), (4, 2, 4), (4, 1, 2), (6, 3, 2), (12, 4, 6)])
 def test_attention_of_ranks_is_that_of_one(
     heads: int, key_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     barrier = threading.Barrier(size, timeout=60)
     sent: dict[int, Tensor] = {}
 
@@ -50,10 +49,12 @@ def test_attention_of_ranks_is_that_of_one(
     expected = attended(slice(None), Segments(*layout))
     with concurrent.futures.ThreadPoolExecutor(size) as pool:
         found = torch.cat(list(pool.map(of_rank, range(size))), dim=1)
-    torch.testing.assert_close(found, expected)
+    sums = 8 + 2 * 24  # a score of 8 products; the softmax and the sum of values over what is seen
+    assert_near(found, expected, sums)
     weights, inputs = torch.randn_like(expected), (query, key, value, sinks)
     gradients = [torch.autograd.grad((result * weights).sum(), inputs) for result in (found, expected)]
-    torch.testing.assert_close(*gradients)
+    for gradient, other in zip(*gradients, strict=True):
+        assert_near(gradient, other, 3 * sums + heads // key_heads * 24)  # those of a key: of all queries that see it
 
 
 def test_parts_that_do_not_divide_the_ranks_or_the_heads_of_any_model_are_refused(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.trainer.test_policy import loss_and_gradient
+from tests.trainer.test_policy import assert_same_loss_and_gradient, loss_and_gradient
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from hocket import config as config_module
@@ -30,7 +30,10 @@ from hocket.trainer.weights import part_of
 from hocket.types import Image, TokenSequence, TrainSample
 from support import fakes
 from support.eyes import picture
+from support.numbers import rounding
 from support.training import (
+    additions,
+    assert_near,
     gap_of,
     load,
     make_trainer,
@@ -147,7 +150,7 @@ def test_log_probs_are_those_that_transformers_computes_of_each_sequence_alone(m
     samples = make_seeing(model)
     found = together(make_policy(model), samples, **how)
     for place, expected in enumerate(of_transformers(model, samples, 0.7)):
-        assert found[place] == pytest.approx(expected, abs=1e-5)
+        assert_near(found[place], expected, additions(model))
 
 
 def test_loss_and_gradient_do_not_depend_on_how_pictures_share_rows(model: str) -> None:
@@ -158,9 +161,7 @@ def test_loss_and_gradient_do_not_depend_on_how_pictures_share_rows(model: str) 
     assert abs(expected_loss) > 1e-3
     for order, tokens, ranks in ((samples[::-1], 100, 1), (samples, 100, 3), (samples[4:] + samples[:4], 200, 2)):
         loss, gradients = loss_and_gradient(policy, order, tokens, ranks)
-        assert loss == pytest.approx(expected_loss, abs=1e-6)
-        for gradient, other in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
+        assert_same_loss_and_gradient(loss, gradients, expected_loss, expected, model)
 
 
 def test_a_shared_picture_is_computed_once_and_stands_where_its_tokens_do(tiny_vlm: str) -> None:
@@ -270,7 +271,7 @@ def test_what_is_written_loads_with_its_processor_and_computes_the_same(
     [ids] = processor(text=["Look: <image>"], images=[opened(samples[-1].sequence.images[:1])[0]])["input_ids"]
     assert ids.count(samples[-1].sequence.images[0].placeholder) == 4
     for own, expected in zip(found, of_transformers(str(tmp_path / "model"), samples), strict=True):
-        assert own == pytest.approx(expected, abs=1e-5)
+        assert_near(own, expected, additions(tiny_vlm))
 
 
 def test_an_adapter_is_of_the_language_model_alone(ranks: Ranks, model: str, tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_an_adapter_is_of_the_language_model_alone(ranks: Ranks, model: str, tmp
     export(tmp_path / "adapter", tmp_path / "merged", base=None)
     AutoImageProcessor.from_pretrained(tmp_path / "merged")
     for own, expected in zip(found, of_transformers(str(tmp_path / "merged"), samples), strict=True):
-        assert own == pytest.approx(expected, abs=1e-5)
+        assert_near(own, expected, additions(model))
     with pytest.raises(ConfigError, match=r"no linear layer 'fc1' besides its output head, only .*q_proj"):
         skeleton(config_module.load(None, [f"model.path={model}", "model.lora.targets=[fc1]"]).model)
 
@@ -300,7 +301,7 @@ def test_reference_and_critic_see_the_pictures(ranks: Ranks, tiny_vlm: str) -> N
         known = measured(trainer, samples, returns=1.0)
         own = trainer.logprobs(samples)
         for sample, logprobs in zip(known, own, strict=True):
-            assert list(sample.columns["ref_logprobs"]) == pytest.approx(list(logprobs), abs=1e-6)
+            assert_near(sample.columns["ref_logprobs"], logprobs, additions(tiny_vlm))
         assert trainer.step(known)["critic/grad_norm"] > 0
     critic = make_policy(tiny_vlm, ValueModel)
     torch.nn.init.normal_(critic.model.lm_head.weight)
@@ -350,7 +351,9 @@ def test_a_lie_about_one_vision_matrix_shows_in_the_gap(ranks: Ranks, tiny_vlm: 
         ]
         with make_trainer(ranks, tiny_vlm, "trainer.micro_batch_tokens=200") as trainer:
             gaps[served] = gap_of(trainer, scored)
-    assert gaps[tiny_vlm] < 1e-6 < 1e-4 < gaps[str(folder)]
+    apart = rounding(additions(tiny_vlm))  # of a log-prob; what is measured is a mean over many
+    print("GAPS", gaps, apart)
+    assert gaps[tiny_vlm] < apart < gaps[str(folder)]
 
 
 def test_a_step_is_rehearsed_with_sequences_full_of_pictures(ranks: Ranks, model: str) -> None:

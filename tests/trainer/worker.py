@@ -154,7 +154,8 @@ def matrix(model: str, output: Path, ranks: Ranks) -> None:
         for name, trainer in led(model, ranks, {cell: settings}):
             order = -1 if "reversed" in name else 1
             stats = [trainer.step(make_samples(step)[::order]) for step in range(2)]
-            trainer.export(output / name)
+            save(trainer, output / name)
+            trainer.export(output / name / "model")
             (output / name / "stats.json").write_text(json.dumps(stats))
     policy.CHUNK_TOKENS = 4
 
@@ -224,7 +225,8 @@ def adapter(model: str, output: Path, ranks: Ranks) -> None:
     variants[3] += ("trainer.gradient_checkpointing=true",)
     for stage, trainer in led(model, ranks, variants):
         stats = [trainer.step(make_samples(step)) for step in range(3)]
-        trainer.export(output / str(stage))
+        save(trainer, output / str(stage))
+        trainer.export(output / str(stage) / "model")
         save_file(weights_of(trainer, 4096), output / str(stage) / "streamed")
         (output / str(stage) / "stats.json").write_text(json.dumps(stats))
 
@@ -252,7 +254,7 @@ def updates(model: str, output: Path, ranks: Ranks) -> None:
     settings = (*knobs, *(f"trainer.{one}" for one in plain))
     for stage, trainer in led(model, ranks, {n: (*settings, *one) for n, one in STAGES.items()}):
         metrics = trainer.step(measured(trainer, make_groups(model)), number=3)
-        trainer.export(output / str(stage))
+        save(trainer, output / str(stage))
         (output / str(stage) / "metrics.json").write_text(json.dumps(metrics))
 
 
@@ -342,7 +344,8 @@ def sees(model: str, output: Path, ranks: Ranks) -> None:
         samples = make_seeing(model)
         folder = output / name
         stats = [trainer.step(samples) for _ in range(2)]
-        trainer.export(folder)
+        save(trainer, folder)
+        trainer.export(folder / "model")
         (folder / "stats.json").write_text(json.dumps(stats))
 
 
