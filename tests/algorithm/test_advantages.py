@@ -1,10 +1,14 @@
+import functools
 import math
+import operator
+import random
 from typing import Any
 
 import pytest
 import torch
 
 from hocket.algorithm.advantages import group_advantages
+from hocket.algorithm.choices import total
 from hocket.algorithm.samples import are_equal, whiten
 from support.samples import NORMALISED
 
@@ -39,6 +43,11 @@ def test_whitening_leaves_mean_zero_and_an_unbiased_deviation_of_one() -> None:
     assert whiten(torch.tensor([3.0])).tolist() == [0.0]
     small = torch.tensor([0.0, 0.002], dtype=torch.float64)  # of variance 2e-6, above the least one
     assert whiten(small).tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
+def test_rewards_are_added_in_their_order_so_that_every_machine_has_the_same_sum(rng: random.Random) -> None:
+    values = [rng.gauss(0, 1) * 10 ** rng.randint(-9, 9) for _ in range(64)]
+    assert total(torch.tensor(values, dtype=torch.float64)).item() == functools.reduce(operator.add, values)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,13 @@ def test_an_own_correction_is_the_weight_of_each_token() -> None:  # test_exampl
     assert output.loss.item() == pytest.approx(-2 * (3.0 - 1.0) / 2)  # 16 to the power of 1/4; every ratio is 1
 
 
+@pytest.mark.parametrize("bounds", [(0.5, 1.0), (1.0, 2.0)])
+@pytest.mark.parametrize("name", ["mask", "sequence_mask"])
+def test_a_weight_at_a_bound_is_kept(name: str, bounds: tuple[float, float]) -> None:
+    known = {"log_importance_bt": torch.zeros(1, 1), "mask_bt": torch.ones(1, 1), "sample_bt": torch.tensor([[0]])}
+    assert choose("correction", {"name": name, "bounds": bounds})(**known).tolist() == [[1.0]]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

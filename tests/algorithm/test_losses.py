@@ -101,16 +101,16 @@ OTHERS = {
     **{  # with a correction, ratio and slope are the weight, and every r is 1; bounds: [.5, 5] and [.99, 1.01]
         name: (
             LossConfig(correction=correction),
-            double([[4.8, 1 / 4.8, 1.0], [1.25, 1.25, 1.25]]),
-            torch.ones(2, 3, dtype=torch.float64),
-            -sum(map(sum, weights)) / 6,
-            [[-w / 6 for w in row] for row in weights],
+            double([[4.8, 1 / 4.8, 1.0], [1.05, 1.05, 1.05], [0.95, 0.95, 0.95]]),
+            torch.ones(3, 3, dtype=torch.float64),
+            -sum(map(sum, weights)) / 9,
+            [[-w / 9 for w in row] for row in weights],
         )
         for name, correction, weights in (
-            ("truncate", {"name": "truncate", "bounds": (0.5, 2.0)}, [[2.0, 0.5, 1.0], [1.25, 1.25, 1.25]]),
-            ("mask", "mask", [[4.8, 0.0, 1.0], [1.25, 1.25, 1.25]]),
-            # geometric means (4.8 · 1/4.8 · 1)^⅓ = 1 and 1.25; a token of the one that is kept counts at most 2
-            ("sequence_mask", "sequence_mask", [[2.0, 1 / 4.8, 1.0], [0.0, 0.0, 0.0]]),
+            ("truncate", {"name": "truncate", "bounds": (0.5, 2.0)}, [[2.0, 0.5, 1.0], [1.05] * 3, [0.95] * 3]),
+            ("mask", "mask", [[4.8, 0.0, 1.0], [1.05] * 3, [0.95] * 3]),
+            # geometric means (4.8 · 1/4.8 · 1)^⅓ = 1, 1.05, .95; a token of the one that is kept counts at most 2
+            ("sequence_mask", "sequence_mask", [[2.0, 1 / 4.8, 1.0], [0.0] * 3, [0.0] * 3]),
         )
     },
 }
