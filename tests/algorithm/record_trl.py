@@ -5,6 +5,7 @@
 It writes trl.json beside this file. GRPOTrainer's methods run on a stand-in that has the settings they read.
 """
 
+import dataclasses
 import inspect
 import json
 import textwrap
@@ -33,38 +34,23 @@ CASES: dict[str, dict[str, Any]] = {
 
 def trainer_like(kind: type, inputs: dict[str, Any], settings: dict[str, Any]) -> Any:
     """Returns a stand-in with the settings of a case, on one process that accumulates nothing."""
-    values = {
+    defaults = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    own = {
         "loss_type": "bnpo",
-        "importance_sampling_level": "token",
         "epsilon_low": 0.2,
         "epsilon_high": 0.28,
-        "beta": 0.0,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "use_adaptive_entropy": False,
+        "use_bias_correction_kl": False,
+        "steps_per_generation": 1,
+        "sapo_temperature_neg": 1.0625,  # which float32 has, as TRL makes it one
+        "entropy_target": 1.0,
+        "entropy_coef_max": 0.1,
         "_entropy_bonus_enabled": False,
         "_last_world_entropy": float("inf"),
         "_entropy_window_stats": None,
-        "entropy_coef": 0.0,
-        "use_vllm": False,
         "aux_loss_enabled": False,
         "current_gradient_accumulation_steps": 1,
     }
-    args = {
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "steps_per_generation": 1,
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.0625,  # which float32 has, as TRL makes it one
-        "vespo_k_pos": 2.0,
-        "vespo_lambda_pos": 3.0,
-        "vespo_k_neg": 3.0,
-        "vespo_lambda_neg": 2.0,
-        "entropy_target": 1.0,
-        "entropy_coef_delta": 0.005,
-        "entropy_coef_min": 0.0,
-        "entropy_coef_max": 0.1,
-    }
+    known = defaults | own | settings
     accelerator = SimpleNamespace(
         num_processes=1,
         sync_gradients=True,
@@ -73,7 +59,7 @@ def trainer_like(kind: type, inputs: dict[str, Any], settings: dict[str, Any]) -
         pad_across_processes=lambda x, **_: x,
         reduce=lambda x, **_: x,
     )
-    one = SimpleNamespace(**(values | settings), args=SimpleNamespace(**(args | settings)), accelerator=accelerator)
+    one = SimpleNamespace(**known, args=SimpleNamespace(**known), accelerator=accelerator)
     one.model = SimpleNamespace(training=True)
     one.vllm_importance_sampling_correction = False
     one._metrics = defaultdict(lambda: defaultdict(list))
