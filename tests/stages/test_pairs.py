@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.trainer import worker
 from tests.trainer.conftest import make_model
 from tests.trainer.test_ranks import run_together
 
-from support.training import untimed
+from support.training import POSITIONS, additions, assert_near, untimed
 
 pytestmark = pytest.mark.ranks
+MOVED = 1.5e-3
+"""How far AdamW moves a weight at most: by the worker's SETTINGS half of the rate 1e-3, then the whole."""
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +37,21 @@ def test_steps_on_pairs_are_the_same_whatever_the_micro_batches_the_ranks_and_th
     first = "lora" if "lora" in cell else "ZeRO-0"
     alone, folder = runs / "1" / "pairs-tied" / stage / first, runs / str(size) / "pairs-tied" / stage / cell
     expected, found = (json.loads((one / "found.json").read_text()) for one in (alone, folder))
-    of_layout = {"train/shared", "train/micro_batches"}
+    model = str(runs / "tied")
     for before, now in zip(expected["stats"], found["stats"], strict=True):
-        compared = {key: value for key, value in untimed(before).items() if key not in of_layout}
-        assert now["train/loss"] == pytest.approx(before["train/loss"], abs=1e-6)
-        assert {key: now[key] for key in compared} == pytest.approx(compared, rel=1e-5, abs=5e-6)
+        compared = untimed(before).keys() - {"train/shared"}
+        # Means of sums of log-probs, and what is made of these; the norm is the root of a sum over all weights.
+        assert_near([now[key] for key in compared], [before[key] for key in compared], additions(model) + POSITIONS)
         assert 0.1 < before["train/loss"] < 5
-    assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-6, abs=1e-6)
+    names = expected["evaluated"].keys()
+    assert found["evaluated"].keys() == names
+    assert_near(*([one["evaluated"][key] for key in names] for one in (found, expected)), additions(model) + POSITIONS)
     assert expected["evaluated"]["loss"] < expected["stats"][0]["train/loss"]
     file = "adapter_model.safetensors" if (stage, first) == ("dpo", "lora") else "model.safetensors"
     weights, others = (load_file(one / file) for one in (alone, folder))
     assert weights.keys() == others.keys()
-    for name, tensor in weights.items():
-        gap = (others[name] - tensor).abs()
-        assert int((gap > 1e-6).sum()) < 5, name  # AdamW makes a step of rounding where a gradient is near 0
-        assert float(gap.max()) < 5e-4, name
+    gap = torch.cat([(others[name] - tensor).flatten() for name, tensor in weights.items()])
+    # AdamW takes a step as large as any where a gradient is nothing but rounding, and may do so in the other direction:
+    # a gap of 5 % of all that both steps moved has that of one weight in 1,600. A pair left out moves most of them.
+    assert gap.abs().max() <= 2.1 * MOVED
+    assert gap.norm() < 0.05 * MOVED * len(gap) ** 0.5
