@@ -253,6 +253,7 @@ class LyingServer(Process):
     """A lying server in a process of its own, on which real runs train; its versions lie below folder/runs."""
 
     forked = False  # its workers end with the process that started them, which a forked one is not
+    starts_engine = True
 
     def __init__(self, folder: Path, *settings: str) -> None:
         (folder / "runs").mkdir(parents=True)

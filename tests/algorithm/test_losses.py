@@ -40,11 +40,11 @@ def test_the_metrics_of_importance_weights_by_hand(correction: str) -> None:
 
 @pytest.mark.parametrize(
     ("clip", "low", "high"),
-    [("ppo", 1, 1), ("cispo", 2, 2), ("none", 0, 0)],  # ppo: below where A < 0, above where A > 0
+    [("ppo", 2, 1), ("cispo", 3, 2), ("none", 0, 0)],  # ppo: below where A < 0, above where A > 0
 )
 def test_what_counts_as_clipped_by_hand(clip: str, low: int, high: int) -> None:
-    # The bounds are .9 and 1.3: two ratios lie below, two above, two between.
-    ratio, advantages = double([[0.85, 0.85, 1.35, 1.35, 1.2, 0.95]]), double([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])
+    # The bounds are .9 and 1.3: three ratios lie below, two above, one between.
+    ratio, advantages = double([[0.85, 0.85, 1.35, 1.35, 1.2, 0.8]]), double([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])
     config = LossConfig(clip=clip, clip_low=0.1, clip_high=0.3, correction="none")
     metrics = loss_of(ratio.log(), ratio * 0, advantages, ratio > 0, config=config, num_tokens=6).metrics
     assert (metrics["clip_low"].item(), metrics["clip_high"].item()) == pytest.approx((low / 6, high / 6))

@@ -49,6 +49,7 @@ class TinyServer(Process):
     """A running server of a model, which it saves in its folder."""
 
     forked = True
+    starts_engine = True
 
     def __init__(
         self,
