@@ -12,7 +12,7 @@ from hocket.protocol import manifest
 from support.engines import error_of, make_adapter, make_model, write_version
 from support.tiny_server import TinyServer, adapters_come_and_are_used, load_amid_requests
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ def deliver_well(server: TinyServer, source: Source, *settings: str) -> Any:
     return delivery
 
 
+@pytest.mark.long
 def test_experts_travel_under_the_names_of_their_checkpoint(servers: Any) -> None:
     server = servers("experts float32")
     server.model = make_experts(seed=9)
@@ -41,6 +42,7 @@ def break_off(server: TinyServer, source: Source, bucket: int) -> None:
     server.wait_until(lambda health: health["status"] == "failed")
 
 
+@pytest.mark.long
 def test_both_workers_of_a_tensor_parallel_engine_receive_adapters_and_after_a_failure_weights(servers: Any) -> None:
     server = servers.take("parallel float32 lora")
 
@@ -69,6 +71,7 @@ def test_both_workers_of_a_tensor_parallel_engine_receive_adapters_and_after_a_f
         server.stop()  # its workers never rest: tests after it would take twice as long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_flight", ["keep", "drain", "abort"])
 def test_requests_in_flight_are_kept_drained_or_aborted(server: TinyServer, in_flight: str) -> None:
     def load(seed: int) -> Any:
@@ -89,6 +92,7 @@ def test_whatever_a_vanished_trainer_leaves_half_loaded_the_next_update_is_whole
         server.assert_is()
 
 
+@pytest.mark.long
 def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_comes(server: TinyServer) -> None:
     buckets = [[item.model_dump() for item in bucket] for bucket in Source.of(server.model).layouts]
 

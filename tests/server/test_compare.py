@@ -8,7 +8,7 @@ import pytest
 from support.engines import error_of, flip_a_byte, make_adapter, make_model, publish
 from support.tiny_server import Altering
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def of_every_kind(model: Any) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from support.engines import assert_sampled, make_model, publish
 from support.tiny_server import MAX_LENGTH, TinyServer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 TOKENS = 180
 SAMPLING = {"max_tokens": TOKENS, "temperature": 0.9}

@@ -14,7 +14,7 @@ from hocket.sync.publish import Delivery
 from support.engines import MovingModel
 from support.tiny_server import TinyServer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def assert_serves(server: TinyServer, trainer: MovingModel, delivery: Delivery, version: int) -> None:

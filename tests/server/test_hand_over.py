@@ -19,7 +19,12 @@ def assert_is_only(server: TinyServer, model: Any, other: Any) -> None:
 # old head and says nothing.
 @pytest.mark.parametrize(
     ("variant", "drop"),
-    [("tied float32", True), ("tied float32", False), ("untied float32", False), ("tied bfloat16", True)],
+    [
+        ("tied float32", True),
+        ("tied float32", False),
+        pytest.param("untied float32", False, marks=pytest.mark.long),
+        pytest.param("tied bfloat16", True, marks=pytest.mark.long),
+    ],
 )
 def test_after_a_reload_of_every_weight_the_server_is_the_new_model(servers: Any, variant: str, drop: bool) -> None:
     server = servers(variant)
@@ -33,6 +38,7 @@ def test_after_a_reload_of_every_weight_the_server_is_the_new_model(servers: Any
     server.assert_compares(answer.version)
 
 
+@pytest.mark.long
 def test_experts_are_the_new_ones_after_every_reload(servers: Any) -> None:
     # vLLM's own reload on a CPU copies experts to where its kernel expects packed ones, and says nothing.
     server = servers("experts float32")
@@ -43,6 +49,7 @@ def test_experts_are_the_new_ones_after_every_reload(servers: Any) -> None:
         server.assert_compares(version)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variant", "dtype"), [("tied float32", "bfloat16"), ("tied float32", "float16"), ("tied bfloat16", "float32")]
 )
@@ -68,6 +75,7 @@ def test_a_cached_prompt_is_computed_again_under_new_weights(server: TinyServer)
     server.assert_is(prompt=prompt)
 
 
+@pytest.mark.long
 def test_wrong_bytes_are_noticed_while_loading_and_stop_everything_until_a_good_version(servers: Any) -> None:
     server = servers("untied float32")
     broken = server.root / "broken"

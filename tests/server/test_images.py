@@ -115,6 +115,7 @@ def text_with(rng: random.Random, count: int) -> str:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_the_engine_reads_what_the_processor_makes_of_200_prompts(seeing: Seeing, rng: random.Random) -> None:
     made = []
     for number in range(200):
@@ -126,6 +127,7 @@ def test_the_engine_reads_what_the_processor_makes_of_200_prompts(seeing: Seeing
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_an_adapter_of_the_language_model_is_used_with_images(seeing: Seeing) -> None:
     base = seeing.model
     ends = tuple(f".{name}" for name in MATRICES)
@@ -149,6 +151,7 @@ def test_a_template_that_takes_no_text_but_in_parts_gets_parts() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_ids_that_are_expanded_already_are_refused_with_the_fix(seeing: Seeing) -> None:
     token_ids, images = seeing.expanded(LOOK, [GOOD, GOOD])
     prompt = {**prompt_input(token_ids, images), "token_ids": token_ids}
@@ -160,6 +163,7 @@ def test_ids_that_are_expanded_already_are_refused_with_the_fix(seeing: Seeing) 
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_ids_beyond_the_vocabulary_and_too_many_pixels_together_are_refused(seeing: Seeing) -> None:
     placeholder = seeing.processor.image_token_id
     prompt = {"token_ids": [5, placeholder, 10**6], "images": [coded(GOOD)]}
@@ -173,6 +177,7 @@ def test_ids_beyond_the_vocabulary_and_too_many_pixels_together_are_refused(seei
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_the_image_token_ends_an_answer_and_is_refused_in_an_agent_s_texts(seeing: Seeing) -> None:
     placeholder = seeing.processor.image_token_id
     sampling = {"max_tokens": 60, "seed": 1, "temperature": 2.0}
@@ -185,6 +190,7 @@ def test_the_image_token_ends_an_answer_and_is_refused_in_an_agent_s_texts(seein
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_new_weights_amid_a_request_see_its_images_anew(seeing: Seeing) -> None:
     files = [eyes.picture(1), eyes.picture(2)]
     token_ids, images = seeing.expanded(LOOK, files)
@@ -206,6 +212,7 @@ def test_new_weights_amid_a_request_see_its_images_anew(seeing: Seeing) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_images_are_seen_by_the_weights_that_are_loaded_and_each_of_these_is_compared(seeing: Seeing) -> None:
     old = seeing.model
     seeing.assert_sees_as(old)
@@ -225,6 +232,7 @@ def test_images_are_seen_by_the_weights_that_are_loaded_and_each_of_these_is_com
 
 
 @pytest.mark.engine
+@pytest.mark.long
 async def test_changes_alone_bring_the_weights_that_see(seeing: Seeing) -> None:
     trainer = MovingModel(seeing.model)
     disk = trainer.deltas(f"run.dir={seeing.root}/b")
@@ -246,6 +254,7 @@ def chat_of(*urls: str) -> list[Any]:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_an_agent_s_images_are_recorded_with_the_tokens_that_they_were(seeing: Seeing, remote: str) -> None:
     session_id, agent = seeing.open_session(max_calls=8, max_tokens=6, seed=3)
     files = [eyes.picture(4), GOOD, eyes.picture(5)]
@@ -319,6 +328,7 @@ BAD: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_image_is_refused_by_its_number_with_the_fix(seeing: Seeing, remote: str, kind: str) -> None:
     bad, said = BAD[kind]

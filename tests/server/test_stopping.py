@@ -15,7 +15,7 @@ from support.engines import error_of, make_model, make_tokenizer, publish
 from support.processes import ROOT, START_S, Command, Process, free_port
 from support.tiny_server import MAX_LENGTH
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 30) -> None:

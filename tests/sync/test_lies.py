@@ -112,12 +112,14 @@ def hold(found: tuple[int, str], expected: tuple[int, str], lie: str) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie[0].replace(" ", "-"))
 def test_a_server_that_lies_stops_the_run(outcomes: Outcomes, lie: tuple[str, ...]) -> None:
     hold(outcomes[lie], LIES[lie], lie[0])
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.parametrize("lie", OF_VISION, ids=lambda lie: lie[0].replace(" ", "-"))
 def test_a_server_that_lies_about_a_vision_tower_stops_the_run(
     outcomes_of_vision: Outcomes, lie: tuple[str, ...]

@@ -30,6 +30,7 @@ def numbers_of(policy: Policy, count: int, device: str = "cpu") -> list[Tensor]:
     return [logprobs_bt.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_layers_have_the_numbers_of_eager_ones_and_are_not_compiled_for_every_row(
     backend: str, tied_model: str, monkeypatch: pytest.MonkeyPatch
