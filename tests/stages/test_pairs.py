@@ -1,6 +1,8 @@
 """Pairs on several ranks: a step on them is the same however it is divided."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,26 +20,31 @@ MOVED = 1.5e-3
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Gives the folder of the runs of so many ranks, beside the model's."""
     root = tmp_path_factory.mktemp("pairs")
     model = make_model(root / "tied", tied=True)
-    for size in (1, 2, 3):
+
+    @functools.cache
+    def of_ranks(size: int) -> Path:
         run_together(size, root / str(size), [("pairs", model)])
-    return root
+        return root / str(size) / "pairs-tied"
+
+    return of_ranks
 
 
 @pytest.mark.parametrize("stage", ["dpo", "rm"])
 @pytest.mark.parametrize("cell", worker.PAIRS)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_steps_on_pairs_are_the_same_whatever_the_micro_batches_the_ranks_and_the_zero_stage(
-    runs: Path, stage: str, cell: str, size: int
+    runs: Callable[[int], Path], stage: str, cell: str, size: int
 ) -> None:
     if (cell, size) == ("rows divided", 3):
         pytest.skip("three ranks can't divide four heads")
     first = "lora" if "lora" in cell else "ZeRO-0"
-    alone, folder = runs / "1" / "pairs-tied" / stage / first, runs / str(size) / "pairs-tied" / stage / cell
+    alone, folder = runs(1) / stage / first, runs(size) / stage / cell
     expected, found = (json.loads((one / "found.json").read_text()) for one in (alone, folder))
-    model = str(runs / "tied")
+    model = str(runs(1).parents[1] / "tied")
     for before, now in zip(expected["stats"], found["stats"], strict=True):
         compared = untimed(before).keys() - {"train/shared"}
         # Means of sums of log-probs, and what is made of these; the norm is the root of a sum over all weights.
