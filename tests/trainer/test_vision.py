@@ -338,7 +338,6 @@ def test_a_lie_about_one_vision_matrix_shows_in_the_gap(ranks: Ranks, tiny_vlm: 
         with make_trainer(ranks, tiny_vlm, "trainer.micro_batch_tokens=200") as trainer:
             gaps[served] = training.gap_of(trainer, scored)
     apart = rounding(additions(tiny_vlm))  # of a log-prob; what is measured is a mean over many
-    print("GAPS", gaps, apart)
     assert gaps[tiny_vlm] < apart < gaps[str(folder)]
 
 
