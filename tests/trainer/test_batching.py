@@ -191,3 +191,10 @@ def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_p
     found = {place: row for share in shares for place, row in share.items()}
     assert sum(map(len, shares)) == 5
     assert [found[place] for place in range(5)] == [{"values": row} for row in expected]
+
+
+def test_ranks_get_shorter_runs_where_longer_ones_can_not_be_dealt_evenly() -> None:
+    # Of 88 positions, 8 in common: halves of all 968 would be runs of 5, 5 and 2; quarters are six of 2, three each.
+    samples = [sample(*range(8), *[20 + number] * 81, prompt=8) for number in range(12)]
+    ranks = pack(samples, share=math.inf, num_ranks=2)
+    assert [sum(row.input_ids_br.numel() for row in rank) for rank in ranks] == [88 + 5 * 80] * 2
