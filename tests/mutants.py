@@ -392,6 +392,7 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
     try:
         sys.exit(main(parser().parse_args()))
     except KeyboardInterrupt:

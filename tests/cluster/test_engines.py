@@ -45,6 +45,14 @@ def render(engine: str, settings: list[str], gpus_per_node: int = 8) -> dict[str
     return engines.render(engine, settings, gpus_per_node, output=None, root=SHARED, python=PYTHON)[2]
 
 
+def write(engine: str, settings: list[str], gpus_per_node: int, folder: Path, root: Path, python: str) -> None:
+    """Writes the files into a folder, as of a checkout at `root`."""
+    for name, text in engines.render(engine, settings, gpus_per_node, output=folder, root=root, python=python)[
+        2
+    ].items():
+        (folder / name).write_text(text)
+
+
 @pytest.fixture(autouse=True)
 def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -128,12 +136,9 @@ echo "${#HOCKET_TOKEN} $*" >> "$CALLS"
 def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trainer_does(tmp_path: Path) -> None:
     # nodes of 4 GPUs: servers of 2 GPUs, so 2 + 1 on 2 nodes; 8 ranks on 2 nodes
     sizes = ["launch.servers=3", "server.tensor_parallel_size=2", "launch.trainers=8"]
-    settings = [EXAMPLE, f"run.dir={tmp_path}/run", *sizes]
-    _, _, files = engines.render("slurm", settings, 4, output=tmp_path, root=tmp_path, python="python3")
+    write("slurm", [EXAMPLE, f"run.dir={tmp_path}/run", *sizes], 4, tmp_path, tmp_path, "python3")
     for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'n%s\\n' 1 2 3 4\n")):
         write_program(tmp_path / name, text)
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
     calls = tmp_path / "calls"
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
     env |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[1-4]"}
@@ -152,10 +157,8 @@ def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trai
 @pytest.mark.parametrize(("own", "length"), [({}, 32), ({"HOCKET_TOKEN": "of-my-own"}, 9)])
 def test_a_batch_script_for_one_node_has_a_token_too(own: dict[str, str], length: int, tmp_path: Path) -> None:
     settings = [*CASES["slurm_one_node"][1], "server.token=never-in-a-file"]
-    _, _, files = engines.render("slurm", settings, 8, output=tmp_path, root=tmp_path, python=f"{tmp_path}/python")
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-        assert "never-in-a-file" not in text
+    write("slurm", settings, 8, tmp_path, tmp_path, f"{tmp_path}/python")
+    assert not any("never-in-a-file" in path.read_text() for path in tmp_path.iterdir())
     write_program(tmp_path / "python", "#!/usr/bin/env bash\necho ${#HOCKET_TOKEN} $*\n")
     env = {"PATH": os.environ["PATH"], **own}
     said = subprocess.run(["bash", tmp_path / "job.sh"], env=env, stdout=subprocess.PIPE, text=True, timeout=60).stdout
@@ -230,12 +233,11 @@ def fake_ray(ends: Sequence[tuple[int, object]] = ()) -> MagicMock:
 
 def job_of(ray: MagicMock, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the names of a Ray job that runs in this checkout, and writes into a folder."""
-    settings = [*CASES["ray"][1], f"run.dir={folder}/run"]
-    _, _, files = engines.render("ray", settings, 4, output=folder, root=ROOT, python=sys.executable)
+    write("ray", [*CASES["ray"][1], f"run.dir={folder}/run"], 4, folder, ROOT, sys.executable)
     for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, name, ray)
     job: dict[str, Any] = {"__name__": "job"}
-    exec(compile(files["ray_job.py"], "ray_job.py", "exec"), job)
+    exec(compile((folder / "ray_job.py").read_text(), "ray_job.py", "exec"), job)
     return job
 
 

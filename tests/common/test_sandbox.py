@@ -116,17 +116,10 @@ HOSTILE = {
     "leaves a file": "import os; open('FOLDER/left', 'w')",
 }
 OTHERWISE_ALONE = {"goes up", "sees processes"}  # it sees names of files, but nothing of what they hold
-LIMITS = [  # each in a run of its own
-    "kills its parent",
-    "takes memory",
-    "fills the disk",
-    "one large file",
-    "opens many files",
-    "forks",
-    "starts threads",
-    "prints",
-    "segfaults",
-]
+LIMITS = (  # each in a run of its own
+    *("kills its parent", "takes memory", "fills the disk", "one large file", "opens many files"),
+    *("forks", "starts threads", "prints", "segfaults"),
+)
 TRIES_EACH = """
 import os
 for name, code in {programs}.items():
