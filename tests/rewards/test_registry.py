@@ -233,8 +233,8 @@ async def test_a_group_is_ranked_in_one_call_without_the_rollouts_that_failed(
 
 
 async def test_a_group_may_say_more_than_a_rollout(scores_of: Scores) -> None:
-    texts = list(map(str, range(40)))  # 2 kB each are more than the 64 kB of one
-    for score in await scores_of({"longest": 1.0}, *texts, answer="[{'a' * 1000: 0.5, 'b' * 1000: 0.5}] * 40"):
+    texts = list(map(str, range(100)))  # 2 kB each, in more than twice the 64 kB of one
+    for score in await scores_of({"longest": 1.0}, *texts, answer="[{'a' * 1000: 0.5, 'b' * 1000: 0.5}] * 100"):
         assert (score.error, score.total) == (None, 1.0)
 
 
