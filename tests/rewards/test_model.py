@@ -15,11 +15,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from hocket.errors import ConfigError
 from hocket.types import Rollout
 from support.episodes import Scorers, make_rollout
+from support.numbers import rounding
 
 TEMPLATE = "{% for m in messages %}{{ '^' if m.role == 'assistant' else '#' }}{{ m.content }}<eos>{% endfor %}"
 SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.5, "pad_token_id": 0}
 TEXTS = ["abcd", "a", "dcba dcba", ""]
+CLOSE = 8 * rounding(2 * (6 * 16 + 64 + 32) + 32)
+"""How far two logits may lie apart. On the way are, in each of two layers, four products with 16 numbers, two norms,
+attention over at most 64 tokens, and a product with 32; then norm and head, whose sum of 16 products of weights around
+0.5 with numbers around 1 is 8 at most."""
 
 
 def made(folder: Path, kind: str, *, template: str | None = None, **changes: Any) -> str:
@@ -87,7 +92,7 @@ async def test_a_group_gets_what_transformers_gives_each_completion_alone(
     scores = await scorer_of({"reward_model": options | {"path": path}}, timeout_s=1e-9).score_group(rollouts)
     expected = [float(read(by_hand(path, rollout))) for rollout in rollouts]
     assert max(expected) - min(expected) > 0.01
-    assert [score.total for score in scores] == pytest.approx(expected, abs=1e-5)
+    assert [score.total for score in scores] == pytest.approx(expected, abs=CLOSE)
 
 
 async def test_what_is_too_long_or_can_not_be_encoded_is_an_error_and_the_others_have_their_scores(
@@ -100,7 +105,7 @@ async def test_what_is_too_long_or_can_not_be_encoded_is_an_error_and_the_others
     assert "have 65 tokens, more than the 64 that" in str(long.error)
     assert "TextEncodeInput" in str(half.error)
     expected = [float(by_hand(path, rollouts[i])[0]) for i in (0, 3)]
-    assert [whole.total, short.total] == pytest.approx(expected, abs=1e-5)
+    assert [whole.total, short.total] == pytest.approx(expected, abs=CLOSE)
     scores = await scorer_of({"reward_model": {"path": path, "max_length": 24}}).score_group(rollouts)
     assert [score.error is None for score in scores] == [False, False, False, True]
 

@@ -4,7 +4,6 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -12,9 +11,11 @@ import pytest
 
 from hocket.common.registry import load_plugins
 from hocket.errors import ConfigError, RewardError
+from hocket.rewards import RetryError
 from hocket.rewards.scorer import NUM_WORKERS, refuse_failing
 from hocket.types import Group, Score
-from support.episodes import Register, Scorers, Scores, make_rollout
+from support import fakes
+from support.episodes import Register, Scorers, Scores, make_rollout, until
 from support.processes import wait_for
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -52,8 +53,9 @@ def forger(completion):
     frame = sys._getframe()
     while "number" not in frame.f_locals:
         frame = frame.f_back
-    answer = [frame.f_locals["number"].decode(), {"total": json.loads(completion)}]
-    os.write(int(sys.argv[1]), json.dumps(answer).encode() + b"\\n")
+    totals, _, more = completion.partition(" ")
+    answer = [frame.f_locals["number"].decode(), *({"total": one} for one in json.loads(f"[{totals}]"))]
+    os.write(int(sys.argv[1]), json.dumps(answer).encode() + b"\\n" + more.encode())
     time.sleep(3600)
 
 @reward("sleepy")
@@ -120,9 +122,18 @@ async def test_a_failing_reward_is_an_error_and_never_zero(scorer_of: Scorers, p
 
 
 @pytest.mark.usefixtures("one_worker")
-@pytest.mark.parametrize(("total", "error"), [('"lots"', "returned str"), ("NaN", "returned nan"), ("1.0", "")])
-async def test_an_answer_that_a_reward_forges_is_read_like_a_result(scores_of: Scores, total: str, error: str) -> None:
-    (score,) = await scores_of({"forger": 1.0}, total)
+@pytest.mark.parametrize(
+    ("forged", "error"),
+    [
+        ('"lots"', "returned str"),
+        ("NaN", "returned nan"),
+        ("1.0", ""),
+        ("1.0,1.0", "its worker process answered with something else"),  # scores of two
+        ("1.0 [", "its worker process answered with something else"),  # and more behind it
+    ],
+)
+async def test_an_answer_that_a_reward_forges_is_read_like_a_result(scores_of: Scores, forged: str, error: str) -> None:
+    (score,) = await scores_of({"forger": 1.0}, forged)
     assert str(score.error).startswith(f"forger: {error}" if error else "None")
 
 
@@ -131,21 +142,21 @@ async def test_a_reward_that_hangs_ends_at_the_deadline_with_all_that_it_started
 ) -> None:
     scorer = scorer_of({"picky": 1.0}, timeout_s=3)
     hanging = asyncio.create_task(scorer.score(make_rollout("child")))  # it waits for a program of its own
-    await _until(lambda: _sleeps(plugin))
+    await until(lambda: _sleeps(plugin))
     scorer._calls._timeout_s = 60  # of the others, which are not about the speed of the machine
     others = await scorer.score_group([make_rollout("fine")] * 60)
     assert {(score.total, score.error) for score in others} == {(0.75, None)}
     assert (await hanging).error == "picky: no result within 3 s; its worker process was ended"
-    await _until(lambda: not _sleeps(plugin))
+    await until(lambda: not _sleeps(plugin))
 
 
 async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, plugin: Path) -> None:
     scorer = scorer_of({"picky": 1.0}, timeout_s=3600)
     score = asyncio.create_task(scorer.score(make_rollout("child")))
-    await _until(lambda: _sleeps(plugin))
+    await until(lambda: _sleeps(plugin))
     await asyncio.to_thread(scorer._calls.__exit__)
     assert (await score).error is not None
-    await _until(lambda: not _sleeps(plugin))
+    await until(lambda: not _sleeps(plugin))
     assert "closed" in str((await scorer.score(make_rollout("fine"))).error)
 
 
@@ -157,15 +168,15 @@ async def test_an_async_reward_that_hangs_is_cancelled_and_one_that_ignores_that
     for name in ("slow_judge", "stubborn", "spent"):
         scorer = scorer_of({name: 1.0}, timeout_s=0.2)
         assert (await scorer.score(make_rollout("hang"))).error == f"{name}: no result within 0.2 s"
-    await _until(lambda: not _tasks_of("slow_judge"))
+    await until(lambda: not _tasks_of("slow_judge"))
     for task in _tasks_of("stubborn"):
         task.cancel()
     score = asyncio.create_task(scorer_of({"slow_judge": 1.0}, timeout_s=3600).score(make_rollout("hang")))
-    await _until(lambda: bool(_tasks_of("slow_judge")))
+    await until(lambda: bool(_tasks_of("slow_judge")))
     score.cancel()
     with pytest.raises(asyncio.CancelledError):
         await score
-    await _until(lambda: not _tasks_of("slow_judge"))
+    await until(lambda: not _tasks_of("slow_judge"))
     gc.collect()
     assert reported == []  # nor what one raises that nobody waits for
 
@@ -192,8 +203,12 @@ def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop_after_canc
 
 def test_a_worker_reward_that_no_other_process_can_reach_is_refused(scorer_of: Scorers, register: Register) -> None:
     register("local", lambda completion: 0.0, inline=False)
-    with pytest.raises(ConfigError, match="define it at the top level of a Python file named under plugins"):
-        scorer_of({"local": 1.0})
+    typed = lambda completion: 0.0  # noqa: E731 - as at a prompt
+    typed.__module__, typed.__qualname__ = "__main__", "typed"
+    register("typed", typed, inline=False)
+    for name in ("local", "typed"):
+        with pytest.raises(ConfigError, match="define it at the top level of a Python file named under plugins"):
+            scorer_of({name: 1.0})
 
 
 async def test_an_inline_reward_of_one_s_own_needs_no_worker(scores_of: Scores, register: Register) -> None:
@@ -209,6 +224,45 @@ async def test_a_plugin_that_only_loads_here_says_so(scores_of: Scores, tmp_path
     file.unlink()
     for score in await scores_of({"vanishing": 1.0}, "a", "b"):
         assert "can't load it" in str(score.error)
+
+
+async def test_a_plugin_that_takes_for_ever_to_load_says_so(scores_of: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.rewards.scorer.START_TIMEOUT_S", 1e-3)
+    (score,) = await scores_of({"vowels": 1.0}, "a")
+    assert str(score.error).startswith("vowels: its worker process can't load it: no result within 0.001 s")
+
+
+@pytest.mark.parametrize(("error", "ends"), [(RetryError("busy"), True), (ValueError("wrong"), False)])
+async def test_refusals_call_after_call_end_the_run_and_errors_never_do(
+    scores_of: Scores, register: Register, monkeypatch: pytest.MonkeyPatch, error: Exception, ends: bool
+) -> None:
+    monkeypatch.setattr("hocket.rewards.scorer.FIRST_LATE", 3)
+    monkeypatch.setattr("hocket.rewards.scorer.MOST_LATE", 3)
+
+    async def raises(completion: str) -> float:
+        raise error
+
+    register("raises", raises)
+    functions = {"raises": {"retries": 0}}
+    assert all(one.error for one in await scores_of(functions, "a", "b"))
+    with pytest.raises(RewardError, match="gives no results, call after call") if ends else contextlib.nullcontext():
+        assert all(one.error for one in await scores_of(functions, "a", "b", "c"))
+
+
+def test_silence_is_said_once_a_while_and_only_where_no_call_has_ended(
+    scorer_of: Scorers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    clock = fakes.Clock()
+    monkeypatch.setattr("hocket.rewards.scorer.time", clock)
+    scorer = scorer_of({"exact_match": 1.0})
+    asyncio.run(scorer.score(make_rollout()))  # a call ends now
+    said = []
+    for seconds in (9.0, 1.0, 9.0, 1.0):
+        clock.now += seconds
+        scorer._calls._tell_silence("exact_match")
+        said.append(caplog.text.count("no call has ended for 10 s"))
+    assert said == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("reward", ["slow_judge", "sleepy"])  # async, in a worker
@@ -241,15 +295,9 @@ async def test_a_reward_that_gives_no_result_is_said_while_it_is_waited_for_and_
 def test_too_many_failed_scores_stop_the_run_with_the_first_cause() -> None:
     scores = (Score(total=1.0), Score(total=0.0, error="math: hung"), Score(total=0.0, error="math: raised"))
     group = Group(id="g", rollouts=(make_rollout(),) * 3, scores=scores)
-    refuse_failing([group], 0.7)  # two of three
+    refuse_failing([group], 2 / 3)
     with pytest.raises(RewardError, match=r"2 of 3 scores failed.*math: hung"):
         refuse_failing([group], 0.6)
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):  # which only ends a test that fails anyway
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 def _sleeps(plugin: Path) -> bool:

@@ -89,6 +89,7 @@ TOOK = "its worker process ended: it took more than 1000 MiB or 20 processes"
         ("time.sleep(600)", HANGS),
         ("os.kill(os.getppid(), signal.SIGSTOP) or time.sleep(600)", HANGS),
         ("os.write(descriptor, b'[') and time.sleep(600)", HANGS),  # half an answer
+        ("(lambda to: [os.write(to, b'[') and time.sleep(0.2) for _ in range(20)])(descriptor)", HANGS),  # bit by bit
         ("re.match('(a+)+$', 'a' * 64 + 'b')", HANGS),  # holds the interpreter's lock
         ("[fork_and_sleep() for _ in range(1000)]", TOOK),
         ("[bytearray(os.urandom(1 << 20)) * 100 for _ in range(100)]", TOOK),
@@ -189,7 +190,8 @@ async def test_a_million_lines_are_dropped_after_the_first(
 ) -> None:
     monkeypatch.setattr("hocket.rewards.scorer.MAX_LINES", 10)
     with scorer_of_all(TORTURE) as scorer:
-        assert (await scorer.score(make_rollout("print(0) or print(1) or print('again\\n' * 10**6) or 1.0"))).total == 1
+        prints = "print(0) or print(1) or print('again\\n' * 10**6, file=sys.stderr) or 1.0"
+        assert (await scorer.score(make_rollout(prints))).total == 1
         shown = wait_for(lambda: (text := capfd.readouterr().err).count("\n") == 11 and text, "it is shown")
         assert shown.split("\n")[:2] == ["0", "1"]
         assert shown.endswith("rewards have printed more: it is not shown\n")

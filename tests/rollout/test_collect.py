@@ -22,11 +22,11 @@ async def score_of(rollout: Rollout) -> Score:
     return Score(total=float(rollout.text))
 
 
-async def test_each_rollout_is_scored_as_it_ends_while_others_are_played() -> None:
+async def test_each_rollout_is_scored_as_it_ends_while_others_are_played_and_stands_in_its_place() -> None:
     scored, go_on = [], asyncio.Event()
 
     async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        if seat.number == 3:
+        if seat.number == 0:
             await go_on.wait()
         return await at_once(prompt, seat)
 
@@ -34,16 +34,23 @@ async def test_each_rollout_is_scored_as_it_ends_while_others_are_played() -> No
         scored.append(rollout.id)
         if len(scored) == 3:
             go_on.set()
-        return Score(total=1.0)
+        return await score_of(rollout)
 
     batch = await gathered(PROMPTS[:2], play, score, group_size=2)
-    assert scored == ["s/0/0", "s/0/1", "s/1/0", "s/1/1"]
+    assert scored == ["s/0/1", "s/1/0", "s/1/1", "s/0/0"]
+    assert [[rollout.id for rollout in group.rollouts] for group in batch.groups] == [
+        ["s/0/0", "s/0/1"],
+        ["s/1/0", "s/1/1"],
+    ]
+    assert [[score.total for score in group.scores] for group in batch.groups] == [[0.0, 1.0], [2.0, 3.0]]
     assert batch.started < batch.generated
 
 
 @pytest.mark.parametrize("trial", range(20))
-async def test_the_batch_is_the_shortest_beginning_of_the_stream_that_has_enough_whatever_is_fast(trial: int) -> None:
-    draw = random.Random(trial)
+async def test_the_batch_is_the_shortest_beginning_of_the_stream_that_has_enough_whatever_is_fast(
+    trial: int, seed: int
+) -> None:
+    draw = random.Random(f"{seed}: {trial}")
     dull = {prompt.id for prompt in PROMPTS if draw.random() < trial / 20}  # up to nearly all
     delays = [draw.random() / 200 for _ in PROMPTS]
 
