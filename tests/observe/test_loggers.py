@@ -22,6 +22,7 @@ from hocket.observe.loggers import COLUMNS, LOGGERS, Table
 from hocket.observe.run_folder import RunFolder
 from hocket.types import Prompt, Score
 from support import fakes
+from support.processes import START_S
 from support.records import group, sequence
 from support.service import Answer, Headers, Service
 
@@ -199,13 +200,14 @@ async def test_the_page_s_logger_of_one_s_own_tells_a_chat_of_each_evaluation(tm
     assert told == [{"text": "mine, step 3: 0.500"}]
 
 
-def needs(package: str) -> None:
+def needs(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
+    monkeypatch.setattr(loggers, "CLOSE_S", START_S)  # a busy machine takes minutes to import some of them
 
 
-def test_tensorboard_reads_a_resumed_run_as_one(tmp_path: Path) -> None:
-    needs("tensorboard")
+def test_tensorboard_reads_a_resumed_run_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("tensorboard", monkeypatch)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run(tmp_path, "tensorboard", steps=range(4))
@@ -220,8 +222,8 @@ def test_tensorboard_reads_a_resumed_run_as_one(tmp_path: Path) -> None:
     assert "<code>m: so</code>" in texts["rollouts/text_summary"]
 
 
-def test_wandb_reads_a_resumed_run_as_one_without_a_network(tmp_path: Path) -> None:
-    needs("wandb")
+def test_wandb_reads_a_resumed_run_as_one_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("wandb", monkeypatch)
     said: list[str] = []
     chosen = "[{name: wandb, mode: offline, project: tests}]"
     run(tmp_path, chosen, steps=range(4), say=said.append)
@@ -244,11 +246,11 @@ def test_wandb_reads_a_resumed_run_as_one_without_a_network(tmp_path: Path) -> N
 
 def inspect(part: Path) -> Any:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(part)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=START_S).stdout)
 
 
 def test_wandb_without_a_key_asks_nothing_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("wandb")
+    needs("wandb", monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -259,12 +261,13 @@ def test_wandb_without_a_key_asks_nothing_and_says_what_to_do(tmp_path: Path, mo
     )
 
 
-def test_trackio_reads_a_resumed_run_as_one(tmp_path: Path) -> None:
-    needs("trackio")
+def test_trackio_reads_a_resumed_run_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("trackio", monkeypatch)
     code = """
 import sys, test_loggers
 from pathlib import Path
 folder = Path(sys.argv[1])
+test_loggers.loggers.CLOSE_S = 300
 test_loggers.run(folder, "trackio", steps=range(4))
 test_loggers.run(folder, "trackio", steps=range(2, 5))
 import json, trackio
@@ -281,7 +284,7 @@ print(json.dumps([run.name, run.config, rows], default=str))
         [sys.executable, "-c", code, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=START_S,
         env={**paths, "HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
@@ -295,7 +298,7 @@ print(json.dumps([run.name, run.config, rows], default=str))
 
 
 def test_mlflow_reads_a_resumed_run_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("mlflow")
+    needs("mlflow", monkeypatch)
     from mlflow import MlflowClient
     from mlflow.artifacts import load_dict
 
