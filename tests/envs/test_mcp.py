@@ -82,8 +82,8 @@ def kept_up(port: int) -> Iterator[None]:
 @needs_mcp
 async def test_tools_of_a_server_stand_beside_functions_and_answer_with_their_text(environment: None) -> None:
     stdio = {"command": COMMAND, "env": ["PYTHONPATH", "A_KEY"], "tools": ["counted", "variable", "sleep", "pid"]}
-    first = tools(stdio, tools=["calculate"], call_timeout_s=5)
-    second = tools(stdio, tools=["calculate"])
+    first = tools(stdio, tools=["calculate"], call_timeout_s=START_S)  # in which the server has to start, too
+    second = tools(stdio, tools=["calculate"], call_timeout_s=START_S)
     assert first.toolbox is not None
     names = [tool["function"]["name"] for tool in first.toolbox.tools]
     assert names == ["calculate", "counted", "variable", "sleep", "pid"]
@@ -93,10 +93,12 @@ async def test_tools_of_a_server_stand_beside_functions_and_answer_with_their_te
     assert redacted("abcdefgh-1234") == "[secret]"
     assert await said(first, call("counted"), call("variable", name="HOCKET")) == ["2", "none"]
     assert await said(second, call("counted")) == ["1"]  # a session of its own, so a process
+    first.step_timeout_s = 5
     (late, wrong) = await said(first, call("sleep", seconds=20), call("variable", nome="x"))
     assert late == "error: no result within 5 s"
     assert wrong.startswith("error: ")
     assert (first.metrics["tool/variable/calls"], first.metrics["tool/variable/errors"]) == (3, 1)
+    first.step_timeout_s = START_S
     (pid,) = await said(first, call("pid"))
     await asyncio.gather(first.close(), second.close())
     for _ in range(400):  # the process ends with its session
