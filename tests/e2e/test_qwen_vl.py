@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import transformers
 
-from support.eyes import TEMPLATE, TOKENIZER, picture, write
+from support.eyes import TEMPLATE, picture, write
 from support.processes import START_S, Process, free_port
+from support.tokenizers import shipped
 
 pytest.importorskip("torchvision")
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -43,7 +44,7 @@ def digits(completion: str) -> float:
 
 def make(family: str, folder: Path) -> None:
     """Writes a random model of three layers with the family's processor."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer = shipped()
     tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *WORDS]})
     (start, end, image, video) = tokenizer.convert_tokens_to_ids(WORDS)
     eyes, rope = FAMILIES[family]

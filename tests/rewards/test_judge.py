@@ -249,7 +249,7 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
             other.execute("BEGIN IMMEDIATE")
             assert (await score("7")).total == 0.7  # not held up either
             waits = asyncio.ensure_future(score("7"))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             assert not waits.done()
             other.execute("COMMIT")
         assert (await waits).parts["judge/calls"] == 0

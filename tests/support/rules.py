@@ -1,6 +1,7 @@
 """What a test that is not marked long may not do: start a second engine, or sleep."""
 
 import dis
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -46,31 +47,36 @@ def started(functions: set[types.FunctionType]) -> int:
     return engines
 
 
-def globals_of(function: types.FunctionType) -> Iterator[Any]:
-    """Yields the values of the global names in a function's code, as often as they occur."""
+@functools.cache  # a function has as many tests as sets of parameters
+def globals_of(function: types.FunctionType) -> list[Any]:
+    """Returns the values of the global names in a function's code, as often as they occur."""
+    names = (loaded.argval for loaded in loads(function) if loaded.opname == "LOAD_GLOBAL")
+    return [function.__globals__.get(name) for name in names]
+
+
+@functools.cache
+def first_words(function: types.FunctionType) -> list[str]:
+    """Returns the texts in a function's code, and the first ones of its lists of texts."""
+    values = (loaded.argval for loaded in loads(function) if loaded.opname == "LOAD_CONST")
+    return [str(value[0] if isinstance(value, tuple) and value else value) for value in values]
+
+
+def loads(function: types.FunctionType) -> Iterator[dis.Instruction]:
     for code in codes(function.__code__):
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "LOAD_GLOBAL":
-                yield function.__globals__.get(instruction.argval)
+        yield from dis.get_instructions(code)
 
 
-def first_words(function: types.FunctionType) -> Iterator[str]:
-    """Yields the texts in a function's code, and the first ones of its lists of texts."""
-    for code in codes(function.__code__):
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "LOAD_CONST":
-                value = instruction.argval
-                yield value[0] if isinstance(value, tuple) and value and isinstance(value[0], str) else str(value)
-
-
-def slept(code: types.CodeType) -> Iterator[float]:
-    """Yields the seconds that the calls of `time.sleep` and `asyncio.sleep` name in a test itself."""
+@functools.cache
+def slept(code: types.CodeType) -> list[float]:
+    """Returns the seconds that the calls of `time.sleep` and `asyncio.sleep` name in a test itself."""
+    seconds = []
     instructions = list(dis.get_instructions(code))
     for index, instruction in enumerate(instructions):
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval == "sleep":
             following = instructions[index + 1]
             if following.opname == "LOAD_CONST" and isinstance(following.argval, int | float):
-                yield following.argval
+                seconds.append(following.argval)
+    return seconds
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
