@@ -76,32 +76,39 @@ def stuck(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def runs(
-    stuck: dict[str, list[Rank]],
-    tied_model: str,
-    untied_model: str,
-    experts_model: str,
-    tiny_vlm: str,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[int, Path]:
+def runs(stuck: dict[str, list[Rank]], tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By number of ranks, the folder with one for each SCENARIO-MODEL of worker.py.
 
     All of them run among the same ranks, to pay the start of these once; only what takes up the work of two ranks
     needs one that starts after them.
     """
     root = tmp_path_factory.mktemp("ranks")
-    folders = {size: root / str(size) for size in (1, 2)}
-    both = [(scenario, tied_model) for scenario in ("stages", "matrix", "adapter", "updates", "splits")]
+    folders = {size: root / str(size) for size in (1, 2)}  # where "resumes" finds them
+    both = [("stages", tied_model), ("updates", tied_model)]
+    run_together(1, folders[1], both)
+    run_together(2, folders[2], [*both, ("beside", tied_model), ("resumes", tied_model)])
+    run_together(1, folders[1], [("resumes", tied_model)])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def more_runs(
+    tied_model: str,
+    untied_model: str,
+    experts_model: str,
+    tiny_vlm: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[int, Path]:
+    """The same for what takes minutes."""
+    root = tmp_path_factory.mktemp("more-ranks")
+    folders = {size: root / str(size) for size in (1, 2, 3, 4)}
+    both = [(scenario, tied_model) for scenario in ("matrix", "adapter", "splits")]
     both.append(("sees", tiny_vlm))
     models = (tied_model, untied_model, experts_model)
     streams = [(scenario, model) for model in models for scenario in ("streams", "starts")]
     run_together(1, folders[1], both)
-    run_together(
-        2, folders[2], [*both, *streams, ("reduces", tied_model), ("beside", tied_model), ("resumes", tied_model)]
-    )
-    run_together(1, folders[1], [("resumes", tied_model)])
+    run_together(2, folders[2], [*both, *streams, ("reduces", tied_model)])
     for size in (3, 4):
-        folders[size] = root / str(size)
         run_together(size, folders[size], [("splits", tied_model)])
     return folders
 
@@ -215,8 +222,9 @@ def test_other_stages_and_numbers_of_ranks_take_up_what_was_saved_bit_for_bit(
             assert_same_metrics(untimed(step), untimed(straight), tied_model)  # sums in another order
 
 
-def test_two_ranks_train_the_adapter_of_one(runs: dict[int, Path], tied_model: str) -> None:
-    folders = [runs[size] / "adapter-tied" for size in (1, 2)]
+@pytest.mark.long
+def test_two_ranks_train_the_adapter_of_one(more_runs: dict[int, Path], tied_model: str) -> None:
+    folders = [more_runs[size] / "adapter-tied" for size in (1, 2)]
     expected = read_state(folders[0] / "1")
     for stage in ("0", "1", "2", "3"):  # the last one with activations computed again
         state = read_state(folders[1] / stage)
@@ -262,14 +270,15 @@ def test_a_rank_that_does_not_answer_ends_the_other_at_its_deadline(
     assert waited in other.output()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["tied", "untied", "experts"])
 def test_two_ranks_stream_what_they_export_at_every_zero_stage(
-    runs: dict[int, Path], model: str, request: pytest.FixtureRequest
+    more_runs: dict[int, Path], model: str, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(f"{model}_model")
     gaps = []
     for stage in range(4):
-        folder = runs[2] / f"streams-{model}" / str(stage)
+        folder = more_runs[2] / f"streams-{model}" / str(stage)
         streamed, found = load_file(folder / "streamed"), json.loads((folder / "found.json").read_text())
         assert same(streamed, load_file(folder / "model.safetensors"))
         assert streamed.keys() == load_file(Path(path) / "model.safetensors").keys()
@@ -279,11 +288,12 @@ def test_two_ranks_stream_what_they_export_at_every_zero_stage(
     assert gaps[0] > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["tied", "untied", "experts"])
 def test_at_zero_3_no_rank_holds_the_whole_model_and_the_weights_are_those_of_zero_2(
-    runs: dict[int, Path], model: str
+    more_runs: dict[int, Path], model: str
 ) -> None:
-    folder = runs[2] / f"starts-{model}"
+    folder = more_runs[2] / f"starts-{model}"
     for kind in ("loaded", "random", "lora"):
         assert same(load_file(folder / f"{kind}-3"), load_file(folder / f"{kind}-2"))
     tensors = load_file(folder / "loaded-2").values()
@@ -293,12 +303,13 @@ def test_at_zero_3_no_rank_holds_the_whole_model_and_the_weights_are_those_of_ze
         assert whole / 3 < held < whole / 2 + 2 * largest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_in_bfloat16_are_summed_over_ranks_in_float32(runs: dict[int, Path], stage: int) -> None:
-    gradient = load_file(runs[2] / "reduces-tied" / str(stage))["gradient"]
+def test_gradients_in_bfloat16_are_summed_over_ranks_in_float32(more_runs: dict[int, Path], stage: int) -> None:
+    gradient = load_file(more_runs[2] / "reduces-tied" / str(stage))["gradient"]
     rounded = gradient.bfloat16().float()
     assert (gradient != rounded).float().mean() > 0.3  # a sum that was rounded to 16 bits would be one of these
-    assert torch.equal(gradient, load_file(runs[2] / "reduces-tied" / "1")["gradient"])
+    assert torch.equal(gradient, load_file(more_runs[2] / "reduces-tied" / "1")["gradient"])
 
 
 @pytest.fixture(scope="module")
@@ -332,11 +343,12 @@ ALIKE = ("not shared", "ZeRO-1", "ZeRO-2", "ZeRO-3")  # ways to take the same st
 LIKE = {name: "1 not shared" if name[2:] in ALIKE else f"1 {name[2:]}" for _, name in SPLITS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "name"), [one for one in SPLITS if one != (1, LIKE[one[1]])])
 def test_ranks_that_divide_rows_train_like_one_rank(
-    runs: dict[int, Path], tied_model: str, size: int, name: str
+    more_runs: dict[int, Path], tied_model: str, size: int, name: str
 ) -> None:
-    alone, folder = runs[1] / "splits-tied" / LIKE[name], runs[size] / "splits-tied" / name
+    alone, folder = more_runs[1] / "splits-tied" / LIKE[name], more_runs[size] / "splits-tied" / name
     expected, found = (json.loads((one / "found.json").read_text()) for one in (alone, folder))
     for before, now in zip(expected["stats"], found["stats"], strict=True):
         compared = untimed({key: value for key, value in before.items() if key not in ("time/measure", "train/shared")})
@@ -348,12 +360,13 @@ def test_ranks_that_divide_rows_train_like_one_rank(
     assert_same_states(read_state(folder), read_state(alone), tied_model, updates, rate)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("cell", worker.MATRIX)
 def test_steps_are_the_same_whatever_the_micro_batches_their_order_the_ranks_and_the_zero_stage(
-    runs: dict[int, Path], reference: dict[str, Any], tied_model: str, cell: str, size: int
+    more_runs: dict[int, Path], reference: dict[str, Any], tied_model: str, cell: str, size: int
 ) -> None:
-    folder = runs[size] / "matrix-tied" / cell
+    folder = more_runs[size] / "matrix-tied" / cell
     steps = json.loads((folder / "stats.json").read_text())
     for step, expected in zip(steps, reference["stats"], strict=True):
         assert_same_metrics({name: step[f"train/{name}"] for name in expected}, expected, tied_model)
@@ -364,18 +377,22 @@ def test_steps_are_the_same_whatever_the_micro_batches_their_order_the_ranks_and
         assert steps[0]["train/micro_batches"] >= 3  # or it would show nothing
     if "one micro-batch" in cell:
         assert steps[0]["train/micro_batches"] == 1
-    first = json.loads((runs[1] / "matrix-tied" / "ZeRO-0" / "stats.json").read_text())
+    first = json.loads((more_runs[1] / "matrix-tied" / "ZeRO-0" / "stats.json").read_text())
     for step, other in zip(steps, first, strict=True):
         assert_same_metrics(untimed(step), untimed(other), tied_model)
 
 
+@pytest.mark.long
 def test_two_ranks_train_a_model_that_sees_like_one_also_where_one_has_no_picture(
-    runs: dict[int, Path], tiny_vlm: str
+    more_runs: dict[int, Path], tiny_vlm: str
 ) -> None:
     ranks = pack(make_seeing(tiny_vlm), num_ranks=2, micro_batch_tokens=64)
     assert any(bool(one.images) != bool(other.images) for one, other in zip(*ranks, strict=True))
     for frozen, (size, name) in itertools.product(("", ", frozen"), itertools.product((1, 2), worker.SEEING)):
-        folders = [runs[1] / "sees-idefics" / f"ZeRO-0{frozen}", runs[size] / "sees-idefics" / f"{name}{frozen}"]
+        folders = [
+            more_runs[1] / "sees-idefics" / f"ZeRO-0{frozen}",
+            more_runs[size] / "sees-idefics" / f"{name}{frozen}",
+        ]
         expected, stats = (json.loads((folder / "stats.json").read_text()) for folder in folders)
         for one, other in zip(stats, expected, strict=True):
             names = ("train/loss", "train/grad_norm")
