@@ -158,6 +158,7 @@ VLLM = "from hocket.server import main, vllm_arguments; vllm_arguments.import_vl
 TRAINER = "import hocket.commands.runs, hocket.trainer.trainer, hocket.loop, hocket.sync.collective"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("start", "without"),
     [

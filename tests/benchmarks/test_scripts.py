@@ -105,6 +105,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [*SCRIPTS, *SHELL], ids=lambda path: path.name)
 def test_help_says_what_a_script_does_and_every_option(path: Path, quickstart: dict[str, str]) -> None:
     text, is_python = path.read_text(), path.suffix == ".py"
@@ -137,6 +138,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("script", "arguments", "lines"), RUNS)
 def test_a_script_runs_at_its_smallest_size(script: Path, arguments: str, lines: str, tmp_path: Path) -> None:
     runner = tmp_path / "runner.py"

@@ -66,6 +66,7 @@ def row(model: str, size: str, mode: str, card: str) -> dict[str, str]:
     return {"model": size, "mode": mode, "gpu": card, **numbers, **seconds}
 
 
+@pytest.mark.long
 def test_what_fits_on_which_gpu_is_what_the_table_says(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}  # a model without weights takes a second, and all GPUs have the same
 

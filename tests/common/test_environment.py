@@ -191,6 +191,7 @@ def test_a_lock_has_an_exact_version_and_hashes_of_all_that_its_build_lists(buil
     assert "://" not in text  # who installs chooses the index
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_torch", [True, False])
 def test_uv_looks_where_pip_looks_and_at_pytorch_for_what_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_torch: bool
@@ -234,6 +235,7 @@ def test_a_driver_too_old_for_the_build_is_refused_before_the_download(
     assert place.calls() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_an_ended_installation_takes_uv_along_and_the_one_that_waits_repairs_it(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], signum: signal.Signals

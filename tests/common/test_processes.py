@@ -32,6 +32,7 @@ def test_a_process_whose_parent_is_gone_already_ends_with_the_reason() -> None:
         assert (ended.returncode, said in ended.stderr) == (status, True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_interrupting_the_tests_leaves_nothing_running(tmp_path: Path, signum: signal.Signals) -> None:
     pids = tmp_path / "pids"

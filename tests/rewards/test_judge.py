@@ -32,6 +32,7 @@ from support.service import (
 QUIET = FakeJudge()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["judge", "judge_ranking"])
 async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_call(
     scorer_of: Scorers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int

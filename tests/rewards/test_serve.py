@@ -132,6 +132,7 @@ class Slow:
 """
 
 
+@pytest.mark.long
 def test_calls_end_with_their_client_or_the_service_which_sigterm_tears_down(tmp_path: Path) -> None:
     body = json.dumps({"samples": [{"prompt": "a", "completion": "b"}]}).encode()
     begun, given_up = tmp_path / "begun", tmp_path / "given_up"

@@ -83,6 +83,7 @@ def test_requests_in_flight_are_kept_drained_or_aborted(server: TinyServer, in_f
     server.assert_is()
 
 
+@pytest.mark.long
 def test_whatever_a_vanished_trainer_leaves_half_loaded_the_next_update_is_whole(server: TinyServer) -> None:
     # vLLM collects a layer's tensors until all are there, and would go on with those of the update that broke.
     for bucket, size in ((2, 3), (3, 4), (4, 3), (5, 4), (6, 3), (7, 4), (7, 3)):

@@ -21,7 +21,7 @@ def assert_is_only(server: TinyServer, model: Any, other: Any) -> None:
     ("variant", "drop"),
     [
         ("tied float32", True),
-        ("tied float32", False),
+        pytest.param("tied float32", False, marks=pytest.mark.long),
         pytest.param("untied float32", False, marks=pytest.mark.long),
         pytest.param("tied bfloat16", True, marks=pytest.mark.long),
     ],

@@ -46,6 +46,7 @@ def test_it_refuses_work_while_it_sleeps_and_after_it_dropped_its_weights_until_
     server.assert_is(new)
 
 
+@pytest.mark.long
 def test_an_agent_s_session_outlives_a_sleep_with_the_call_that_was_kept(server: TinyServer) -> None:
     version = server.health()["version"]
     body: dict[str, Any] = {"model": "x", "prompt": [5, 6, 7, 8], "extra_body": {"ignore_eos": True}}

@@ -12,6 +12,7 @@ from tests.trainer import worker
 from tests.trainer.conftest import make_model
 from tests.trainer.test_ranks import run_together
 
+from support.parameters import mostly_long
 from support.training import POSITIONS, additions, assert_near, untimed
 
 pytestmark = pytest.mark.ranks
@@ -35,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 @pytest.mark.parametrize("stage", ["dpo", "rm"])
 @pytest.mark.parametrize("cell", worker.PAIRS)
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", mostly_long([1, 2, 3], 1))
 def test_steps_on_pairs_are_the_same_whatever_the_micro_batches_the_ranks_and_the_zero_stage(
     runs: Callable[[int], Path], stage: str, cell: str, size: int
 ) -> None:

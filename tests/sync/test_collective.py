@@ -143,6 +143,7 @@ async def test_every_worker_of_every_server_gets_every_tensor_bit_by_bit() -> No
         assert names == [["a"], ["b", "c"], ["d", "e"]]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_still_joining_does_not_keep_its_process_from_ending() -> None:
     store = weight_group.make_store("127.0.0.1", 60)  # nobody else joins
     address = GroupAddress(host="127.0.0.1", port=store.port, name="g", device=None, timeout_s=600)
@@ -209,6 +210,7 @@ async def test_a_server_that_fails_while_it_receives_says_why_at_once_and_distur
     assert server.joins == 2
 
 
+@pytest.mark.long
 async def test_servers_that_stop_are_named_with_bucket_and_version_and_cost_no_other_its_deadline() -> None:
     _, transport = make(timeout_s=4)
     receiving, silent, other = GroupServer(1), GroupServer(2), GroupServer(3)

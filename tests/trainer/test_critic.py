@@ -126,6 +126,7 @@ def test_the_policy_waits_for_the_critic(ranks: Ranks, tied_model: str, tmp_path
     assert [*map(training.untimed, again)] == [*map(training.untimed, learning)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 3])
 def test_returns_that_are_not_finite_leave_the_critic_as_it_was_and_end_the_run_in_the_end(
     ranks: Ranks, tied_model: str, stage: int, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +149,7 @@ def test_returns_that_are_not_finite_leave_the_critic_as_it_was_and_end_the_run_
             trainer.step(bad)
 
 
+@pytest.mark.long
 def test_a_critic_may_start_from_another_model_and_stays_whole_beside_an_adapter(
     ranks: Ranks, tied_model: str, experts_model: str, untied_model: str
 ) -> None:

@@ -87,6 +87,7 @@ def test_numbers_that_came_with_a_sample_and_gradients_are_told_apart(
     assert read_batch(tmp_path / "a.json")[1].advantages[2] == math.inf
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])  # ZeRO-1 is ZeRO-2's class
 def test_in_float16_an_overflow_lowers_the_scale_and_only_at_the_lowest_it_is_a_fault(
     ranks: Ranks, tied_model: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

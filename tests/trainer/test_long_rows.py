@@ -11,6 +11,7 @@ from support import training
 from support.training import assert_same_metrics, assert_same_states, make_groups, make_trainer, measured, state_of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["tied_model", "experts_model"])
 def test_tiles_and_copies_on_the_cpu_change_no_step(
     ranks: Ranks, model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def test_mixtures_are_trained_and_their_estimate_counts_the_experts_that_a_token
 
 
 # ZeRO-2 keeps as much as ZeRO-1, but for its gradients, which the estimate by hand has.
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (3, "bfloat16")])
 def test_the_estimate_is_what_a_trainer_holds(
     ranks: Ranks, wide_model: str, stage: int, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +113,7 @@ def test_the_estimate_is_what_a_trainer_holds(
     assert used == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_plan_knows_the_bytes_that_are_kept_off_a_gpu(ranks: Ranks, wide_model: str, stage: int) -> None:
     before, bucket = storages(), 131_072  # as large as the largest parameter, allocated by ZeRO-3
@@ -167,6 +169,7 @@ def test_frozen_layers_in_four_bits_take_about_half_a_byte_per_weight(tied_model
     assert plain - small == pytest.approx((2 - 0.53) * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "preset"), [(1, "grpo"), (3, "grpo"), (1, "ppo")])
 def test_a_rehearsed_step_of_every_learner_leaves_no_trace(
     ranks: Ranks, tied_model: str, stage: int, preset: str, tmp_path: Path

@@ -32,6 +32,7 @@ from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
+from support.parameters import mostly_long
 from support.training import measured, sample_of, sequence
 
 META = torch.device("meta")
@@ -159,7 +160,7 @@ def train(trainer: Trainer, given: list[TrainSample]) -> None:
     assert published
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", mostly_long(PRESETS, "grpo", "ppo"))
 def test_a_preset_waits_for_the_device_where_that_is_intended_alone(
     ranks: Ranks, model: str, waiting: Waiting, preset: str
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_preset_waits_for_the_device_where_that_is_intended_alone(
     assert waiting.met >= {"trainer.step.accumulate", "trainer.engine._step_without_zero"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["kernel", "groups"])
 @pytest.mark.parametrize("settings", ["model.lora={}", "trainer.gradient_checkpointing=true"])
 def test_adapters_and_recomputed_activations_do_so_too(
@@ -181,6 +183,7 @@ def test_adapters_and_recomputed_activations_do_so_too(
     assert waiting.met >= set(INTENDED) - {"trainer.flops._seconds_of_product"}  # once per process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["kernel", "groups"])
 def test_a_rank_that_computes_a_part_of_each_row_does_so_too(
     ranks: Ranks, model: str, waiting: Waiting, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +206,7 @@ def test_the_size_of_micro_batches_is_found_without_a_wait_of_its_own(
             memory.rehearse(learner, 2048, trainer.ranks, longest=1024)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_peak_of_a_step_is_the_plans_estimate(
     ranks: Ranks, model: str, waiting: Waiting, recomputes: bool, monkeypatch: pytest.MonkeyPatch

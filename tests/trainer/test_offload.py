@@ -38,6 +38,7 @@ def test_copies_have_sizes_that_pinned_memory_is_not_rounded_to() -> None:
 PPO = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "dtype", "settings"),  # ZeRO-1 is ZeRO-2's class
     [(0, "float32", ()), (2, "bfloat16", PPO), (3, "bfloat16", PPO)],

@@ -29,6 +29,7 @@ from hocket.trainer.policy import Policy
 from hocket.trainer.ranks import Ranks
 from hocket.types import TrainSample
 from support import training
+from support.parameters import mostly_long
 from support.training import assert_near, assert_same_metrics, assert_same_states, pack, sample_of, sequence, untimed
 
 BEGIN = tuple(range(10, 22))
@@ -155,7 +156,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.parametrize("case", mostly_long(STEPS, "dapo", "ppo", "ZeRO-3"))
 def test_three_steps_are_those_of_packing(case: str, ranks: Ranks, tied_model: str) -> None:
     groups = training.make_groups(tied_model, prompt=9)
     found: list[Any] = []

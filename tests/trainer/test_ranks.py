@@ -79,16 +79,22 @@ def stuck(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def runs(stuck: dict[str, list[Rank]], tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By number of ranks, the folder with one for each SCENARIO-MODEL of worker.py.
 
-    All of them run among the same ranks, to pay the start of these once; only what takes up the work of two ranks
-    needs one that starts after them.
+    All of them run among the same ranks, to pay the start of these once.
     """
     root = tmp_path_factory.mktemp("ranks")
     folders = {size: root / str(size) for size in (1, 2)}  # where "resumes" finds them
     both = [("stages", tied_model), ("updates", tied_model)]
     run_together(1, folders[1], both)
-    run_together(2, folders[2], [*both, ("beside", tied_model), ("resumes", tied_model)])
-    run_together(1, folders[1], [("resumes", tied_model)])
+    run_together(2, folders[2], [*both, ("beside", tied_model)])
     return folders
+
+
+@pytest.fixture(scope="module")
+def resumed(runs: dict[int, Path], tied_model: str) -> dict[int, Path]:
+    """The same folders, when one rank has taken up the work of two, and two that of one."""
+    for size in (1, 2):
+        run_together(size, runs[size], [("resumes", tied_model)])
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -207,18 +213,19 @@ def test_a_restored_checkpoint_continues_bit_for_bit(runs: dict[int, Path], size
     assert same(weights_of(runs, size, stage, "again"), weights_of(runs, size, stage, "after"))
 
 
+@pytest.mark.long
 def test_other_stages_and_numbers_of_ranks_take_up_what_was_saved_bit_for_bit(
-    runs: dict[int, Path], tied_model: str
+    resumed: dict[int, Path], tied_model: str
 ) -> None:
     for size, stage in itertools.product((1, 2), range(4)):
         for other in (stage, (stage + 1) % 4):
-            folder = runs[size] / "resumes-tied" / str(stage) / str(other)
-            saved = runs[3 - size] / "stages-tied" / str(other) / "checkpoint"
+            folder = resumed[size] / "resumes-tied" / str(stage) / str(other)
+            saved = resumed[3 - size] / "stages-tied" / str(other) / "checkpoint"
             tensors = read_state(folder)
             assert len(tensors) == 3 * 26  # master weights and two moments of every parameter
             assert same(tensors, read_state(saved))
             assert (folder / "rest.json").read_text() == (saved / "rest.json").read_text()
-            step, straight = json.loads((folder / "stats.json").read_text()), stats_of(runs, 3 - size, other)[4]
+            step, straight = json.loads((folder / "stats.json").read_text()), stats_of(resumed, 3 - size, other)[4]
             assert_same_metrics(untimed(step), untimed(straight), tied_model)  # sums in another order
 
 

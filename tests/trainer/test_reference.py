@@ -69,6 +69,7 @@ def test_the_start_stays_the_reference_while_the_policy_moves(
     assert all(one.keys() == {"ref_logprobs"} for one in measured)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 3])  # ZeRO-3 gathers the weights of each layer
 def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_does_not_notice(
     ranks: Ranks, untied_model: str, stage: int, tmp_path: Path

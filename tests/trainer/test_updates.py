@@ -123,6 +123,7 @@ def test_the_learning_rate_counts_steps_not_updates(ranks: Ranks, untied_model: 
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3])
 
 
+@pytest.mark.long
 def test_a_critic_takes_the_same_updates_and_its_value_clip_limits_them(ranks: Ranks, untied_model: str) -> None:
     ppo = ("algorithm.preset=ppo", "critic.learning_rate=5e-3")
     gains = {}

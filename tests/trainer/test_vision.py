@@ -205,6 +205,7 @@ def test_a_model_whose_pictures_would_be_seen_wrong_is_refused(
         policy.check_architecture(torch.device("cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("freeze", "moves"),
     [
@@ -260,6 +261,7 @@ def test_what_is_written_loads_with_its_processor_and_computes_the_same(
         assert_near(own, expected, additions(tiny_vlm))
 
 
+@pytest.mark.long
 def test_an_adapter_is_of_the_language_model_alone(ranks: Ranks, model: str, tmp_path: Path) -> None:
     samples = make_seeing(model)
     with make_trainer(ranks, model, "model.lora.targets=[q_proj]", "trainer.micro_batch_tokens=200") as trainer:
@@ -279,6 +281,7 @@ def test_an_adapter_is_of_the_language_model_alone(ranks: Ranks, model: str, tmp
         skeleton(config_module.load(None, [f"model.path={model}", "model.lora.targets=[fc1]"]).model)
 
 
+@pytest.mark.long
 def test_reference_and_critic_see_the_pictures(ranks: Ranks, tiny_vlm: str) -> None:
     preset = "ppo"
     settings = [f"algorithm.preset={preset}", "algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1"]
