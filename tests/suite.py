@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="run.py test",
         description="Run the tests that need no GPU and that a change is likely to break: one real engine, one real "
-        "quickstart, ranks, a drill, and whatever takes milliseconds. About six minutes on two cores; --rest takes half an hour.",
+        "quickstart, ranks, a drill, and whatever takes milliseconds. Six minutes on two cores; --rest: half an hour.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # pytest's own options may begin alike
