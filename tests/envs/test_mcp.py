@@ -154,6 +154,7 @@ async def test_calls_that_a_dead_server_never_received_are_made_again(environmen
         (pid,) = await said(first, call("pid"))
         os.kill(int(pid), signal.SIGKILL)
         await until(lambda: is_gone(pid))
+        await asyncio.sleep(0.1)  # in which the client reads that its connection has ended, before it sends anything
         assert {pid, *await said(second, call("pid"), call("pid"))} > {pid}
         ends = await asyncio.gather(*(said(first, call("die")) for _ in range(2)), return_exceptions=True)
         assert [type(end) for end in ends] == [LostError] * 2  # they may have been received
