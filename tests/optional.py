@@ -61,7 +61,7 @@ class Group:
 
 
 GROUPS = {
-    "mcp": Group(["mcp>=2"], ["tests/envs/test_mcp.py"]),
+    "mcp": Group(["mcp>=2"], ["tests/envs/test_mcp.py"], "not without_the_package"),
     "loggers": Group(
         ["tensorboard", "wandb", "trackio", "mlflow>=3"],
         ["tests/observe/test_loggers.py"],

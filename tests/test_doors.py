@@ -221,7 +221,7 @@ def test_a_text_run_has_imported_nothing_of_images(recorded: Path, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_what_is_left_without_a_feature_type_checks(tmp_path: Path) -> None:
+def test_what_is_left_without_features_type_checks(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     cache = tmp_path / "cache"  # of the last check of ROOT, if there was one: a check of all files takes 20 s
     if (ROOT / ".mypy_cache").exists():
@@ -239,10 +239,9 @@ def test_what_is_left_without_a_feature_type_checks(tmp_path: Path) -> None:
         text = without((copied / door).read_text(encoding="utf-8"), set())
         (copied / door).write_text(text, encoding="utf-8")
     known = mistakes()  # which comments allow, that the syntax tree has no more
-    for feature in NAMES:
-        shutil.rmtree(tmp_path / "src")
-        carry_out([feature], tmp_path / "src")
-        assert mistakes() <= known, feature
+    shutil.rmtree(tmp_path / "src")
+    carry_out(NAMES, tmp_path / "src")
+    assert mistakes() <= known
 
 
 def test_every_row_names_files_that_are_there_with_their_size() -> None:
