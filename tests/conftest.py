@@ -15,8 +15,8 @@ from support import rules
 from support.processes import start_fork_server, use_fork_server
 
 ROOT = Path(__file__).parent
-LONGEST = ("server", "faults", "e2e", "trainer")
-"""Folders that are begun first, so that no process is left with a long one at the end."""
+LONGEST = ("server/", "sync/test_lies", "test_doors", "faults/", "e2e/", "trainer/", "benchmarks/")
+"""What is begun first, so that no process is left with something long at the end."""
 TOGETHER = ("tests/server/", "tests/trainer/test_ranks")
 """What files that share engines or ranks, which take long to start, begin with."""
 LEFT_OUT: set[str] = set()
@@ -93,7 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The CUDA build of vLLM can't do without a GPU: its tests are those marked gpu.
     """
-    rules.check(items)
+    if getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):  # one look is enough
+        rules.check(items)
     if not is_cpu_build():
         on_gpu = pytest.mark.skip(reason="means vLLM's CPU build: HOCKET_DEVICE=cpu python3 run.py test runs it")
         for item in items:
@@ -101,8 +102,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(on_gpu)
 
     def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(ROOT).parts[0]
-        return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
+        path = str(item.path.relative_to(ROOT))
+        return next((place for place, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))
 
     if config.option.shuffle:
         drawn = random.Random(config.option.seed)

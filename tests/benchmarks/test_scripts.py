@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -105,23 +106,35 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(folder)}
 
 
+def said_by(script: Path, arguments: str, folder: Path, lacks: Sequence[str] = LACKS) -> str:
+    """Return what a script of Python prints before it ends well, without the packages that it lacks."""
+    runner = folder / "runner.py"
+    runner.write_text(RUNNER.format(lacks=lacks))
+    words = [str(script), *arguments.split()]
+    with Command(words, folder / "log", program=[str(runner)], **{FORKS: "1"}) as process:
+        assert process.wait_end(600) == 0, process.output()[-6000:]
+    return process.output()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("path", [*SCRIPTS, *SHELL], ids=lambda path: path.name)
-def test_help_says_what_a_script_does_and_every_option(path: Path, quickstart: dict[str, str]) -> None:
+def test_help_says_what_a_script_does_and_every_option(path: Path, tmp_path: Path) -> None:
     text, is_python = path.read_text(), path.suffix == ".py"
     assert is_python or "sed -n '2," in text  # which prints its head; without that it would start
-    command = [sys.executable if is_python else "bash", path, "--help"]
-    done = subprocess.run(command, cwd="/", env=quickstart, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
     if is_python:
+        said = said_by(path, "--help", tmp_path)
         about, used = ast.get_docstring(ast.parse(text)) or "", re.findall(r"\boptions\.([a-z]\w+)", text)
         used = [name.replace("_", "-") for name in used]
-        assert not re.search(r"^  --\S+(?: \S+)*\n(?! {4})", done.stdout, re.M), "an option without a word about it"
+        assert said.startswith("usage: ")
+        assert not re.search(r"^  --\S+(?: \S+)*\n(?! {4})", said, re.M), "an option without a word about it"
     else:
+        done = subprocess.run(["bash", path, "--help"], cwd="/", capture_output=True, text=True, timeout=60)
+        said = done.stdout
         about = text.split("# ", 1)[1] if text[:2] == "#!" else text.split("\n# ")[1]
         used = re.findall(r"\$\{([A-Z_]+):[-+]", text)
-    assert about.splitlines()[0] in done.stdout
-    assert [name for name in used if name not in done.stdout] == []
+        assert (done.returncode, done.stderr) == (0, "")
+    assert about.splitlines()[0] in said
+    assert [name for name in used if name not in said] == []
 
 
 def test_a_python_file_that_is_no_script_is_used_by_another_file() -> None:
@@ -141,15 +154,12 @@ RUNS = [
 @pytest.mark.long
 @pytest.mark.parametrize(("script", "arguments", "lines"), RUNS)
 def test_a_script_runs_at_its_smallest_size(script: Path, arguments: str, lines: str, tmp_path: Path) -> None:
-    runner = tmp_path / "runner.py"
-    runner.write_text(RUNNER.format(lacks=() if script.stem == "simulate" else LACKS))
-    with Command([str(script), *arguments.split()], tmp_path / "log", program=[str(runner)], **{FORKS: "1"}) as process:
-        assert process.wait_end(600) == 0, process.output()[-6000:]
-    said = [" ".join(line.split()) for line in process.output().splitlines()]
+    output = said_by(script, arguments, tmp_path, lacks=() if script.stem == "simulate" else LACKS)
+    said = [" ".join(line.split()) for line in output.splitlines()]
     for line in map(str.strip, lines.splitlines()):
         pattern = re.escape(line).replace(r"\*", ".*").replace(r"\#", r"([\d.,]+(?:e-\d+)?)")
         found = next(filter(None, (re.fullmatch(pattern, one) for one in said)), None)
-        assert found, f"no line {line!r} in\n{process.output()}"
+        assert found, f"no line {line!r} in\n{output}"
         assert all(float(number.replace(",", "")) > 0 for number in found.groups()), found[0]
 
 

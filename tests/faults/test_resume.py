@@ -15,27 +15,58 @@ pytestmark = pytest.mark.e2e
 SLOW = "plugins=[tests/faults/slow_update.py]"
 
 
-@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
-    forked: bool, tmp_path: Path, processes: list[Any], monkeypatch: pytest.MonkeyPatch
+SETTINGS = (
+    *("algorithm.epochs=2", "algorithm.minibatches=2"),
+    *("trainer.steps=6", "rollout.prompts_per_step=4", "rollout.group_size=4", "checkpoint.every_steps=3"),
+    *("eval.num_prompts=4", "eval.every_steps=3"),
+)
+ALONE = "server.engine.max_num_seqs=1"
+"""One sequence at a time: what an engine computes for one depends in its last bits on those beside it."""
+
+
+def last_weights(run: Run) -> bytes:
+    version = json.loads((run.dir / "summary.json").read_text())["final_version"]
+    return (run.dir / "weights" / f"v{version:06d}" / "model.safetensors").read_bytes()
+
+
+def assert_same_steps(one: Run, other: Run) -> None:
+    """Asserts that two runs have each step once, and the same rewards, updates and evaluations in it."""
+    lines = [(run.dir / "metrics.jsonl").read_text().splitlines() for run in (one, other)]
+    for mine, others in zip(*(map(json.loads, rows) for rows in lines), strict=True):
+        timed = {name for name in mine if name.endswith("_s") or name == "train/mfu"}
+        same = {name for name in mine if name.startswith(("reward/", "train/", "eval/")) or name == "step"} - timed
+        assert {name: mine[name] for name in same} == {name: others[name] for name in same}
+
+
+@pytest.mark.long
+def test_a_server_and_a_run_that_a_user_starts_do_what_those_that_tests_fork_do(
+    tmp_path: Path, processes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Where it is false the server and the first run start as a user starts them: those that are forked must not differ.
-    monkeypatch.setattr(Command, "forked", forked)
-    # One sequence at a time: what an engine computes for one depends in its last bits on those beside it.
-    server = Server(tmp_path, free_port(), "server.engine.max_num_seqs=1")
+    runs = []
+    for forked in (True, False):
+        monkeypatch.setattr(Command, "forked", forked)
+        server = Server(tmp_path, free_port(), ALONE)
+        processes.append(server)
+        server.wait_ready()
+        runs.append(Run(tmp_path, f"forked-{forked}", [server], *SETTINGS))
+        processes.append(runs[-1])
+        assert runs[-1].wait_end() == 0, runs[-1].output()
+        server.end()
+    assert last_weights(runs[0]) == last_weights(runs[1])
+    assert_same_steps(*runs)
+
+
+def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
+    tmp_path: Path, processes: list[Any]
+) -> None:
+    server = Server(tmp_path, free_port(), ALONE)
     processes.append(server)
     server.wait_ready()
-    updates = ("algorithm.epochs=2", "algorithm.minibatches=2")
-    batches = ("trainer.steps=6", "rollout.prompts_per_step=4", "rollout.group_size=4", "checkpoint.every_steps=3")
-    settings = (*updates, *batches)
-    held_out = ("eval.num_prompts=4", "eval.every_steps=3")
-
-    straight = Run(tmp_path, "straight", [server], *settings, *held_out)
+    straight = Run(tmp_path, "straight", [server], *SETTINGS)
     processes.append(straight)
-    monkeypatch.undo()
     assert straight.wait_end() == 0, straight.output()
 
-    resumable = ("checkpoint.resume=true", "checkpoint.async=true", *settings, *held_out)
+    resumable = ("checkpoint.resume=true", "checkpoint.async=true", *SETTINGS)
     slow = ("sync.backend=nccl", SLOW)
     run = Run(tmp_path, "resumed", [server], *resumable, *slow)
     processes.append(run)
@@ -57,23 +88,15 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     tensors = [(folder / "checkpoints/step_000006/state_00000.safetensors").read_bytes() for folder in folders]
     assert tensors[0] == tensors[1]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-    weights = [
-        folder / "weights" / f"v{summary['final_version']:06d}" / "model.safetensors"
-        for folder, summary in zip(folders, summaries, strict=True)
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert last_weights(straight) == last_weights(again)
     for name in ("before", "after", "steps", "seed"):
         assert summaries[0][name] == summaries[1][name]
-    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in folders]
-    for one, other in zip(*(map(json.loads, rows) for rows in lines), strict=True):  # each step once, and the same
-        timed = {name for name in one if name.endswith("_s") or name == "train/mfu"}
-        same = {name for name in one if name.startswith(("reward/", "train/", "eval/")) or name == "step"} - timed
-        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+    assert_same_steps(straight, again)
     again.assert_whole(6, 4, 4)
 
     model = tmp_path / "runs" / "model"
     made = Command(["export", f"{again.dir}/checkpoints/step_000006", str(model)], tmp_path / "export.log")
     processes.append(made)
     assert made.popen.wait(START_S) == 0, made.output()
-    assert (model / "model.safetensors").read_bytes() == weights[1].read_bytes()  # and that, the server has loaded
+    assert (model / "model.safetensors").read_bytes() == last_weights(again)  # and that, the server has loaded
     server.end()

@@ -9,13 +9,14 @@ import pytest
 import torch
 import transformers
 import yaml
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hocket.errors import ConfigError
 from hocket.types import Rollout
 from support.episodes import Scorers, make_rollout
 from support.numbers import rounding
+from support.tokenizers import CHARACTERS, make_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ '^' if m.role == 'assistant' else '#' }}{{ m.content }}<eos>{% endfor %}"
 SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -29,16 +30,14 @@ attention over at most 64 tokens, and a product with 32; then norm and head, who
 
 def made(folder: Path, kind: str, *, template: str | None = None, **changes: Any) -> str:
     """Writes a model, and a tokenizer of characters that pads on the left, as a generator's may."""
-    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "<sep>": 3} | {chr(33 + i): 4 + i for i in range(90)}
-    letters = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    words = ["<pad>", "<eos>", "<unk>", "<sep>", *map(chr, range(33, 123))]
     special: dict[str, Any] = {"eos_token": "<eos>", "unk_token": "<unk>", "padding_side": "left"}
     if kind == "Bert":
         special["sep_token"] = "<sep>"
+    tokenizer = make_tokenizer(words, template, split=CHARACTERS, **special)
+    if kind == "Bert":
         ends: Any = {"single": "$A <sep>", "pair": "$A <sep> $B:1 <sep>:1", "special_tokens": [("<sep>", 3)]}
-        letters.post_processor = processors.TemplateProcessing(**ends)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **special)
-    tokenizer.chat_template = template
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**ends)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**(SIZES | {"num_labels": 1} | changes))

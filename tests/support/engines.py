@@ -14,7 +14,6 @@ import torch
 import transformers
 from fastapi import FastAPI
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from hocket.config import load
 from hocket.protocol import AdapterConfig, TensorSpec, manifest, weight_group
@@ -25,7 +24,7 @@ from hocket.server.generate import Sampler
 from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.transports import DiskTransport
-from support import fakes
+from support import fakes, tokenizers
 from support.numbers import rounding
 
 MODEL_SIZES = {
@@ -50,14 +49,9 @@ MATRICES = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "
 
 def make_tokenizer() -> Any:
     """Characters 33 to 122 as ids 3 to 92, besides three special ones; smaller than the model's vocabulary."""
-    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(33 + i): 3 + i for i in range(90)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    words = ["<pad>", "<eos>", "<unk>", *map(chr, range(33, 123))]
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    fast.chat_template = TEMPLATE
-    return fast
+    return tokenizers.make_tokenizer(words, TEMPLATE, split=tokenizers.CHARACTERS, **special)
 
 
 def make_model(*, seed: int, tied: bool = True, **sizes: int) -> Any:

@@ -73,8 +73,8 @@ class Forked:
 
     It has what this file uses of a subprocess.Popen. It hides what libraries read from the command's own environment
     while they are imported, its sys.path, which is that of the tests, and the end of the interpreter: only atexit's
-    functions run. Tests of how a command starts and ends (e2e/test_runs.py, server/test_stopping.py), of the pages'
-    commands, and one drill's first server and run start for real.
+    functions run. Tests of how a command starts and ends (e2e/test_runs.py, server/test_stopping.py) and of the pages'
+    commands start them for real; faults/test_resume.py compares both.
     """
 
     def __init__(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> None:

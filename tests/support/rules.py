@@ -69,6 +69,8 @@ def loads(function: types.FunctionType) -> Iterator[dis.Instruction]:
 @functools.cache
 def slept(code: types.CodeType) -> list[float]:
     """Returns the seconds that the calls of `time.sleep` and `asyncio.sleep` name in a test itself."""
+    if "sleep" not in code.co_names:
+        return []
     seconds = []
     instructions = list(dis.get_instructions(code))
     for index, instruction in enumerate(instructions):

@@ -4,15 +4,12 @@ benchmarks/lies.py plays more of them, in other precisions, with other learning 
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
-from support.processes import ROOT
+from support.processes import ROOT, Command
 
 Outcomes = dict[tuple[str, ...], tuple[int, str]]
 SETTINGS = (
@@ -84,11 +81,11 @@ OF_VISION: dict[tuple[str, ...], tuple[int, str]] = {
 def played(folder: Path, settings: Sequence[str], lies: Iterable[tuple[str, ...]]) -> Outcomes:
     """Returns the version and the error that ended each run, on one server: a process of its own has the trainer."""
     task = json.dumps([str(folder / "server"), settings, list(lies)])
-    command = [sys.executable, "tests/lies.py", "play", task]
-    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
-    lines = [line.removeprefix("OUTCOME ") for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
-    assert len(lines) == len(list(lies)), done.stdout[-3000:] + done.stderr[-3000:]
+    environment = {"PYTHONPATH": str(ROOT / "tests")}  # of the server
+    with Command(["play", task], folder / "log", program=["tests/lies.py"], **environment) as process:
+        process.wait_end(1100)
+    lines = [line.removeprefix("OUTCOME ") for line in process.output().splitlines() if line.startswith("OUTCOME ")]
+    assert len(lines) == len(list(lies)), process.output()[-6000:]
     return {lie: tuple(json.loads(line)) for lie, line in zip(lies, lines, strict=True)}
 
 

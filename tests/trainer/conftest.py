@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -18,14 +17,13 @@ from transformers import (
 
 from hocket.trainer import flops
 from hocket.trainer.ranks import Ranks
+from support.tokenizers import make_tokenizer
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def numbered_words() -> PreTrainedTokenizerFast:
     """Words t0 to t61 as ids 0 to 61, besides two special ones."""
-    vocabulary = {f"t{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    words = [*(f"t{i}" for i in range(62)), "<pad>", "<eos>"]
+    return make_tokenizer(words, unknown="<pad>", pad_token="<pad>", eos_token="<eos>")
 
 
 # Of two layers, with random weights large enough that every part of a model matters.
@@ -45,7 +43,7 @@ SIZES: dict[str, Any] = {
 
 def make_model(folder: Path, *, tied: bool) -> str:
     """Writes a Qwen2."""
-    make_tokenizer().save_pretrained(folder)
+    numbered_words().save_pretrained(folder)
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).save_pretrained(folder)
     return str(folder)
@@ -81,7 +79,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def experts_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "experts"
-    make_tokenizer().save_pretrained(folder)
+    numbered_words().save_pretrained(folder)
     torch.manual_seed(0)
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(folder)

@@ -20,7 +20,7 @@ from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.state import SavedTensors
 
 
-class FakeTrainer:
+class CountedSteps:
     """Its state is two buckets of the number of steps that it was told of."""
 
     steps = 0
@@ -31,7 +31,7 @@ class FakeTrainer:
         return {"updates": self.steps}
 
 
-class FakePart:
+class CountedPart:
     def __init__(self) -> None:
         self.value = 0
 
@@ -46,9 +46,9 @@ def make_config(tmp_path: Path, *settings: str) -> Config:
     return config_module.load(None, [f"run.dir={tmp_path}/runs/a", "trainer.steps=10", *settings])
 
 
-def train(config: Config, last: int = 0, **metrics: list[float]) -> FakePart:
+def train(config: Config, last: int = 0, **metrics: list[float]) -> CountedPart:
     """Takes the steps after `last`; the part's value is 10 times the step."""
-    trainer, part = FakeTrainer(), FakePart()
+    trainer, part = CountedSteps(), CountedPart()
     with Checkpoints(config, trainer.state, {"part": part}, last=last) as kept:
         for step in range(last + 1, config.trainer.steps + 1):
             trainer.steps = step
@@ -80,7 +80,7 @@ def test_a_checkpoint_is_the_state_after_its_step(tmp_path: Path, background: st
     assert (tensors.read("a").tolist(), tensors.read("b").tolist()) == ([8.0] * 2, [-8.0] * 3)
     saved = checkpoints.read(folder)
     assert (saved.step, saved.metrics, saved.trainer) == (8, {"loss": 8.0}, {"updates": 8})
-    part = FakePart()
+    part = CountedPart()
     saved.restore({"part": part})
     assert part.value == 80
     assert checkpoints.read(folder.with_name("step_000010")).metrics == {}  # nan is none
@@ -91,7 +91,7 @@ def test_a_due_step_that_was_not_trained_is_made_up_for_and_what_a_killed_writer
     half = config.run_dir / "checkpoints" / ".step_000004.partial"
     half.mkdir(parents=True)
     (half / "state_00000.safetensors").write_bytes(b"half")
-    with Checkpoints(config, FakeTrainer().state, {}) as kept:
+    with Checkpoints(config, CountedSteps().state, {}) as kept:
         for step in range(1, 11):
             if step not in (3, 6, 7):  # no group had a signal
                 kept.copy(step, last=step == 10)
@@ -138,7 +138,7 @@ def test_in_the_background_training_goes_on_and_one_is_written_at_a_time(
         assert gate.wait(60)
 
     monkeypatch.setattr("hocket.trainer.state.write_bucket", write)
-    with Checkpoints(config, FakeTrainer().state, {}) as kept:
+    with Checkpoints(config, CountedSteps().state, {}) as kept:
         kept.copy(1)
         kept.complete(1, {})  # comes back while the file is being written
         assert names(config) == [".step_000001.partial"]
@@ -180,10 +180,10 @@ def test_the_first_ctrl_c_ends_the_run_with_a_checkpoint_of_its_step_and_the_sec
 ) -> None:
     number = signal.SIGUSR1 if launched else signal.SIGINT
     monkeypatch.setattr(checkpoints, "CTRL_C", number)
-    state = FakeTrainer.state
+    state = CountedSteps.state
     config = make_config(tmp_path, f"checkpoint.async={in_background}")
 
-    def press(self: FakeTrainer, sink: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    def press(self: CountedSteps, sink: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
         for _ in range(self.steps - 2):
             os.kill(os.getpid(), number)
         return state(self, sink)
@@ -191,7 +191,7 @@ def test_the_first_ctrl_c_ends_the_run_with_a_checkpoint_of_its_step_and_the_sec
     before = signal.signal(number, signal.default_int_handler)
     try:
         config = make_config(tmp_path, "checkpoint.every_steps=3", f"checkpoint.async={in_background}")
-        monkeypatch.setattr(FakeTrainer, "state", press)
+        monkeypatch.setattr(CountedSteps, "state", press)
         with pytest.raises(KeyboardInterrupt):
             train(config)
         assert names(config) == ["step_000003"]
@@ -313,7 +313,7 @@ def test_the_best_one_stays_and_each_complete_one_is_passed_on_before_it_may_go(
         threading.Event().wait(0.05)
         passed.append((folder.name, (folder / "COMPLETE").exists()))
 
-    trainer = FakeTrainer()
+    trainer = CountedSteps()
     with Checkpoints(config, trainer.state, {}, after=[slow]) as kept:
         for step in range(1, 9):
             kept.copy(step)

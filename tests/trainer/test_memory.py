@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.trainer.conftest import FAMILIES, make_experts, make_tokenizer
+from tests.trainer.conftest import FAMILIES, make_experts, numbered_words
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hocket import config as config_module
@@ -30,7 +30,7 @@ from support.training import CPU, bytes_besides, peak_bytes, storages
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen2 of 1.6 M parameters, in which everything is large beside a page."""
     folder = tmp_path_factory.mktemp("models") / "wide"
-    make_tokenizer().save_pretrained(folder)
+    numbered_words().save_pretrained(folder)
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2}
     Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(folder)
     return str(folder)
@@ -79,7 +79,7 @@ def test_a_hand_worked_estimate() -> None:
 def test_mixtures_are_trained_and_their_estimate_counts_the_experts_that_a_token_takes(
     family: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    make_tokenizer().save_pretrained(tmp_path)
+    numbered_words().save_pretrained(tmp_path)
     model = make_experts(family)
     model.save_pretrained(tmp_path)
     with make_trainer(ranks, str(tmp_path), "trainer.learning_rate=1e-2") as trainer:
@@ -130,7 +130,7 @@ def test_a_plan_knows_the_bytes_that_are_kept_off_a_gpu(ranks: Ranks, wide_model
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("setting", ["zero_stage=2", "zero_stage=3", "offload_optimizer=true"])
 def test_the_estimate_is_what_a_gpu_holds(ranks: Ranks, setting: str, tmp_path: Path) -> None:
-    make_tokenizer().save_pretrained(tmp_path)
+    numbered_words().save_pretrained(tmp_path)
     sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
     Qwen2Config(**sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)

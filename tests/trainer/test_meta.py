@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.conftest import make_tokenizer
+from tests.trainer.conftest import numbered_words
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.overrides import TorchFunctionMode
@@ -110,7 +110,7 @@ class OnMeta:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    make_tokenizer().save_pretrained(tmp_path)
+    numbered_words().save_pretrained(tmp_path)
     Qwen2Config(**SIZES, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     return str(tmp_path)
 
