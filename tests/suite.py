@@ -35,18 +35,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the suite, or a part of it; return the first exit status that is not 0."""
+    """Run the suite, or a part of it; return pytest's exit status."""
     options, words = parser().parse_known_args(argv)
     os.chdir(ROOT)
     pytest = [sys.executable, "-m", "pytest"]
     if any(word.startswith("tests") or word == "gpu" for word in words):  # chosen ones, or those that one GPU takes
         return contain([*pytest, "-m", "not gpu", *words])
     begun = time.monotonic()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of some hundred processes compiles hocket anew
     marks = "not gpu" if options.all else "long and not gpu" if options.rest else "not long and not gpu"
     # tests/conftest.py says what stays together in one process
     status = contain([*pytest, "-n", str(workers()), "--no-loadscope-reorder", "-m", marks, *words])
-    if (options.rest or options.all) and not words:
-        status = contain([sys.executable, "tests/optional.py"]) or status
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     took = f"{time.monotonic() - begun:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processors"
     others = "run.py test" if options.rest else "run.py test --rest"

@@ -1,6 +1,7 @@
-"""The script that runs what is skipped for lack of a package; its packages are not installed here."""
+"""What is skipped for lack of a package passes with it; and the script that installs packages and runs such tests."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from hocket.common import environment
+from support.processes import Process
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = """<testsuites><testsuite>
@@ -17,6 +19,21 @@ REPORT = """<testsuites><testsuite>
 <testcase name="three"><skipped message="mcp is not installed"/></testcase>
 <testcase name="four"><skipped message="means vLLM's CPU build"/></testcase>
 </testsuite></testsuites>"""
+
+
+GROUPS = re.findall(r"(?m)^# (\w+)$", (ROOT / "requirements" / "optional.txt").read_text("utf-8"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_needs_packages_passes_with_them(group: str, tmp_path: Path) -> None:
+    with Process([group], tmp_path / "log", program=["tests/optional.py"]) as process:
+        status = process.wait_end(900)
+    line = process.output().splitlines()[-1]
+    if "can't be had" in line:
+        pytest.skip(line)
+    assert status == 0, process.output()
+    assert re.search(r"[1-9]\d* passed, 0 failed", line), line
 
 
 @pytest.fixture
