@@ -38,24 +38,6 @@ def assert_same_steps(one: Run, other: Run) -> None:
         assert {name: mine[name] for name in same} == {name: others[name] for name in same}
 
 
-@pytest.mark.long
-def test_a_server_and_a_run_that_a_user_starts_do_what_those_that_tests_fork_do(
-    tmp_path: Path, processes: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = []
-    for forked in (True, False):
-        monkeypatch.setattr(Command, "forked", forked)
-        server = Server(tmp_path, free_port(), ALONE)
-        processes.append(server)
-        server.wait_ready()
-        runs.append(Run(tmp_path, f"forked-{forked}", [server], *SETTINGS))
-        processes.append(runs[-1])
-        assert runs[-1].wait_end() == 0, runs[-1].output()
-        server.end()
-    assert last_weights(runs[0]) == last_weights(runs[1])
-    assert_same_steps(*runs)
-
-
 def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
     tmp_path: Path, processes: list[Any]
 ) -> None:

@@ -74,7 +74,7 @@ class Forked:
     It has what this file uses of a subprocess.Popen. It hides what libraries read from the command's own environment
     while they are imported, its sys.path, which is that of the tests, and the end of the interpreter: only atexit's
     functions run. Tests of how a command starts and ends (e2e/test_runs.py, server/test_stopping.py) and of the pages'
-    commands start them for real; faults/test_resume.py compares both.
+    commands start them for real; one in e2e/test_runs.py compares a run of each kind.
     """
 
     def __init__(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
