@@ -2,13 +2,15 @@
 
 import builtins
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import pytest
 
-from hocket.common.registry import Registry, load_plugins, options_of
+from hocket.common import registry
+from hocket.common.registry import Registry, load_plugin, load_plugins, options_of
 from hocket.data.sources import TASKS
 from hocket.errors import ConfigError
 
@@ -98,6 +100,20 @@ def test_a_plugin_that_fails_is_named_with_its_line_and_tried_again(lines: str, 
         load_plugins([str(plugin)])
     plugin.write_text("fine = True")
     load_plugins([str(plugin)])
+
+
+def test_what_is_hashed_is_what_runs_also_where_a_file_has_the_time_and_size_of_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    plugin = tmp_path / "mine.py"
+    for value in (1, 2):  # which Python's own loader would take from the bytecode of the first one
+        plugin.write_text(f"value = {value}")
+        os.utime(plugin, (1e9, 1e9))
+        monkeypatch.setattr(registry, "_PLUGINS", {})  # another process
+        module = load_plugin(str(plugin))
+        assert module.value == value
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 def test_a_plugin_that_failed_may_register_its_names_again_and_no_other_one_may(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ async def played(engine: FakeEngine, name: str, answer: str = "12", **options: A
 
 async def test_a_function_keeps_its_globals_for_one_episode_and_numbers_become_metrics(tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(NUMBERED)
-    for _ in range(2):  # the second episode begins anew
+    for episode in range(2):  # the second one begins anew, with the code that the run began with
+        if episode == 1:
+            (tmp_path / "my_agent.py").write_text("step = None")
         engine = saying("a", "b", "c")
         rollout = await played(engine, "step", path=str(tmp_path / "my_agent.py"))
         prompt = engine.seen(0)

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
 import re
@@ -10,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from hocket.errors import ConfigError, HocketError
@@ -199,6 +200,17 @@ class Plugin(NamedTuple):
 _PLUGINS: dict[str, Plugin] = {}  # by module
 
 
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Executes what the file held when it was read, however often; no bytecode of an earlier version of it."""
+
+    def __init__(self, name: str, file: Path) -> None:
+        super().__init__(name, str(file))
+        self.content = file.read_bytes()
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self.content, self.path, "exec", dont_inherit=True)
+
+
 def load_plugins(paths: Iterable[str]) -> list[Plugin]:
     """Import Python files, whose decorators register; each once per process."""
     return [_PLUGINS[load_plugin(path).__name__] for path in paths]
@@ -212,11 +224,11 @@ def load_plugin(path: str) -> ModuleType:
     name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in _PLUGINS:
         return sys.modules[name]
-    content = file.read_bytes()
-    spec: Any = importlib.util.spec_from_file_location(name, file)
+    loader = _Loader(name, file)
+    spec: Any = importlib.util.spec_from_file_location(name, file, loader=loader)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]  # a later attempt must import it again, not find half a module
         for registry, one in _registered(name):
@@ -230,8 +242,8 @@ def load_plugin(path: str) -> ModuleType:
             cause += "; decorators are in hocket.rewards and hocket.envs"
         raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error
     registers = tuple(f"{registry.kind} {one}" for registry, one in _registered(name))
-    digest = hashlib.sha256(content).hexdigest()
-    _PLUGINS[name] = Plugin(path, digest, content.decode(errors="replace"), registers)
+    digest = hashlib.sha256(loader.content).hexdigest()
+    _PLUGINS[name] = Plugin(path, digest, loader.content.decode(errors="replace"), registers)
     return module
 
 
