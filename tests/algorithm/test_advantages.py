@@ -22,6 +22,9 @@ from support.samples import NORMALISED
         # equal rewards, or one alone: zero, not NaN
         ([0.3] * 8, [0] * 8, {}, [0.0] * 8),
         ([1.0], [0], {"baseline": "leave_one_out"}, [0.0]),
+        # deviations ∓1e-6, their own √2 · 1e-6, and 1e-6 beside it: 1 / (√2 + 1)
+        ([0.0, 2e-6], [0, 0], {}, [1 - math.sqrt(2), math.sqrt(2) - 1]),
+        ([0.0, 2e-6], [0, 0], {"scale": "batch"}, [1 - math.sqrt(2), math.sqrt(2) - 1]),
         # small differences of large rewards survive
         ([1e6, 1e6 + 1e-3], [0, 0], {"scale": "none"}, [-5e-4, 5e-4]),
         # all centred rewards −1 1 | −3 3: mean 0, unbiased variance (1 + 1 + 9 + 9) / 3

@@ -78,6 +78,10 @@ def test_an_own_advantage_gets_the_parts_of_the_rewards_nan_where_a_source_has_n
     for name, expected in (("a", [1.0, 2.0, math.nan, math.nan]), ("b", [math.nan, math.nan, 1.0, 2.0])):
         samples, _ = sampled(groups, algorithm(f"baseline={{name: part, of: {name}}}", "scale=none"))
         assert [sample.advantages[-1] for sample in samples] == pytest.approx(expected, nan_ok=True)
+    # what scale divides by is the deviation of a group's rewards, √2, not that of its parts
+    part, alone = {"name": "part", "of": "a"}, [{"a": 0.0}, {"a": 8.0}]
+    scaled = group_advantages([0.0, 2.0], [0, 0], baseline=part, scale="group", parts=alone)
+    assert scaled.tolist() == pytest.approx([0.0, 8 / math.sqrt(2)])  # beside 1e-6
 
 
 @pytest.mark.parametrize(("name", "expected"), [("last_alone", [0.0, 2.0]), ("all_alone", [2.0, 2.0])])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hocket import config as config_module
-from hocket.algorithm.choices import objective
+from hocket.algorithm.choices import aggregate, objective
 from hocket.algorithm.losses import LossConfig
 from hocket.config.algorithm import PRESETS
 from support.batches import loss_of, preset_loss
@@ -48,6 +48,10 @@ def test_what_counts_as_clipped_by_hand(clip: str, low: int, high: int) -> None:
     config = LossConfig(clip=clip, clip_low=0.1, clip_high=0.3, correction="none")
     metrics = loss_of(ratio.log(), ratio * 0, advantages, ratio > 0, config=config, num_tokens=6).metrics
     assert (metrics["clip_low"].item(), metrics["clip_high"].item()) == pytest.approx((low / 6, high / 6))
+    # A ratio of 1 is within bounds of 1 and 1.
+    at = config.model_copy(update={"clip_low": 0.0, "clip_high": 0.0})
+    metrics = loss_of(ratio * 0, ratio * 0, advantages, ratio > 0, config=at, num_tokens=6).metrics
+    assert (metrics["clip_low"].item(), metrics["clip_high"].item()) == (0.0, 0.0)
 
 
 def test_a_choice_gets_zeros_outside_the_mask_whatever_stands_there() -> None:
@@ -64,6 +68,16 @@ def test_a_choice_gets_zeros_outside_the_mask_whatever_stands_there() -> None:
     loss_of(numbers, numbers, numbers, mask, config=LossConfig(clip="noting"), num_tokens=1, entropy=numbers)
     assert len(given) == 4
     assert all(values.tolist() == [[-1.0, 0.0]] for values in given.values()), given
+
+
+def test_nothing_outside_the_mask_is_in_the_loss_also_where_an_aggregate_does_not_look_at_it() -> None:
+    @aggregate("all_alike")
+    def all_alike(mask_bt: Tensor) -> Tensor:
+        return torch.ones_like(mask_bt)
+
+    config = LossConfig(clip="none", correction="none", aggregate="all_alike")
+    zeros, mask = double([[0.0, 0.0]]), torch.tensor([[True, False]])
+    assert loss_of(zeros, zeros, double([[3.0, 5.0]]), mask, config=config, num_tokens=1).loss.item() == -3.0
 
 
 # Each preset's loss and gradient on the batch above, worked by hand. The terms −min(rA, clip(r)A) under a clip of .2/.2

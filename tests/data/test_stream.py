@@ -186,9 +186,11 @@ def test_a_curriculum_is_asked_by_steps_and_not_by_draws() -> None:
             self.steps.append(step)
             return False
 
-    curriculum = Asked()
-    new_stream(prompts(20), seed=0, curriculum=curriculum).take(9)  # four to a step
-    assert curriculum.steps == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    fours, ones = Asked(), Asked()
+    new_stream(prompts(20), seed=0, curriculum=fours).take(9)  # four to a step
+    assert fours.steps == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    PromptStream(prompts(20), ones, seed=0).take(3)  # each a step, if nothing is said
+    assert ones.steps == [0, 1, 2]
 
 
 def windowed() -> Curriculum:

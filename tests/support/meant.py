@@ -192,5 +192,6 @@ class Same(NamedTuple):
 EQUIVALENT: tuple[Same, ...] = (
     Same("algorithm/samples.py:train_samples:negated:1", "-1", "the second of two is the last one"),
     Same("algorithm/advantages.py:_by_group:call:1", "ids_n", "a group is computed again for each of its rollouts"),
+    Same("protocol/manifest.py:tensor_checksum:if:0", "True", "a copy of bytes that lie well has the same sum"),
     Same("trainer/batching.py::flag:0", "True", "no mask of a sequence's first token is read"),
 )
