@@ -351,9 +351,9 @@ def test_a_batch_without_trained_tokens_has_loss_zero_and_extreme_ratios_stay_fi
     assert output.metrics["logprob_gap"] == 20.0
     assert logprobs.grad is not None
     assert logprobs.grad.isfinite().all()
-    for aggregate in ("token_mean", "seq_mean_token_sum"):
+    for name in ("token_mean", "seq_mean_token_sum"):
         logprobs.grad = None
-        config = preset_loss("bnpo", aggregate=aggregate)
+        config = preset_loss("bnpo", aggregate=name)
         output = loss_of(logprobs, rollout, advantages, ~mask.bool(), config=config, num_tokens=0, num_sequences=0)
         output.loss.backward()
         assert (output.loss.item(), logprobs.grad.abs().sum()) == (0.0, 0.0)

@@ -1,9 +1,13 @@
 """Checksums against the same formula in plain Python integers, and what they must notice."""
 
+import json
+import shutil
 import struct
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hocket.protocol import manifest
 from hocket.protocol.manifest import tensor_checksum, total_checksum
@@ -84,3 +88,28 @@ def test_a_checkpoints_sum_covers_its_text_too() -> None:
     tensors = {"a": manifest.spec(torch.ones(2))}
     sums = {total_checksum(tensors, text) for text in ("", '{"step": 1}', '{"step": 2}')}
     assert len(sums) == 3
+
+
+def test_a_written_version_is_complete_and_says_its_number_its_tensors_and_their_sum(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    specs = manifest.specs(manifest.tensors(tmp_path))
+    checksum = manifest.write(tmp_path, 7, specs)
+    written = json.loads((tmp_path / manifest.MANIFEST_FILE).read_text(encoding="utf-8"))
+    assert (written["version"], written["checksum"]) == (7, checksum)
+    assert checksum == total_checksum({name: manifest.spec(tensor) for name, tensor in tensors.items()})
+    assert written["tensors"]["a"] == {"dtype": "float32", "shape": [2], "checksum": tensor_checksum(tensors["a"])}
+    assert (tmp_path / manifest.COMPLETE_FILE).read_bytes() == b""
+
+
+def test_code_that_lies_in_a_models_folder_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parents[2] / "checkpoints" / "tiny-sort", folder)
+    expected = manifest.model_shapes(str(folder))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["auto_map"] = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\nfrom transformers import Qwen2Config\n")
+    manifest.model_shapes.cache_clear()
+    assert manifest.model_shapes(str(folder)) == expected
+    assert not (tmp_path / "was_run").exists()
