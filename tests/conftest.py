@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,16 @@ def seeded(seed: int) -> None:
         torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
+
+
+@pytest.fixture(autouse=True)
+def same_variables() -> Iterator[None]:
+    """Has no test see the environment variables that a command in this process has set for what it starts."""
+    before = {**os.environ}
+    yield
+    for name in {*os.environ} - {*before}:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

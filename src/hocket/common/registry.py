@@ -200,7 +200,7 @@ class Plugin(NamedTuple):
 _PLUGINS: dict[str, Plugin] = {}  # by module
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+class _PluginLoader(importlib.machinery.SourceFileLoader):
     """Executes what the file held when it was read, however often; no bytecode of an earlier version of it."""
 
     def __init__(self, name: str, file: Path) -> None:
@@ -224,7 +224,7 @@ def load_plugin(path: str) -> ModuleType:
     name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in _PLUGINS:
         return sys.modules[name]
-    loader = _Loader(name, file)
+    loader = _PluginLoader(name, file)
     spec: Any = importlib.util.spec_from_file_location(name, file, loader=loader)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
