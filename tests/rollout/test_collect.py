@@ -71,6 +71,11 @@ async def test_the_batch_is_the_shortest_beginning_of_the_stream_that_has_enough
     assert [(group.id, group.draw) for group in batch.groups] == [(f"s/{i}", i) for i in range(enough)]
 
 
+async def test_every_group_counts_where_nobody_says_what_has_a_signal() -> None:
+    batch = await collect(planned(3, at_most=9), drawing(PROMPTS), at_once, scoring(score_of))
+    assert ids(batch) == [prompt.id for prompt in PROMPTS[:3]]
+
+
 async def test_a_stream_that_ends_gives_a_smaller_batch_or_an_empty_one() -> None:
     for prompts in PROMPTS[:2], []:
         batch = await collect(planned(3, at_most=9), drawing(prompts), at_once, scoring(score_of))

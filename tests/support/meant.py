@@ -196,5 +196,8 @@ EQUIVALENT: tuple[Same, ...] = (
     Same("protocol/manifest.py:_block_sums:if:1", "False", "without a GPU both ways have the same sums"),
     Same("protocol/manifest.py:model_shapes:call:1", "model.all_tied_weights_keys", "nobody changes the model's own"),
     Same("protocol/manifest.py:specs:plus-one:0", "1", "the sums are the same with any number of threads"),
+    Same("sync/publish.py:Transport:flag:0", "True", "a protocol's default is nobody's"),
+    Same("trainer/logprobs.py:token_logprobs.<locals>.of_chunk:if:1", "False", "x / 1 is x"),
+    Same("trainer/logprobs.py:token_logprobs.<locals>.of_chunk:negated:1", "-1", "of two dimensions the last is 1"),
     Same("trainer/batching.py::flag:0", "True", "no mask of a sequence's first token is read"),
 )

@@ -149,6 +149,10 @@ async def test_of_servers_that_are_brought_up_together_the_one_that_fails_is_lef
     assert [urls for _, urls in world.disk.sent] == [[A, B, C], [A], [B], [C]]
     assert world.disk.compared[-1] == (5, [C])
     assert sum("http://b is left out: http://b" in line for line in world.said) == 1
+    assert [line.partition(" holds version 5")[0] for line in world.said if " holds " in line] == [
+        f"server {A}",
+        f"server {C}",
+    ]
 
 
 @pytest.mark.parametrize(("held", "expected"), [([0], 8), ([9], 10), ([4, 9], 10), ([], 8)])
