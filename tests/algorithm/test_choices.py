@@ -125,6 +125,7 @@ def test_a_weight_at_a_bound_is_kept(name: str, bounds: tuple[float, float]) -> 
         ("clip={name: ppo, dual_clip: 1}", "algorithm.clip.dual_clip: Input should be greater than 1"),
         ("baseline={name: none, discount: -1};scale=none", "algorithm.baseline.discount: Input should be gr"),
         ("baseline={name: none, gae_lambda: 1};scale=none", r"advantage none.* has no option 'gae_lambda'"),
+        ("correction={name: truncate, bounds: [5, 0.5]}", r"bounds: .*\[lowest, highest\]"),
         ("clip={name: cispo, dual_clip: 3}", "objective cispo.* has no option 'dual_clip'"),
         ("baseline=none", "baseline=none compares no rollouts: set algorithm.scale to tokens or none"),
         ("baseline=critic;scale=batch", "set algorithm.scale to tokens or none"),

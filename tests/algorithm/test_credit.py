@@ -95,6 +95,9 @@ def test_equal_episodes_whose_turns_differ_have_a_signal_with_credit_per_turn_al
     assert shape(own, settings(), MAX_TOKENS).reason == "every reward is 1"
     assert shape(own, settings("credit=turn"), MAX_TOKENS).reason is None
     assert of_turns(own, algorithm=settings("credit=turn", "scale=none")) == [[0.0, -0.5, 0.0], [0.0, 0.5, 0.0]]
+    for turns in [(0.5, ""), (0.5, "")], [(1.0, "")]:  # as many turns, and another number of them, that do not differ
+        alike = group(played(*turns), played(turns[0], (1.0 - turns[0][0], "")))
+        assert shape(alike, settings("credit=turn"), MAX_TOKENS).reason == "every reward is 1"
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])

@@ -199,5 +199,12 @@ EQUIVALENT: tuple[Same, ...] = (
     Same("sync/publish.py:Transport:flag:0", "True", "a protocol's default is nobody's"),
     Same("trainer/logprobs.py:token_logprobs.<locals>.of_chunk:if:1", "False", "x / 1 is x"),
     Same("trainer/logprobs.py:token_logprobs.<locals>.of_chunk:negated:1", "-1", "of two dimensions the last is 1"),
+    Same("algorithm/choices.py:Choice:flag:0", "False", "read of a KL alone, which says it"),
+    Same("trainer/logprobs.py::plus-one:2", "21", "how much is kept, not what is computed"),
+    Same(
+        "trainer/logprobs.py:token_logprobs.<locals>.of_chunk:operand:1",
+        "entropy_gradient",
+        "without gradients the other formula has the same value",
+    ),
     Same("trainer/batching.py::flag:0", "True", "no mask of a sequence's first token is read"),
 )
