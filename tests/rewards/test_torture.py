@@ -11,11 +11,10 @@ import pytest
 from hocket.common.registry import load_plugins
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer
-from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
 from support import hostile
 from support.batches import scorer_of_all
-from support.episodes import Scorers, make_rollout
+from support.episodes import Register, Scorers, make_rollout
 from support.processes import started, wait_for
 
 PLUGIN = """
@@ -206,7 +205,7 @@ async def test_no_secret_is_in_its_environment(mark: str, monkeypatch: pytest.Mo
         assert (await scorer.score(make_rollout(names))).parts == {"torture": 1, "torture/HOCKET_TORTURE": 1}
 
 
-async def test_async_and_inline_ones_may_raise_anything_too(scorer_of: Scorers) -> None:
+async def test_async_and_inline_ones_may_raise_anything_too(scorer_of: Scorers, register: Register) -> None:
     errors: dict[str, BaseException] = {
         "exits": SystemExit(2),
         "refuses": ValueError("\ud800" + "x" * 10**6),
@@ -219,8 +218,8 @@ async def test_async_and_inline_ones_may_raise_anything_too(scorer_of: Scorers) 
     def raises_inline(completion: str) -> None:
         raise errors[completion]
 
-    reward("raises")(raises)
-    reward("raises_inline", inline=True)(raises_inline)
+    register("raises", raises, inline=False)
+    register("raises_inline", raises_inline)
     says = {"exits": "SystemExit: 2 (", "refuses": "ValueError: ?" + "x" * 900, "cancels": "it cancelled itself"}
     for text, error in says.items():
         assert await error_of(scorer_of({"raises": 1.0}), make_rollout(text)) == starts_with(f"raises: {error}")
@@ -229,9 +228,9 @@ async def test_async_and_inline_ones_may_raise_anything_too(scorer_of: Scorers) 
             assert await error_of(one, make_rollout(text)) == starts_with(f"raises_inline: {error}")
 
 
-async def test_a_sum_that_is_no_finite_number_is_an_error(scorer_of: Scorers) -> None:
-    reward("huge", inline=True)(lambda completion: 1e308)
-    reward("huge_too", inline=True)(lambda completion: 1e308)
+async def test_a_sum_that_is_no_finite_number_is_an_error(scorer_of: Scorers, register: Register) -> None:
+    register("huge", lambda completion: 1e308)
+    register("huge_too", lambda completion: 1e308)
     assert "the weighted sum is inf" in await error_of(scorer_of({"huge": 1.0, "huge_too": 1.0}), make_rollout())
 
 

@@ -206,5 +206,6 @@ EQUIVALENT: tuple[Same, ...] = (
         "entropy_gradient",
         "without gradients the other formula has the same value",
     ),
+    Same("rewards/scorer.py::operand:0", "1", "how many workers there are, not what they say"),
     Same("trainer/batching.py::flag:0", "True", "no mask of a sequence's first token is read"),
 )
