@@ -23,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="run.py test",
         description="Run the tests that need no GPU and that a change is likely to break: one real engine, one real "
-        "quickstart, ranks, a drill, and whatever takes milliseconds. Five minutes on two cores; --rest: a quarter of an hour.",
+        "quickstart, ranks, a drill, and whatever takes milliseconds. Five minutes on two cores; --rest: a quarter of "
+        "an hour.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # pytest's own options may begin alike

@@ -123,6 +123,8 @@ def test_ranks_that_divide_a_row_have_parts_of_one_size_and_each_trained_place_o
     assert [part.row_n.tolist() for part in (first, second)] == [[1, 2], [0, 1]]
     assert [part.target_ids_bt.tolist() for part in (first, second)] == [[[6, 7, 8, 2, 4]]] * 2
     assert first.mask_bt.tolist() == second.mask_bt.tolist() == [[False, True, True, True, True]]
+    quarters = [make(CPU, RowPart(4, number)).input_ids_br.tolist() for number in range(4)]
+    assert quarters == [[[5, 6]], [[7, 1]], [[3, 0]], [[0, 0]]]  # three more
 
 
 def test_costs_are_dealt_to_the_cheapest_part_the_costliest_first() -> None:
@@ -161,6 +163,9 @@ def test_a_sequence_that_fits_nowhere_or_nothing_to_train_on_is_refused() -> Non
     check_fits([sample(*range(1, 10))], 8)
     with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens=7.*at least 8"):
         check_fits([sample(*range(1, 10))], 7)
+    begins_alike = [sample(*range(10), 20), sample(*range(10), 30, 40)]  # they need not stay in one row
+    with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens=10.*at least 11"):
+        check_fits(begins_alike, 10, share=1.0)
     for samples in ([], [sample(1, 2, 3, prompt=3)]):
         with pytest.raises(TrainerError, match="nothing to train on"):
             check_fits(samples, 8)
