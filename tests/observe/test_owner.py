@@ -21,7 +21,7 @@ from support.processes import ROOT, wait_for
 from support.records import write_rows
 
 PROGRAM = """
-import sys, time, types
+import select, sys, time, types
 from pathlib import Path
 from hocket.observe import owner
 run, wait, machine, silence = sys.argv[1:]
@@ -37,7 +37,8 @@ owner._machine = lambda: machine
 try:
     with owner.owning(Path(run), lambda text: print(text, flush=True), wait=wait == "wait"):
         print("owns", flush=True)
-        sys.stdin.read()
+        while not select.select([sys.stdin], [], [], 0.05)[0]:
+            pass  # a signal just before one long wait would not end it
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
