@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from mcp.server import MCPServer
@@ -44,6 +45,13 @@ def pid() -> int:
 def sleep(seconds: float) -> None:
     """Waits."""
     time.sleep(seconds)
+
+
+@server.tool()
+def stay(file: str) -> None:
+    """Writes the process into a file, and answers nothing."""
+    Path(file).write_text(str(os.getpid()), encoding="utf-8")
+    time.sleep(3600)
 
 
 @server.tool()

@@ -111,11 +111,12 @@ async def test_tools_of_a_server_stand_beside_functions_and_answer_with_their_te
 @needs_mcp
 @pytest.mark.parametrize("way", ["stdio", "http"])
 async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have_a_new_session(
-    way: str, environment: None
+    way: str, environment: None, tmp_path: Path
 ) -> None:
     ends: Counter[str] = Counter()
     pids: list[int] = []
     at_once = asyncio.Semaphore(8)
+    stays: list[Path] = []  # of calls, one at a time, that the server receives and does not answer before it is killed
 
     async def episode() -> None:
         async with at_once:
@@ -124,7 +125,8 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
                 for _ in range(3):
                     (pid,) = await said(playing, call("pid"))
                     pids.append(int(pid))
-                    await said(playing, call("sleep", seconds=0.05))
+                    one = call("stay", file=str(stays.pop())) if stays else call("sleep", seconds=0.05)
+                    await said(playing, one)
                 ends["whole"] += 1
             except LostError:
                 ends["lost"] += 1
@@ -132,12 +134,11 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
                 await playing.close()
 
     async def kill_twice() -> None:
-        killed = list[int]()
-        while len(killed) < 2:
-            for pid in {*pids} - {*killed}:
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-            await asyncio.sleep(0.02)
+        for received in (tmp_path / "first", tmp_path / "second"):
+            stays.append(received)
+            while not (received.exists() and received.read_text(encoding="utf-8")):
+                await asyncio.sleep(0.02)
+            os.kill(int(received.read_text(encoding="utf-8")), signal.SIGKILL)
 
     with serving(way) as server:
         async with asyncio.timeout(START_S):
