@@ -116,7 +116,7 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
     ends: Counter[str] = Counter()
     pids: list[int] = []
     at_once = asyncio.Semaphore(8)
-    stays: list[Path] = []  # of calls, one at a time, that the server receives and does not answer before it is killed
+    stays: list[Path] = []  # of calls that the server receives, and does not answer before it is killed
 
     async def episode() -> None:
         async with at_once:
@@ -125,7 +125,7 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
                 for _ in range(3):
                     (pid,) = await said(playing, call("pid"))
                     pids.append(int(pid))
-                    one = call("stay", file=str(stays.pop())) if stays else call("sleep", seconds=0.05)
+                    one = call("stay", file=str(stays[-1])) if stays else call("sleep", seconds=0.05)
                     await said(playing, one)
                 ends["whole"] += 1
             except LostError:
@@ -135,10 +135,13 @@ async def test_episodes_whose_server_is_killed_twice_all_end_and_later_ones_have
 
     async def kill_twice() -> None:
         for received in (tmp_path / "first", tmp_path / "second"):
-            stays.append(received)
-            while not (received.exists() and received.read_text(encoding="utf-8")):
+            stays.append(received)  # until one is received: the first may meet the server that has just been killed
+            pid = ""
+            while not pid:
                 await asyncio.sleep(0.02)
-            os.kill(int(received.read_text(encoding="utf-8")), signal.SIGKILL)
+                pid = received.read_text(encoding="utf-8") if received.exists() else ""
+            stays.clear()
+            os.kill(int(pid), signal.SIGKILL)
 
     with serving(way) as server:
         async with asyncio.timeout(START_S):
