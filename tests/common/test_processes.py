@@ -75,6 +75,23 @@ processes.exit_with(lambda argv: ThreadPoolExecutor().submit(time.sleep, 600) an
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done\n", "")
 
 
+def test_a_destructor_that_fails_while_python_takes_modules_apart_says_nothing() -> None:
+    code = """
+from hocket.common import processes
+class Client:
+    def __init__(self, when): self.when = when
+    def __del__(self): raise ValueError(self.when)
+Client("while it runs")
+processes.kept = Client("at the end")
+processes.exit_with(lambda argv: Client("before the end") and 0)
+"""
+    ended = run_code(code)
+    assert ended.returncode == 0
+    assert "ValueError: while it runs" in ended.stderr
+    assert "ValueError: before the end" in ended.stderr
+    assert "at the end" not in ended.stderr
+
+
 def test_what_looks_like_a_secret_is_kept_from_the_code_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = (
         "HOCKET_TOKEN", "HF_TOKEN", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD",

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 GRACE_S = 30  # after a Ctrl-C
 EXIT_S = 10.0  # for a command's threads to end
@@ -42,7 +43,16 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
     ending.daemon = True  # it counts only while Python waits for threads that hang
     ending.start()
     gc.freeze()  # else Python searches all of torch for garbage once more, for a second
+    sys.unraisablehook = _unless_finalizing
     sys.exit(status)
+
+
+def _unless_finalizing(
+    error: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing, show: Callable[[Any], None] = sys.unraisablehook
+) -> None:
+    """Show an error of a destructor, unless Python is taking modules apart, which makes a plugin's clients fail."""
+    if not is_finalizing():
+        show(error)
 
 
 @contextlib.contextmanager
