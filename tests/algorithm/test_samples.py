@@ -73,7 +73,15 @@ def test_the_reason_of_a_group_without_signal(
     (found,) = shaped([group("a", rewards)], settings(*overrides))
     assert found.reason == said
     alike = len({reward for reward in rewards if reward is not None}) < 2
-    assert signal_metrics([found]) == {"rollout/zero_variance": float(alike)}
+    signal = {"rollout/zero_variance": float(alike), "rollout/without_signal": float(said is not None)}
+    assert signal_metrics([found]) == signal
+
+
+def test_the_share_without_signal_counts_sampled_tokens_not_groups() -> None:
+    long = group_of(make_rollout(*[-0.5] * 5), make_rollout(*[-0.5] * 4), rewards=[1.0, 1.0])
+    short = group_of(make_rollout(-0.5), make_rollout(*[-0.5] * 2), rewards=[0.0, 1.0])
+    metrics = signal_metrics(shaped([long, short], settings()))
+    assert metrics == {"rollout/zero_variance": 0.5, "rollout/without_signal": 9 / 12}
 
 
 def test_a_group_without_any_rollout_to_train_says_so_whatever_its_rewards() -> None:

@@ -27,12 +27,16 @@ def test_a_step_is_one_line_of_what_there_is(capsys: pytest.CaptureFixture[str])
     assert second.startswith("step 2/10  reward 0.625  ")
 
 
-def test_an_alarm_is_printed_when_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_alarm_is_printed_when_it_begins_and_again_after_ten_steps_without_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    unhealthy = {1, 2, 4, 5, 15, 26}
     with Console(steps=100) as console:
-        for step in range(1, 7):
-            console.step(step, {"rollout/truncated": 0.0 if step == 3 else 0.2})
-    lines = enumerate(capsys.readouterr().out.splitlines())
-    assert [index for index, line in lines if line.startswith("  ! ")] == [1, 5]  # after steps 1 and 4
+        for step in range(1, 31):
+            console.step(step, {"rollout/truncated": 0.2 if step in unhealthy else 0.0})
+    lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    after = [lines[index - 1] for index, line in enumerate(lines) if not line]  # an alarm is indented
+    assert after == ["step 1/100", "step 26/100"]
 
 
 def test_the_first_line_may_be_of_step_0_and_without_a_terminal_an_activity_is_printed_once(

@@ -1,6 +1,8 @@
 import dataclasses
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hocket.config import load
 from hocket.observe.metrics import (
     METRICS,
     SUSPICIOUS,
+    Alarms,
     alarms,
     reference,
     rollout_metrics,
@@ -58,6 +61,7 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
             "staleness/over_bound": 0.25,
             "staleness/share_0": 0.75,
             "staleness/share_1": 0.25,
+            "rollout/alike": 0.5,  # two of the three are worse than the best
             "reward/mean": 0.5,  # of the three scored ones
             "reward/std": math.sqrt(0.5 / 3),
             "reward/math": 0.5,
@@ -105,7 +109,7 @@ def test_a_step_without_any_score_has_no_reward_metrics() -> None:
     group = Group(id="g", rollouts=(rollout(2, "length", 1),), scores=(Score(total=0.0, error="x"),))
     metrics = rollout_metrics([group])
     assert {name.removeprefix("rollout/") for name in metrics} == {
-        *("reward_errors", "length_mean", "duplicates", "truncated", "tokens")
+        *("reward_errors", "length_mean", "duplicates", "alike", "truncated", "tokens")
     }
     assert metrics["rollout/reward_errors"] == 1.0
     assert rollout_metrics([]) == staleness_metrics([], version=1, bound=0) == {}
@@ -135,6 +139,58 @@ def test_where_no_rollout_is_stale_the_gap_may_be_no_more_than_rounding_else_sam
     measured: dict[str, float], rings: bool
 ) -> None:
     assert (alarms({"sync/max_gap": 1e-5} | measured).keys() == SUSPICIOUS & measured.keys()) is rings
+
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@pytest.mark.parametrize(
+    ("run", "first"),
+    [
+        # what helps a run that goes well: half of its groups are right throughout, or not one answer is right at first
+        ("quickstart", {"rollout/without_signal": 48}),
+        ("own_everything", {"rollout/without_signal": 1}),
+        # ten times the learning rate: cut off in step 3, always the same wrong answers from step 6 on
+        ("learning_rate_too_high", {"rollout/truncated": 3, "rollout/alike": 6, "rollout/without_signal": 7}),
+    ],
+)
+def test_recorded_runs_ring_in_the_steps_in_which_something_can_still_be_done(run: str, first: dict[str, int]) -> None:
+    rings = Alarms()
+    begins: dict[str, int] = {}
+    for line in (RECORDED / f"{run}.jsonl").read_text(encoding="utf-8").splitlines():
+        metrics = json.loads(line)
+        for name in rings.step(metrics):
+            begins.setdefault(name, metrics["step"])
+    assert begins == first
+
+
+def test_an_entropy_that_falls_to_less_than_a_quarter_within_eight_steps_rings_however_it_began() -> None:
+    def steps(*entropies: float) -> list[bool]:
+        rings = Alarms()
+        return ["train/entropy" in rings.step({"train/entropy": entropy}) for entropy in entropies]
+
+    collapses = [1.38, 1.2, 0.9, 0.6, 0.36, 0.34, 0.2, 0.11]  # a small model at a rate that is too high
+    assert steps(*collapses) == [False] * 5 + [True] * 3
+    assert not any(steps(*(1.38 * 0.85**step for step in range(60))))  # as much in ten times as many steps: it learns
+    assert not any(steps(0.19, 0.03, 0.001))  # the noise of few tokens
+    assert steps(1.0, math.nan, 0.2) == [False, False, True]
+    rings = Alarms()
+    rings.step({"train/entropy": 1.2})
+    text = rings.step({"train/entropy": 0.2})["train/entropy"]
+    assert text.startswith(
+        "train/entropy = 0.2 (< 0.25 of 1.2, at most 8 steps before): mean entropy of the next token"
+    )
+
+
+def test_alike_are_duplicates_with_less_than_the_best_reward_of_the_step() -> None:
+    def of_texts(name: str, *pairs: tuple[str, float]) -> Group:
+        played = [rollout(1, "stop", 1, text=text) for text, _ in pairs]
+        return Group(id=name, rollouts=tuple(played), scores=tuple(Score(total=total) for _, total in pairs))
+
+    learned = of_texts("a", ("right", 1.0), ("right", 1.0), ("right", 1.0), ("wrong", 0.0))
+    stuck = of_texts("b", ("wrong", 0.5), ("wrong", 0.5), ("other", 0.5), ("right", 1.0))
+    assert rollout_metrics([learned, stuck])["rollout/alike"] == 2 / 8
+    assert rollout_metrics([of_texts("c", ("same", 0.0), ("same", 0.0))])["rollout/alike"] == 0.0  # none is better
 
 
 def loss_metrics() -> dict[str, float]:

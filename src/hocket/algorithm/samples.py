@@ -117,6 +117,10 @@ def signal_metrics(groups: Sequence[Shaped], uses_pass_rates: bool = False) -> d
     if not groups:
         return {}
     metrics = {"rollout/zero_variance": statistics.fmean(group.has_equal_rewards for group in groups)}
+    tokens = [sum(rollout.num_sampled for rollout in group.group.rollouts) for group in groups]
+    if any(tokens):
+        without_signal = itertools.compress(tokens, [group.reason is not None for group in groups])
+        metrics["rollout/without_signal"] = sum(without_signal) / sum(tokens)
     values = [value for group in groups for value in group.passes]
     if values and uses_pass_rates:
         metrics["rollout/no_pass_rate"] = sum(not 0 <= value <= 1 for value in values) / len(values)

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from hocket.common.files import kind_of, numbered
 from hocket.common.redaction import redacted
-from hocket.observe.metrics import alarms
+from hocket.observe.metrics import Alarms
 from hocket.observe.rows import read_lines, said
 
 SHOWN = {  # metric → what a step's line says of it
@@ -27,6 +27,7 @@ SHOWN = {  # metric → what a step's line says of it
     "time/step": "{:.2f} s",
 }
 REPEAT_S = 15.0
+QUIET_STEPS = 10  # without an alarm, before it is printed again
 NO_UPDATE = ": all rewards of each group were equal (too hard? too easy?), or no gradient was finite; see {}/rollouts"
 NUM_SAMPLES = 3
 SHORT = reprlib.Repr()
@@ -44,6 +45,8 @@ class Console(AbstractContextManager["Console"]):
         self._first = math.inf  # number of that step, once it is finished
         self._activity = ("", 0.0)  # the last one printed, and when
         self.alarmed: set[str] = set()  # metrics outside their healthy range in the last step
+        self._alarms = Alarms()
+        self._rang: dict[str, int] = {}  # by metric the newest step in which it was
 
     def __exit__(self, *exc_info: object) -> None:
         self._status.stop()
@@ -75,9 +78,11 @@ class Console(AbstractContextManager["Console"]):
             self._first = step
         told = [shape.format(metrics[name]) for name, shape in SHOWN.items() if name in metrics]
         self.say("  ".join([f"step {step}/{self._steps}", *told]) + self._time_left(step))
-        unhealthy = alarms(metrics)
-        for name in unhealthy.keys() - self.alarmed:
-            self._rich.print(f"[yellow]  ! {escape(unhealthy[name])}[/yellow]")
+        unhealthy = self._alarms.step(metrics)
+        for name, text in unhealthy.items():
+            if step > self._rang.get(name, -QUIET_STEPS) + QUIET_STEPS:  # not at each step of one that comes and goes
+                self._rich.print(f"[yellow]  ! {escape(text)}[/yellow]")
+            self._rang[name] = step
         self.alarmed = set(unhealthy)
 
     def finish(self, run_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from typing import NamedTuple
@@ -14,14 +14,25 @@ PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "ev
 """Of time/step, in order; the rest is `other`."""
 
 
+NUM_ENTROPIES = 8
+ENTROPY_KEPT = 0.25
+"""A run that learns keeps more within so few steps; one that collapses does not."""
+MIN_ENTROPY = 0.2
+"""In nats: of less, a quarter is the noise of a few tokens."""
+
+
 class Metric(NamedTuple):
-    """`low` and `high` bound the healthy range; `advice` says what to do outside it."""
+    """`low` and `high` bound the healthy range; `advice` says what to do outside it.
+
+    `change` says which change is unhealthy, where no range is: `Alarms` knows the steps before.
+    """
 
     name: str
     meaning: str
     low: float | None = None
     high: float | None = None
     advice: str = ""
+    change: str = ""
 
 
 # fmt: off
@@ -33,8 +44,10 @@ METRICS = (
     Metric("source/NAME/share", "data.sources: its share of the prompts"),
     Metric("rollout/reward_errors", "share of rollouts whose reward failed or timed out; not trained",
            high=0.05, advice="read `error` in rollouts/*.jsonl"),
-    Metric("rollout/zero_variance", "share of groups with equal rewards; not trained if the baseline is the group's",
-           high=0.95, advice="prompts are too easy or too hard: change data or reward"),
+    Metric("rollout/zero_variance", "share of groups with equal rewards; not trained if the baseline is the group's"),
+    Metric("rollout/without_signal", "share of sampled tokens in groups that train nothing, mostly of equal rewards",
+           high=0.5, advice="prompts too easy: the task is learned, take harder ones; too hard: easier ones (docs/"
+           "curriculum.md), a reward with steps between, or larger groups"),
     Metric("rollout/no_pass_rate", "curriculum by pass rates, retire_after: share of rates below 0 or above 1",
            high=0, advice="set eval.reward to one that returns 0 to 1 (weight 0 will do)"),
     Metric("rollout/overlong_penalty", "algorithm.overlong_share: mean penalty of length, subtracted from rewards"),
@@ -45,8 +58,11 @@ METRICS = (
     Metric("rollout/length_reward", "correlation of length and reward, both less their group's mean",
            high=0.9, advice="length may be what is learned: read rollouts/*.jsonl, clip what grows with it"),
     Metric("rollout/duplicates", "share of rollouts whose text another one of their group has"),
+    Metric("rollout/alike", "share of rollouts that are duplicates with less than the step's best reward",
+           high=0.7, advice="the policy repeats itself before it has learned: see train/entropy"),
     Metric("rollout/truncated", "share of rollouts cut off at rollout.max_tokens, env.max_turns or model.max_length",
-           high=0.05, advice="raise rollout.max_tokens, or reward shorter answers"),
+           high=0.05, advice="raise rollout.max_tokens, or reward shorter answers; if all are, the model may have "
+           "never learned to end its turn"),
     Metric("rollout/tokens", "sampled tokens of the step"),
     Metric("rollout/tokens_per_s", "sampled tokens per second of time/batch"),
     Metric("rollout/turns_mean", "mean turns of an episode, if any has several"),
@@ -101,7 +117,7 @@ METRICS = (
     Metric("train/shared", "trainer.share_prefixes: share of positions that were not computed, as others begin alike"),
     Metric("train/positions_per_s", "tokens with prompts, without padding, per second of time/train"),
     Metric("train/mfu", "model FLOPs / (time/train · peak FLOPs of all ranks: data sheet, else measured)"),
-    Metric("train/logprob_gap", "mean |trainer − engine log-prob| of trained tokens; float32 < 1e-4, bfloat16 < .02",
+    Metric("train/logprob_gap", "mean |trainer − engine log-prob| of trained tokens; float32 < 1e-4, bfloat16 < .06",
            high=0.1, advice="the server has other weights, or samples otherwise"),
     Metric("train/mismatch_kl", "k3 estimate of KL(engine ‖ trainer)", high=0.01, advice="see train/logprob_gap"),
     Metric("train/clip_low", "share of tokens clipped below; clip ppo: of negative advantage"),
@@ -114,7 +130,10 @@ METRICS = (
     Metric("train/ess", "effective sample size of the importance weights, (Σw)² / (n·Σw²)",
            low=0.5, advice="few tokens dominate: rollouts are too old, or see train/logprob_gap"),
     Metric("train/kl", "k3 estimate of KL(policy ‖ reference)"),
-    Metric("train/entropy", "mean entropy of the next token, in nats"),
+    Metric("train/entropy", "mean entropy of the next token, in nats",
+           advice="the policy stops exploring: lower trainer.learning_rate, resume from an earlier checkpoint, or add "
+           "algorithm.kl_coef or entropy_coef",
+           change=f"≥ {ENTROPY_KEPT:g} of that of any of the {NUM_ENTROPIES} steps before"),
     Metric("rewards/chosen", "chosen completions: rm: mean score; dpo: mean of beta · log(policy / reference)"),
     Metric("rewards/rejected", "the same of rejected completions"),
     Metric("rewards/margins", "rewards/chosen − rewards/rejected"),
@@ -204,6 +223,7 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     lengths = list[float]()  # of the scored rollouts, less their group's mean, as their rewards are
     rewards = list[float]()
     told = defaultdict[str, list[float]](list)  # by environments
+    best = max((score.total for group in groups for _, score in group.scored), default=0.0)
     for group in groups:
         texts = Counter(rollout.text for rollout in group.rollouts)
         for rollout in group.rollouts:
@@ -220,6 +240,8 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
                 if message.get("role") == "tool":
                     values["rollout/tool_errors"].append(str(message.get("content")).startswith("error: "))
         scored = group.scored
+        worse = sum(texts[rollout.text] > 1 and score.total < best for rollout, score in scored)
+        values["rollout/alike"] += [1.0] * worse + [0.0] * (len(group.rollouts) - worse)
         for _, score in scored:
             values["reward/mean"].append(score.total)
             for name, part in score.parts.items():  # which another reward may leave out
@@ -311,7 +333,7 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a sentence for each metric that is NaN or unhealthy, by name."""
     found = {}
     age = metrics.get("staleness/max")
-    for name, meaning, low, high, advice in METRICS:
+    for name, _, low, high, *_ in METRICS:
         if name not in metrics or (age and name in ON_POLICY):  # of stale rollouts: how far the policy moved
             continue
         value = metrics[name]
@@ -323,13 +345,45 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
         if low is not None and not value >= low:
             bound = f"< {low:g}"
         if bound:
-            found[name] = f"{name} = {value:.4g} ({bound}): {meaning}; {advice}"
+            found[name] = _sentence(name, value, bound)
     return found
+
+
+class Alarms:
+    """The alarms of a run's steps, in order: unhealthy values, and values that change too fast.
+
+    A run that was resumed begins anew: what it compares with are the steps that it has seen.
+
+        rings = Alarms()
+        rings.step({"train/entropy": 1.2})  # {}
+        rings.step({"train/entropy": 0.2})  # {"train/entropy": "train/entropy = 0.2 (< 0.25 of 1.2, ..."}
+    """
+
+    def __init__(self) -> None:
+        self._entropies: deque[float] = deque(maxlen=NUM_ENTROPIES)
+
+    def step(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return a sentence for each metric of a step that is NaN, unhealthy, or has changed too fast, by name."""
+        unhealthy = alarms(metrics)
+        entropy = metrics.get("train/entropy", math.nan)
+        if math.isfinite(entropy):
+            highest = max(self._entropies, default=0.0)
+            if entropy < ENTROPY_KEPT * highest and highest > MIN_ENTROPY:
+                bound = f"< {ENTROPY_KEPT:g} of {highest:.4g}, at most {NUM_ENTROPIES} steps before"
+                unhealthy["train/entropy"] = _sentence("train/entropy", entropy, bound)
+            self._entropies.append(entropy)
+        return unhealthy
+
+
+def _sentence(name: str, value: float, bound: str) -> str:
+    (metric,) = (one for one in METRICS if one.name == name)
+    return f"{name} = {value:.4g} ({bound}): {metric.meaning}; {metric.advice}"
 
 
 def reference() -> str:
     rows = []
-    for name, meaning, low, high, advice in METRICS:
-        healthy = " ".join(f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None)
+    for name, meaning, low, high, advice, change in METRICS:
+        bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None]
+        healthy = " ".join([*bounds, *([change] if change else [])])
         rows.append((f"`{name}`", meaning.replace("|", "\\|"), healthy, advice))
     return markdown.table(("metric", "what it is", "healthy", "otherwise"), rows)

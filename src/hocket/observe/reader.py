@@ -16,7 +16,7 @@ from typing import Any
 
 from hocket.common.files import numbered
 from hocket.observe import plugin_files
-from hocket.observe.metrics import alarms
+from hocket.observe.metrics import Alarms
 from hocket.observe.owner import SILENCE_S
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, config_of, parsed, read_text, reading, rows_of
 
@@ -65,6 +65,8 @@ class RunReader:
         self._columns = {name: array("d") for name in ("step", *TOTALS)}  # and of metrics: NaN where a step has none
         self.newest: dict[str, float] = {}  # of each metric the newest value
         self.alarms: dict[str, dict[str, Any]] = {}  # by metric
+        self.unhealthy: dict[str, str] = {}  # in the newest step
+        self._alarms = Alarms()
         self.servers: dict[str, dict[str, Any]] = {}  # by URL
         self._phases: deque[Mapping[str, Any]] = deque(maxlen=NUM_PHASES)
 
@@ -90,7 +92,8 @@ class RunReader:
         for name, of_step in TOTALS.items():
             values[name] = self.newest.get(name, 0.0) + max(0.0, values.get(of_step, 0.0))  # max: of NaN 0
         self.newest |= values
-        for name, text in alarms(values).items():
+        self.unhealthy = self._alarms.step(values)
+        for name, text in self.unhealthy.items():
             count = self.alarms.get(name, {"count": 0})["count"]
             self.alarms[name] = {"count": count + 1, "last": self.last_step, "text": text}
         missing = array("d", [math.nan]) * len(self._columns["step"])

@@ -29,7 +29,7 @@ class _Gauges(Collector):
             name = run.folder.resolve().name
             for key, value in run.newest.items():
                 metric.add_metric([name, key], value)
-            for key in alarms(run.newest):
+            for key in alarms(run.newest) | run.unhealthy:
                 alarm.add_metric([name, key], 1)
             for url, known in run.servers.items():
                 for key, value in known.items():
