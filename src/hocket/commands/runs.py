@@ -23,13 +23,13 @@ from hocket.common import machine, tasks
 from hocket.common.files import kind_of
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
-from hocket.data.prompts import columns_of
+from hocket.data.columns import columns_of, sample_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, SyncError, door
 from hocket.observe import loggers, tokens
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.rows import DAMAGED, rollout_of, sample_of, write_rollouts
+from hocket.observe.rows import DAMAGED, rollout_of, write_rollouts
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.observe.timeline import Timeline
 from hocket.protocol import GenerateRequest, SamplingParams
@@ -332,12 +332,12 @@ def score_samples(config: Config, file: Path, against: str | None) -> int:
     groups: dict[str, list[Rollout]] = {}
     for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
         try:
-            columns = columns_of(row)
+            columns = columns_of(row, ())
             if {"group_id", "prompt_id", "parts"} <= columns.keys():  # of a run
                 rollout = rollout_of(columns, place, file.absolute().parents[1])
                 group = columns["group_id"]
             else:
-                rollout = sample_of(columns, place, config.data)
+                rollout = rollout_of({**sample_of(columns, config.data), "id": place})
                 prompt = rollout.prompt
                 group = repr((prompt.text, prompt.messages, prompt.answer, hash(prompt.images)))
         except DAMAGED as error:

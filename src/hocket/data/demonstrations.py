@@ -4,7 +4,6 @@ Each turn of the assistant is taught, with the token that ends it, as the templa
 so far. Where a template writes an earlier turn otherwise, a sample of its own begins.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -13,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hocket.config import DataConfig
+from hocket.data.columns import check_characters, checked, column, without_nulls
 from hocket.data.prompts import NO_TOKEN, Rendered, in_parts, renderer_of
-from hocket.data.renderer import Renderer, check_messages, opening_of
+from hocket.data.renderer import Renderer, opening_of
 from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 
@@ -27,13 +27,14 @@ log = logging.getLogger(__name__)
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
     renderer = renderer_of(data, tokenizer)
     end = renderer.end_of_turn()
+    names = [data.prompt_column, "messages", data.response_column]
 
     def render(_: str, columns: Mapping[str, Any]) -> Rendered[list[TokenSequence]]:
         columns, pictures = renderer.seen(columns)
         samples = _samples(renderer, data, columns, end)
         return texts_of(samples), functools.partial(sequences, renderer, samples, pictures=pictures)
 
-    rows = list(itertools.chain.from_iterable(in_parts(data, render, renderer.encode_prompts)))
+    rows = list(itertools.chain.from_iterable(in_parts(data, names, render, renderer.encode_prompts)))
     return fitting("demonstrations", rows, [len(row.mask) for row in rows], data, max_length)
 
 
@@ -59,27 +60,30 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
     whole = [name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)]
     if whole and data.response_column not in columns:
         otherwise = f", or name its column in {data.section}.response_column"
-        turns = turns_of(renderer, columns[whole[0]], whole[0], otherwise)
+        turns = renderer.introduced(turns_of(renderer, columns[whole[0]], whole[0], otherwise))
         return conversation(renderer, turns, tools_of(columns), end)
     prompt, _ = renderer.prompt(columns)
     hint = f", or {data.section}.prompt_column to one of whole conversations{data.otherwise}"
-    response = renderer.column(columns, "response_column", hint)
+    response = column(columns, data, "response_column", hint)
     return [answered(prompt, response, data.response_column, end)]
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:
     tools = columns.get("tools") or None
-    return _clean(json.loads(tools) if isinstance(tools, str) else tools)
+    tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
+    check_characters(tools, "column 'tools'")
+    return tools
 
 
-def answered(prompt: str, response: Any, column: str, end: int) -> list[Passage]:
-    match _clean(response):
-        case [{"role": "assistant", "content": text, **more}] if not more:  # as in TRL's prompts with completions
-            response = text
-    if not (isinstance(response, str) and response):
+def answered(prompt: str, response: Any, name: str, end: int) -> list[Passage]:
+    if isinstance(response, list) and len(response) == 1:  # as in TRL's prompts with completions
+        (message,) = checked(response, name)
+        if message["role"] == "assistant" and message.keys() == {"role", "content"}:
+            response = message["content"]
+    if not (isinstance(response, str) and response.strip()):
         wanted = "text or one message of the assistant (else join prompt and response as messages)"
-        raise ValueError(f"column {column!r} must be {wanted}, got {response!r:.80}")
-    return [(prompt, _behind(opening_of(prompt), response, f"column {column!r}"), [end])]
+        raise ValueError(f"column {name!r} must be {wanted}, got {response!r:.80}")
+    return [(prompt, _behind(opening_of(prompt), response, f"column {name!r}"), [end])]
 
 
 def conversation(
@@ -89,10 +93,13 @@ def conversation(
     samples = list[list[Passage]]()
     told = said = ""  # the last sample's text, and with what stands behind its last turn
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index < first:
+        if message["role"] != "assistant" or message.get("weight") == 0 or index < first:
             continue
-        asked = renderer.render(messages[:index], tools=tools)
         whole = renderer.render(messages[: index + 1], tools=tools, add_generation_prompt=False)
+        if index == 0:
+            advice = "mark it with weight: 0, which shows it and does not teach it, or remove it"
+            raise ValueError(f"message 0 is the assistant's, and answers nothing: {advice}")
+        asked = renderer.render(messages[:index], tools=tools)
         if whole.startswith(asked):
             turn = whole[len(asked) :]
         elif message.keys() <= {"role", "content"}:  # the template has left the turn's own thought out
@@ -111,6 +118,8 @@ def conversation(
         samples[-1].append((asked[len(told) :], body, [end] if ends else []))
         told = asked + body
         said = asked + turn
+    if not samples:
+        raise ValueError("no turn of the assistant is taught, as all have the weight 0: remove the row")
     return samples
 
 
@@ -156,29 +165,11 @@ def _behind(opening: str, response: str, what: str) -> str:
     return response
 
 
-def turns_of(renderer: Renderer, messages: Any, column: str, otherwise: str = "") -> list[Message]:
+def turns_of(renderer: Renderer, messages: Any, name: str, otherwise: str = "") -> list[Message]:
     """Return the checked messages of a conversation that ends with the assistant's."""
-    turns: list[Message] = messages
-    if isinstance(messages, list):
-        turns = [{"content": "", **_clean(one)} if isinstance(one, dict) and "role" in one else one for one in messages]
-    check_messages(turns, column, renderer.contents)
-    if {"role": "assistant", "content": ""} in turns:
-        raise ValueError(f"column {column!r} has an empty turn of the assistant: remove it")
+    turns = checked(messages, name, renderer.contents)
     last = turns[-1]["role"]
     if last != "assistant":
         advice = f"remove that, or add the answer{otherwise}"
-        raise ValueError(f"column {column!r} ends with a message of {last!r}, which nothing answers: {advice}")
+        raise ValueError(f"column {name!r} ends with a message of {last!r}, which nothing answers: {advice}")
     return turns
-
-
-def _clean(value: Any) -> Any:
-    """Drop the nulls with which tables fill objects; parse a call's arguments, as vLLM does."""
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    given = {key: _clean(item) for key, item in value.items() if item is not None}
-    if isinstance(given.get("arguments"), str):
-        with contextlib.suppress(ValueError):
-            given["arguments"] = json.loads(given["arguments"])
-    return given

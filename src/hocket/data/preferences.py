@@ -54,7 +54,7 @@ def load_preferences(data: DataConfig, tokenizer: Any, max_length: int, *, whole
 
         return demonstrations.texts_of(samples), pair
 
-    pairs = list(in_parts(data, render, renderer.encode_prompts))
+    pairs = list(in_parts(data, [data.prompt_column, *SIDES], render, renderer.encode_prompts))
     lengths = [max(len(pair.chosen.mask), len(pair.rejected.mask)) for pair in pairs]
     return demonstrations.fitting("pairs", pairs, lengths, data, max_length)
 
@@ -69,13 +69,13 @@ def _samples(
         asked, _ = renderer.prompt(columns)
         return [demonstrations.answered(asked, columns[name], name, end) for name in SIDES]
     sides = [demonstrations.turns_of(renderer, columns[name], name) for name in SIDES]
-    chosen, rejected = sides
-    if isinstance(columns.get(data.prompt_column), list) or chosen[0]["role"] == "assistant":
+    if isinstance(columns.get(data.prompt_column), list) or sides[0][0]["role"] == "assistant":
         prompt = renderer.prompt(columns)[1] or ()
         sides = [[*prompt, *side] for side in sides]
         first = len(prompt)
     else:
-        alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        sides = [renderer.introduced(side) for side in sides]
+        alike = [one == other for one, other in zip(*sides, strict=False)]
         first = [*alike[:-1], False].index(False)  # the last turn is no prompt
     tools = demonstrations.tools_of(columns)
     samples = []

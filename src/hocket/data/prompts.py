@@ -2,9 +2,8 @@
 
 import contextlib
 import itertools
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from hocket.config import DataConfig
 from hocket.data import cache
 from hocket.data import tokenizer as tokenizers
+from hocket.data.columns import check_characters, columns_of
 from hocket.data.renderer import PlainText, Renderer, Tools
 from hocket.data.sources import identity, read_rows
 from hocket.errors import DataError
@@ -20,7 +20,6 @@ from hocket.types import Prompt
 
 NUM_SHOWN = 5  # rows that an error names
 PART = 1024  # rows
-LINE = "a line is one object in UTF-8, without a comma; a list of objects is a .json file"
 NO_TOKEN = "the tokenizer makes no token of it"
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ def load_prompts(
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
         today = time.strftime("%F") if "strftime_now" in str(template) else None
         known = (source, content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
-        origin = *known, *renderer.origin(columns_of(row) for _, row in read_rows(data))
+        origin = *known, *renderer.origin(columns_of(row, [data.prompt_column]) for _, row in read_rows(data))
     return cache.load(origin, max_prompt_tokens, lambda: _prompts(data, renderer, source))
 
 
@@ -68,11 +67,12 @@ def _prompts(data: DataConfig, renderer: Renderer, source: str) -> Iterator[Prom
 
         return [text], prompt
 
-    return in_parts(data, render, renderer.encode_prompts)
+    return in_parts(data, [data.prompt_column], render, renderer.encode_prompts)
 
 
 def in_parts(
     data: DataConfig,
+    names: Collection[str],  # of the columns that it reads: texts or chats
     render: Callable[[str, Mapping[str, Any]], Rendered[T]],  # of a row's place and columns
     encode: Callable[[list[str]], list[list[int]]],
 ) -> Iterator[T]:
@@ -96,7 +96,10 @@ def in_parts(
         num_rows += len(part)
         for place, row in part:
             with naming(place):
-                rendered.append((place, *render(place, columns_of(row))))
+                texts, make = render(place, columns_of(row, names))
+                for text in texts:
+                    check_characters(text, "the rendered text")
+                rendered.append((place, texts, make))
         if problems:
             continue  # only to name the others
         encoded = iter(encode([text for _, texts, _ in rendered for text in texts]))
@@ -113,18 +116,6 @@ def in_parts(
         raise DataError("\n".join([what, *lines]))
     if not num_rows:
         raise DataError(f"{data.source} has no rows")
-
-
-def columns_of(row: Any) -> Mapping[str, Any]:
-    columns = row
-    try:
-        if isinstance(row, bytes):
-            columns = json.loads(row)
-    except ValueError as error:
-        raise ValueError(f"{error}; {LINE}") from error
-    if not isinstance(columns, Mapping):
-        raise ValueError(f"must be a JSON object, got {type(columns).__name__}; {LINE}")
-    return columns
 
 
 def renderer_of(data: DataConfig, tokenizer: Any, tools: Tools = ()) -> Renderer:

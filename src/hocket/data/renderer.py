@@ -1,12 +1,17 @@
 """Render rows and messages to text, and encode it."""
 
+import contextlib
+import copy
 import functools
+import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hocket.config import DataConfig
+from hocket.data.columns import answer_of, checked, column, unmarked
 from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
 
@@ -16,6 +21,8 @@ OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 Tools = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
 Images = tuple[Image, ...]
+
+log = logging.getLogger(__name__)
 
 
 class TooLongError(ValueError):
@@ -28,14 +35,18 @@ def opening_of(prompt: str) -> str:
     return found[0] if found else ""
 
 
-def check_messages(messages: Any, column: str, contents: tuple[type, ...] = (str,)) -> None:
-    if not (isinstance(messages, list) and messages):
-        raise ValueError(f"column {column!r} must be text or a list of messages, got {messages!r:.80}")
-    for index, message in enumerate(messages):
-        kinds = {"role": (str,), "content": contents}
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), kinds[key]) for key in kinds):
-            what = f"message {index} of column {column!r}"
-            raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
+def _as_read(message: Message) -> Message:
+    """Return a message as templates read it: without a mark, arguments of calls as objects, as vLLM does."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return unmarked(message)
+    calls = copy.deepcopy(calls)
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(ValueError):
+                function["arguments"] = json.loads(function["arguments"])
+    return {**unmarked(message), "tool_calls": calls}
 
 
 class Renderer:
@@ -48,6 +59,7 @@ class Renderer:
         self._data = data
         self._tokenizer = tokenizer
         self._tools = list(tools) or None
+        self._has_warned = False
         self.check()
 
     def check(self) -> None:
@@ -68,30 +80,44 @@ class Renderer:
             "text": said,
             "opening": opening_of(text),
             "options": data.template_options,
-            "answer": self._answer(columns),
+            "answer": answer_of(columns, data),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
         }
 
     def prompt(self, columns: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
         """Return a row's prompt as text, and the chat that it renders; None: plain text."""
-        column = self._data.prompt_column
-        value = self.column(columns, "prompt_column")
+        name = self._data.prompt_column
+        value = column(columns, self._data, "prompt_column")
         if isinstance(value, str):
             if not value.strip():
-                raise ValueError(f"column {column!r} is empty")
+                raise ValueError(f"column {name!r} is empty")
             return self.asked(value)
-        check_messages(value, column, self.contents)
-        if value[-1]["role"] == "assistant":
-            raise ValueError(f"column {column!r} ends with an assistant message: nothing is left to answer")
-        return self.render(value), tuple(value)
+        messages = self.introduced(checked(value, name, self.contents))
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"column {name!r} ends with an assistant message: nothing is left to answer")
+        return self.render(messages), tuple(unmarked(message) for message in messages)
 
     def asked(self, text: str) -> tuple[str, tuple[Message, ...] | None]:
         messages = self.chat(text)
         return self.render(messages), messages
 
     def chat(self, text: str) -> tuple[Message, ...]:
-        said = (("system", self._data.system_prompt), ("user", text))
-        return tuple({"role": role, "content": content} for role, content in said if content is not None)
+        return tuple(self.introduced([{"role": "user", "content": text}]))
+
+    def introduced(self, messages: list[Message]) -> list[Message]:
+        """Return a chat behind data.system_prompt, or, with a system message of its own, as it is."""
+        system_prompt = self._data.system_prompt
+        if system_prompt is None:
+            return messages
+        first: Message = {"role": "system", "content": system_prompt}
+        others = [message for message in messages if message["role"] in ("system", "developer")]
+        if not others:
+            return [first, *messages]
+        if others != [first] and not self._has_warned:
+            self._has_warned = True
+            kept = f"chats of {self._data.source} that have a system message of their own keep it"
+            log.warning("%s; %s.system_prompt is for the others", kept, self._data.section)
+        return messages
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
         """Return columns without pictures, and the pictures."""
@@ -132,7 +158,7 @@ class Renderer:
         given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
         given |= self._data.template_options if options is None else options
         try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), **given | more)
+            text: str = self._tokenizer.apply_chat_template([*map(_as_read, messages)], **given | more)
         # A template is a program: besides its own refusals it fails in these ways.
         except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
@@ -182,34 +208,6 @@ class Renderer:
         if eos is None:
             raise DataError("the tokenizer has no end-of-sequence token: no response could ever end")
         return eos
-
-    def _answer(self, columns: Mapping[str, Any]) -> str | None:
-        column = self._data.answer_column
-        pattern = self._data.answer_pattern
-        if column is None:
-            return None
-        value = self.column(columns, "answer_column", ", or to null where there is no answer")
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError(f"column {column!r} must be text or a number, got {value!r:.80}")
-        answer = str(value)
-        if not answer.strip():
-            raise ValueError(f"column {column!r} is empty")
-        if pattern is None:
-            return answer
-        match = pattern.search(answer)
-        if match and match[1] and match[1].strip():
-            return match[1].strip()
-        what = f"data.answer_pattern {pattern.pattern!r} finds no answer in column {column!r}"
-        raise ValueError(f"{what}: {answer!r:.80}")
-
-    def column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
-        name = getattr(self._data, setting)
-        if name not in columns:
-            there = ", ".join(map(repr, columns))
-            raise ValueError(
-                f"no column {name!r}, only {there}: set {self._data.section}.{setting} to one of these{hint}"
-            )
-        return columns[name]
 
 
 class PlainText(Renderer):

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import itertools
-import json
 import random
 import string
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data import gym, verifiers
 from hocket.data.cache import sha256_of
+from hocket.data.columns import parsed
 from hocket.errors import DataError
 
 # (split, seed) -> endless rows with the columns prompt, answer and response
@@ -41,6 +41,8 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
         if path.suffix not in FILES:
             known = "file.jsonl, file.json, file.parquet, gym:NAME, verifiers:NAME, hf:NAME and task:NAME"
             advice = "convert it; a name on the hub needs hf:"
+            if path.suffix in (".gz", ".zst", ".zip", ".xz", ".bz2"):
+                advice = "unpack it"
             raise DataError(f"{data.section}.source={data.source} is none of {known}: {advice}")
         if not path.is_file():
             raise DataError(f"{data.section}.source={data.source} is not a file; paths are relative to {Path.cwd()}")
@@ -67,16 +69,19 @@ def _task(data: DataConfig) -> Iterator[Any]:
 
 def _stored(data: DataConfig) -> Iterator[Any]:
     """Yield rows as they are stored: pictures as bytes, not decoded."""
-    for batch in _hugging_face(data).with_format("arrow").iter(BATCH):
-        yield from batch.to_pylist()
+    loaded = _hugging_face(data)
+    yield from _rows(data.source, lambda: loaded.with_format("arrow").iter(BATCH))
 
 
 def _hugging_face(data: DataConfig) -> Any:
+    from datasets.exceptions import DatasetsError
+
     try:
         return _loaded(data.source, data.split)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
         what = f"can't load {data.source}, {data.section}.split={data.split}"
-        raise DataError(f"{what}: {error}; choose another{data.otherwise}; without a network, name a file") from error
+        cause = error.__cause__ or error  # a generator's own words are "an error occurred"
+        raise DataError(f"{what}: {cause}; choose another{data.otherwise}; without a network, name a file") from error
 
 
 @functools.lru_cache(1)  # asked for its identity, then for its rows
@@ -100,8 +105,8 @@ def _jsonl(path: Path) -> Rows:
 
 def _json(path: Path) -> Rows:
     try:
-        rows = json.loads(path.read_bytes())
-    except ValueError as error:
+        rows = parsed(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON: {error}; a file of one object per line ends in .jsonl") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} must be a JSON list of objects, got {type(rows).__name__}")
@@ -113,10 +118,29 @@ def _parquet(path: Path) -> Rows:
     import pyarrow.parquet
 
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
-        yield from enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches))
+        file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
+    yield from enumerate(_rows(str(path), lambda: file.iter_batches(batch_size=BATCH)))
+
+
+def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of Arrow's batches as JSON would have them: a map as an object, a float32 with its own digits."""
+    import pyarrow
+
+    try:
+        for batch in batches():
+            names = batch.schema.names
+            twice = [name for name in names if names.count(name) > 1]
+            if twice:
+                raise DataError(f"{source} has two columns called {twice[0]!r}: rename one of them")
+            for place, field in enumerate(batch.schema):
+                if pyarrow.types.is_float16(field.type) or pyarrow.types.is_float32(field.type):
+                    digits = batch.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
+                    batch = batch.set_column(place, field.name, digits)
+            yield from batch.to_pylist(maps_as_pydicts="strict")
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{source} is not readable: {error}; write it again, with texts in UTF-8") from error
 
 
 NAMED = {"task": _task, "hf": _stored, "gym": gym.rows, "verifiers": verifiers.rows}  # by what stands before ":"

@@ -15,7 +15,6 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from hocket.common.files import naming, write_atomically
 from hocket.common.redaction import redacted
-from hocket.config import DataConfig
 from hocket.errors import DataError
 from hocket.types import Group, Image, Prompt, Rollout, Score, TokenSequence, TurnReward, text_of
 
@@ -176,7 +175,10 @@ def _score(row: Mapping[str, Any]) -> Score:
 
 
 def rollout_of(row: Mapping[str, Any], id: str = "", folder: Path | None = None) -> Rollout:
-    """Parse a row of a run or of the reward `http`; only the completion must be there. Raise one of DAMAGED."""
+    """Parse a row of a run, of the reward `http`, or a sample; only the completion must be there.
+
+    Raise one of DAMAGED.
+    """
     sequences = tuple(_sequence(one, folder) for one in (*row.get("others", ()), row))
     messages = row.get("messages")
     said = row.get("prompt")
@@ -202,20 +204,6 @@ def rollout_of(row: Mapping[str, Any], id: str = "", folder: Path | None = None)
         error=row.get("failed"),
         metrics=row.get("metrics", {}),
     )
-
-
-def sample_of(columns: Mapping[str, Any], place: str, data: DataConfig) -> Rollout:
-    """Parse a row whose columns a section of the config names, as `rollout_of`."""
-    used = (data.prompt_column, data.answer_column, "messages", "completion")
-    told = {
-        "id": place,
-        "prompt": columns.get(data.prompt_column),
-        "answer": columns.get(data.answer_column or ""),
-        "meta": {key: value for key, value in columns.items() if key not in used},
-        "parts": {"env": columns.get("reward")},
-        "failed": None,
-    }
-    return rollout_of({**columns, **told})
 
 
 def _sequence(row: Mapping[str, Any], folder: Path | None) -> TokenSequence:
