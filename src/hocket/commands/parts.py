@@ -233,6 +233,12 @@ class Parts(AbstractContextManager["Parts"]):
     def scorer(self) -> RewardScorer:
         return self._scorer(lambda view: view.rewards.functions)
 
+    def rewards_here(self, source: str) -> tuple[list[str], list[str]]:
+        """Return the rewards of a source that run on this machine, and the async ones, which may ask a service."""
+        rewards = self.calls[source].rewards
+        here = [name for name, one in rewards.items() if one.runs != "async"]
+        return here, [name for name in rewards if name not in here]
+
     def _scorer(self, names: Callable[[Config], Iterable[str]]) -> RewardScorer:
         sources = self.sources.items()
         return EachScorer({name: RewardScorer(self.calls[name], names(one.config)) for name, one in sources})

@@ -25,7 +25,7 @@ from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data.columns import columns_of, sample_of
 from hocket.data.sources import read_rows
-from hocket.errors import ConfigError, DataError, SyncError, door
+from hocket.errors import ConfigError, DataError, RewardError, SyncError, door
 from hocket.observe import loggers, tokens
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
@@ -107,16 +107,8 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
     prompts, held_out, stream = parts.load()
     say(f"{sum(map(len, prompts.values()))} prompts to train on, {len(held_out)} held out")
     replay = parts.replay()
-    first = next(iter(prompts.values()))[0]
-    answer = Transcript(first.token_ids, first.opening, first.images)
-    answer.text = first.answer or ""
-    if first.opening.strip() == "<think>":
-        answer.text = f"a thought\n</think>\n\n{answer.text}"
-    rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
-    score = run_there(parts.scorer().score(rollout))
-    what = f"the {'reference' if first.answer else 'empty'} answer"
-    gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
-    say(f"{what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
+    firsts = [mine[0] for mine in prompts.values()]
+    failed = [prompt.id for prompt in firsts if run_there(_try_rewards(parts, prompt))]
     up: Sequence[str] = ()
     if replay is not None:
         run_there(replay.batch(config.trainer.steps))  # the last: it says which are there
@@ -132,11 +124,31 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
     parts.trainer(saved)
     if saved:
         stream.restore(saved.parts["prompts"])
-    run_there(_try_servers(parts, up, first))
-    if score.error:
-        say(f"{what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG")
-    else:
-        say("nothing stands in the way of a run" + ("" if up or replay else ", as far as is seen without a server"))
+    run_there(_try_servers(parts, up, firsts[0]))
+    if failed:
+        advice = f"mend the reward, or try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
+        raise RewardError(f"the answer of {failed[0]} has no score, as said above; {advice}")
+    say("nothing stands in the way of a run" + ("" if up or replay else ", as far as is seen without a server"))
+
+
+async def _try_rewards(parts: Parts, prompt: Prompt) -> bool:
+    """Score a prompt's reference answer, twice, as some rewards compare; say and return whether one has no score."""
+    say = parts.console.say
+    answer = Transcript(prompt.token_ids, prompt.opening, prompt.images)
+    answer.text = prompt.answer or ""
+    if prompt.opening.strip() == "<think>":
+        answer.text = f"a thought\n</think>\n\n{answer.text}"
+    here, others = parts.rewards_here(prompt.source)
+    if others:
+        say(f"not tried, as an async reward may ask a service: {', '.join(others)}")
+    if not here:
+        return False
+    rollout = Rollout(id="check", prompt=prompt, sequences=(answer.sequence(),), reward=0.0)
+    score, _ = await RewardScorer(parts.calls[prompt.source], here).score_group([rollout] * 2)
+    what = f"the {'reference' if prompt.answer else 'empty'} answer of {prompt.id}"
+    gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
+    say(f"{what}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
+    return score.error is not None
 
 
 async def _try_servers(parts: Parts, urls: Sequence[str], prompt: Prompt) -> None:

@@ -14,6 +14,7 @@ from hocket.data.stream import PromptStream
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.observe.console import Console
+from hocket.rewards.base import REWARDS
 from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Limits
@@ -32,6 +33,13 @@ def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Ite
         same = f"{asked}{known.model_dump_json()}"
         found[source] = made[same] = made.get(same) or stack.enter_context(RewardCalls(known, asked))
     return found
+
+
+def _refuse_unanswered(data: DataConfig, rewards: Iterable[str]) -> None:
+    for name in rewards:
+        if data.answer_column is None and REWARDS.get(name).needs_answer:
+            advice = "name the column of the answers, or, in a reward of yours, give the argument a default"
+            raise ConfigError(f"reward {name} takes the answer, but {data.section}.answer_column=null: {advice}")
 
 
 class PromptSource:
@@ -54,6 +62,7 @@ class PromptSource:
 
     def training(self) -> Prompts:
         """Return the training prompts."""
+        _refuse_unanswered(self.config.data, self.config.rewards.functions)
         answer = self.config.rollout.max_tokens
         prompts, length = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
         self.needed = length + self.example.thinking_tokens + answer
@@ -65,6 +74,7 @@ class PromptSource:
         settings = self.config.eval
         if data is None:
             return ()
+        _refuse_unanswered(data, [self.config.eval_reward])
         setting = "rollout.max_tokens" if settings.max_tokens is None else "eval.max_tokens"
         prompts, _ = self._fitting("eval", data, setting, self.eval_tokens)
         self.tested |= {*prompts.keys()}

@@ -5,6 +5,7 @@ stay as they are.
 """
 
 import contextlib
+import datetime
 import json
 import math
 import re
@@ -114,13 +115,19 @@ def sample_of(row: Any, data: DataConfig) -> dict[str, Any]:
 
 
 def as_answer(value: Any, name: str) -> str:
-    """Return an answer as text; a number in digits, 72 for 72.0: a null makes all of a column floats in pandas."""
+    """Return an answer as text, a number in digits.
+
+    72.0 is 72, as pandas makes floats of all numbers in a column with a null. Raise ValueError for what is neither.
+    """
     value = _plain(value)
-    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value)
-    if not isinstance(value, str) and not number:
-        raise ValueError(
-            f"column {name!r} must be text or a number, got {value!r:.80}: write it as text, or remove the row"
-        )
+    if type(value) is datetime.date:
+        value = value.isoformat()
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, str) and not is_number:
+        what = f"column {name!r} must be text or a number, got {value!r:.80}"
+        if isinstance(value, datetime.datetime):
+            what += ", which `datasets` makes of text in JSON, too: name the .jsonl file itself without hf:"
+        raise ValueError(f"{what}; write it as text, or remove the row")
     if isinstance(value, str):
         check_characters(value, f"column {name!r}")
         if not value.strip():
@@ -179,7 +186,9 @@ def _checked(message: Any, what: str, name: str, contents: tuple[type, ...]) -> 
     if role == "assistant":
         read.setdefault("content", "")  # beside calls or a thought
     if not isinstance(role, str) or not isinstance(read.get("content"), contents):
-        raise _no_message(message, what)
+        is_list = isinstance(read.get("content"), list)
+        advice = ": only models that take images have parts that are no text" if is_list else ""
+        raise ValueError(f"{_no_message(message, what)}{advice}")
     plain = role.strip().lower()
     right = WRONG_ROLES.get(plain, plain)
     if right in ROLES and role != right:

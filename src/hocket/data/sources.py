@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import json
 import random
 import string
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ Rows = Iterator[tuple[int, Any]]  # numbered
 NUM_ROWS = 2048  # of a built-in task, without data.limit
 SMALL = 1 << 20  # bytes: not worth a cache
 BATCH = 64  # rows that are in memory at once, with their pictures
+_JSON = "extension<arrow.json>"
 _MISTAKES = 0.75
 _TEST_SHARE = 1 / 8
 
@@ -125,7 +127,7 @@ def _parquet(path: Path) -> Rows:
 
 
 def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of Arrow's batches as JSON would have them: a map as an object, a float32 with its own digits."""
+    """Yield the rows of Arrow's batches as a JSON file would have them."""
     import pyarrow
 
     try:
@@ -134,13 +136,36 @@ def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[st
             twice = [name for name in names if names.count(name) > 1]
             if twice:
                 raise DataError(f"{source} has two columns called {twice[0]!r}: rename one of them")
-            for place, field in enumerate(batch.schema):
-                if pyarrow.types.is_float16(field.type) or pyarrow.types.is_float32(field.type):
-                    digits = batch.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
-                    batch = batch.set_column(place, field.name, digits)
-            yield from batch.to_pylist(maps_as_pydicts="strict")
+            kinds = {field.name: field.type for field in batch.schema}
+            others = {name: kind for name, kind in kinds.items() if _is_short(kind) or _JSON in str(kind)}
+            for row in batch.to_pylist(maps_as_pydicts="strict"):
+                yield row | {name: _decoded(row[name], kind) for name, kind in others.items()}
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{source} is not readable: {error}; write it again, with texts in UTF-8") from error
+
+
+def _is_short(kind: Any) -> bool:
+    """Return whether a type is a float whose digits a float64 does not show: 0.1 becomes 0.10000000149011612."""
+    return str(kind) in ("float", "halffloat")
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with its own digits, and what JSON within it says."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if str(kind) == _JSON:  # `datasets` has it for columns of mixed types
+        return json.loads(value)
+    if _is_short(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if types.is_struct(kind):
+        return {field.name: _decoded(value[field.name], field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_decoded(part, kind.value_type) for part in value]
+    if types.is_map(kind):
+        return {key: _decoded(part, kind.item_type) for key, part in value.items()}
+    return value
 
 
 NAMED = {"task": _task, "hf": _stored, "gym": gym.rows, "verifiers": verifiers.rows}  # by what stands before ":"

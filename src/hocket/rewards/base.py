@@ -94,6 +94,14 @@ class Reward:
         """What has the signature of a call."""
         return partial(self.function.__call__, None) if inspect.isclass(self.function) else self.function
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it takes the row's answer, and neither its default nor its annotation says that there may be none."""
+        answer = inspect.signature(self.called).parameters.get("answer")
+        if answer is None or answer.default is not answer.empty:
+            return False
+        return not any(word in str(answer.annotation) for word in ("None", "Optional"))
+
     def made(self) -> Callable[..., Any]:
         """Return the function with its options, or a new instance."""
         return self.function(**self.options) if self.is_class else partial(self.function, **self.options)

@@ -16,12 +16,12 @@ _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTAL
 
 
 @reward("exact_match", inline=True)
-def exact_match(completion: str, answer: str | None) -> float:
+def exact_match(completion: str, answer: str) -> float:
     return float(completion.strip() == _reference(answer).strip())
 
 
 @reward("position_match", inline=True)
-def position_match(completion: str, answer: str | None) -> float:
+def position_match(completion: str, answer: str) -> float:
     answer = _reference(answer)
     right = sum(said == wanted for said, wanted in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer), 1)
@@ -92,7 +92,7 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
 
 @reward("countdown", inline=True)
 def countdown(
-    completion: str, answer: str | None, meta: Mapping[str, Any], numbers: str = "nums", format_score: float = 0.0
+    completion: str, answer: str, meta: Mapping[str, Any], numbers: str = "nums", format_score: float = 0.0
 ) -> float:
     """Score the task of TinyZero; its `format_score` is 0.1."""
     given = list_of("numbers", meta, numbers)
@@ -121,7 +121,7 @@ def random(rollout: Rollout, seed: int = 0) -> float:
 
 
 @reward("math", imports=("math_verify",))
-def math(completion: str, answer: str | None, opening: str = "") -> float:
+def math(completion: str, answer: str, opening: str = "") -> float:
     from math_verify import parse, verify
 
     # Its own time limits are alarm signals, which only work on a main thread; the worker has a deadline.
