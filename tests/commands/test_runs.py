@@ -85,12 +85,7 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert "4 prompts to train on, 256 held out" in said
     assert "rollout.prompts_per_step=16 with 4 prompts: each step repeats some; lower it" in said
     assert not (tmp_path / "run").exists()
-    unanswered = ("data.answer_column=null", "rewards.functions={exact_match: 1}")
-    failed = dry_run("server.urls=[http://up]", "algorithm.minibatches=5", *unanswered)
-    assert "step=16 is no multiple of algorithm.minibatches=5: updates differ in size" in failed
-    assert "the empty answer of " in failed
-    assert "has no score: exact_match: " in failed
-    assert "reward-test --samples FILE CONFIG" in failed
+    assert "step=16 is no multiple of algorithm.minibatches=5: updates" in dry_run("algorithm.minibatches=5")
     assert "server http://up has the same model and tokenizer, and answers" in said
     assert "no server answers at http://down yet" in said
     assert "and answers" in dry_run("server.urls=[http://up]", "model.random_init=true", architecture="?")
@@ -231,6 +226,60 @@ def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_ru
     assert "nothing stands in the way" in dry_run("launch.share_gpu=true", "server.urls=http://down")
     with pytest.raises(ConfigError, match=r"the server holds the GPU of launch\.share_gpu: stop it"):
         dry_run("launch.share_gpu=true", "server.urls=http://up")
+
+
+REWARDS_OF_USERS = """
+from hocket.rewards import reward
+
+@reward("raises", inline=True)
+def raises(completion, meta):
+    return meta["level"]
+
+@reward("says", inline=True)
+def says(completion):
+    return "good"
+
+@reward("compares", inline=True)
+def compares(completions):
+    return [float(one > other) for one, other in zip(completions, completions[1:] + completions[:1], strict=True)]
+
+@reward("pays", inline=True)
+def pays(completion, answer=None):
+    return float(answer is None and completion == "")
+
+@reward("asks")
+async def asks(completion):
+    raise AssertionError("a dry run calls no service")
+"""
+
+
+def test_a_dry_run_fails_where_a_reward_has_no_score_and_calls_no_service(
+    dry_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS_OF_USERS)
+    plugin = f"plugins=[{tmp_path}/mine.py]"
+    write_rows(tmp_path / "other.jsonl", {"prompt": "a", "answer": "b"})
+    other = f"data.sources=[task:sort, {{source: {tmp_path}/other.jsonl, rewards: {{raises: 1}}}}]"
+    for settings, said in (
+        (["rewards.functions={raises: 1}"], "raises: KeyError: 'level'"),
+        (["rewards.functions={exact_match: 1, says: 1}"], "says: returned str instead of a number"),
+        (["rewards.functions={exact_match: 1}", other, "eval.num_prompts=0"], "raises: KeyError: 'level'"),
+    ):
+        with pytest.raises(RewardError, match=r"has no score, as said above; mend .*reward-test --samples FILE CONFIG"):
+            dry_run("server.urls=[http://up]", plugin, *settings)
+        assert f"has no score: {said}" in capsys.readouterr().out.replace("\n", " ")
+    told = dry_run(plugin, "rewards.functions={compares: 1, asks: 1}")
+    assert "not tried, as an async reward may ask a service: asks" in told
+    assert "gets {'compares': 0.0}" in told
+    assert "nothing stands in the way" in told
+    assert "nothing stands in the way" in dry_run(plugin, "rewards.functions={asks: 1}")
+    none = "data.answer_column=null"
+    assert "gets {'pays': 1.0}" in dry_run(plugin, "rewards.functions={pays: 1}", none, "model.path=" + str(SORT))
+    for functions in ("{exact_match: 1}", "{pays: 1, countdown: 1}"):
+        with pytest.raises(ConfigError, match=r"takes the answer, but data\.answer_column=null: name the column"):
+            dry_run(plugin, f"rewards.functions={functions}", none)
+    with pytest.raises(ConfigError, match=r"reward exact_match takes the answer, but eval\.data\.answer_column=null"):
+        dry_run(plugin, "rewards.functions={pays: 1}", "eval.reward=exact_match", none)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ def test_a_prompt_is_rendered_as_the_chat_template_says(tokenizer: Any, write_js
     plain, turns = load(source, tokenizer, answer_column=None, system_prompt="Be brief.")
     assert tokenizer.decode(plain.token_ids) == "<|system|>Be brief.<|end|><|user|>Sort: ba<|end|><|assistant|>"
     assert plain.messages == ({"role": "system", "content": "Be brief."}, user("Sort: ba"))
-    assert tokenizer.decode(turns.token_ids) == "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>"
+    rest = "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>"
+    assert tokenizer.decode(turns.token_ids) == f"<|system|>Be brief.<|end|>{rest}"
     assert (turns.text, turns.answer) == ("c", None)
 
 
