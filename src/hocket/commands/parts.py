@@ -236,7 +236,7 @@ class Parts(AbstractContextManager["Parts"]):
     def rewards_here(self, source: str) -> tuple[list[str], list[str]]:
         """Return the rewards of a source that run on this machine, and the async ones, which may ask a service."""
         rewards = self.calls[source].rewards
-        here = [name for name, one in rewards.items() if one.runs != "async"]
+        here = [name for name, reward in rewards.items() if reward.runs != "async"]
         return here, [name for name in rewards if name not in here]
 
     def _scorer(self, names: Callable[[Config], Iterable[str]]) -> RewardScorer:

@@ -145,9 +145,9 @@ async def _try_rewards(parts: Parts, prompt: Prompt) -> bool:
         return False
     rollout = Rollout(id="check", prompt=prompt, sequences=(answer.sequence(),), reward=0.0)
     score, _ = await RewardScorer(parts.calls[prompt.source], here).score_group([rollout] * 2)
-    what = f"the {'reference' if prompt.answer else 'empty'} answer of {prompt.id}"
+    scored = f"the {'reference' if prompt.answer else 'empty'} answer of {prompt.id}"
     gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
-    say(f"{what}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
+    say(f"{scored}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
     return score.error is not None
 
 

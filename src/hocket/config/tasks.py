@@ -37,7 +37,7 @@ class DataConfig(Section):
     response_column: str = "response"
     """Column of the demonstration, for sft."""
     system_prompt: str | None = None
-    """System message before every text prompt."""
+    """System message before every prompt and conversation that has none."""
     chat_template: Annotated[bool | dict[str, Any], pydantic.AfterValidator(_not_own)] = True
     """Text prompts become a user message in the chat template, of options such as {enable_thinking: false}."""
     max_prompt_tokens: int | None = Field(None, ge=1)

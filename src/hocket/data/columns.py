@@ -26,9 +26,9 @@ _ROLE = re.compile(r"""['"](role|from)['"]\s*:""")
 
 
 def columns_of(row: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return a row's columns, those of these names as text or chats. Raise ValueError for what is neither.
+    """Return a row's columns, those of these names read as text or chats.
 
-    `row`: a line of JSON as bytes, or a mapping.
+    `row`: a line of JSON as bytes, or a mapping. Raise ValueError for another, and for half a character.
     """
     columns = row
     try:
@@ -78,8 +78,8 @@ def answer_of(columns: Mapping[str, Any], data: DataConfig) -> str | None:
         return answer
     cut = cut_out(answer, data.answer_pattern)
     if not cut:
-        what = f"{data.section}.answer_pattern {data.answer_pattern.pattern!r} finds no answer in column {name!r}"
-        raise ValueError(f"{what}: {answer!r:.80}")
+        fact = f"{data.section}.answer_pattern {data.answer_pattern.pattern!r} finds no answer in column {name!r}"
+        raise ValueError(f"{fact}: {answer!r:.80}")
     return cut
 
 
@@ -124,10 +124,10 @@ def as_answer(value: Any, name: str) -> str:
         value = value.isoformat()
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value)
     if not isinstance(value, str) and not is_number:
-        what = f"column {name!r} must be text or a number, got {value!r:.80}"
+        fact = f"column {name!r} must be text or a number, got {value!r:.80}"
         if isinstance(value, datetime.datetime):
-            what += ", which `datasets` makes of text in JSON, too: name the .jsonl file itself without hf:"
-        raise ValueError(f"{what}; write it as text, or remove the row")
+            fact += ", which `datasets` makes of text in JSON, too: name the .jsonl file itself without hf:"
+        raise ValueError(f"{fact}; write it as text, or remove the row")
     if isinstance(value, str):
         check_characters(value, f"column {name!r}")
         if not value.strip():
@@ -141,16 +141,16 @@ def as_answer(value: Any, name: str) -> str:
     return "0" if digits == "-0" else digits
 
 
-def check_characters(value: Any, what: str) -> None:
+def check_characters(value: Any, place: str) -> None:
     """Raise ValueError for half a character in any text of a value."""
     if isinstance(value, str) and (half := _HALF.search(value)):
-        where = f"{what} has half a character, {half[0]!r}, at place {half.start()}"
-        raise ValueError(f"{where}: another program has cut an emoji or the like; repair the text")
+        fact = f"{place} has half a character, {half[0]!r}, at place {half.start()}"
+        raise ValueError(f"{fact}: another program has cut an emoji or the like; repair the text")
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple):
         for part in value:
-            check_characters(part, what)
+            check_characters(part, place)
 
 
 def without_nulls(value: Any) -> Any:
@@ -170,17 +170,17 @@ def checked(messages: Any, name: str, contents: tuple[type, ...] = (str,)) -> li
     if not (isinstance(messages, list) and messages):
         raise ValueError(f"column {name!r} must be text or a list of messages, got {messages!r:.80}")
     return [
-        _checked(message, f"message {place} of column {name!r}", name, contents)
-        for place, message in enumerate(messages)
+        _checked(message, f"message {number} of column {name!r}", name, contents)
+        for number, message in enumerate(messages)
     ]
 
 
-def _checked(message: Any, what: str, name: str, contents: tuple[type, ...]) -> Message:
+def _checked(message: Any, place: str, name: str, contents: tuple[type, ...]) -> Message:
     if not isinstance(message, Mapping):
-        raise _no_message(message, what)
+        raise _no_message(message, place)
     if "role" not in message and {"from", "value"} <= message.keys():
         advice = "rename 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
-        raise ValueError(f"{_no_message(message, what)}: {advice}")
+        raise ValueError(f"{_no_message(message, place)}: {advice}")
     read = {key: value for key, value in message.items() if key not in MARKS}
     role = read.get("role")
     if role == "assistant":
@@ -188,32 +188,32 @@ def _checked(message: Any, what: str, name: str, contents: tuple[type, ...]) -> 
     if not isinstance(role, str) or not isinstance(read.get("content"), contents):
         is_list = isinstance(read.get("content"), list)
         advice = ": only models that take images have parts that are no text" if is_list else ""
-        raise ValueError(f"{_no_message(message, what)}{advice}")
+        raise ValueError(f"{_no_message(message, place)}{advice}")
     plain = role.strip().lower()
     right = WRONG_ROLES.get(plain, plain)
     if right in ROLES and role != right:
-        raise ValueError(f"{what} has the role {role!r}, which chat templates do not know: write {right!r}")
+        raise ValueError(f"{place} has the role {role!r}, which chat templates do not know: write {right!r}")
     if "function_call" in read:
-        raise ValueError(f"{what} has a function_call, which chat templates leave out: write it as tool_calls")
+        raise ValueError(f"{place} has a function_call, which chat templates leave out: write it as tool_calls")
     if not isinstance(read.get("tool_calls", []), list):
-        raise ValueError(f"{what} must have a list of tool_calls, got {read['tool_calls']!r:.80}")
+        raise ValueError(f"{place} must have a list of tool_calls, got {read['tool_calls']!r:.80}")
     content = read["content"]
     blank = isinstance(content, str) and not content.strip()
     if blank and (role == "user" or (role == "assistant" and len(read) == 2)):
         raise ValueError(f"column {name!r} has an empty turn of the {role}: remove it")
-    return read if _is_taught(message, what) else {**read, "weight": 0}
+    return read if _is_taught(message, place) else {**read, "weight": 0}
 
 
-def _no_message(message: Any, what: str) -> ValueError:
-    return ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
+def _no_message(message: Any, place: str) -> ValueError:
+    return ValueError(f"{place} must be {{'role': text, 'content': text}}, got {message!r:.80}")
 
 
-def _is_taught(message: Message, what: str) -> bool:
+def _is_taught(message: Message, place: str) -> bool:
     marks = {key: message[key] for key in MARKS if key in message}
     if any(value not in (0, 1) for value in marks.values()):
-        raise ValueError(f"{what} is marked {marks}, but a turn is taught (1) or only shown (0): mark it so")
+        raise ValueError(f"{place} is marked {marks}, but a turn is taught (1) or only shown (0): mark it so")
     if message["role"] != "assistant" and any(marks.values()):
-        raise ValueError(f"{what} is marked {marks}, but only turns of the assistant are taught: remove the mark")
+        raise ValueError(f"{place} is marked {marks}, but only turns of the assistant are taught: remove the mark")
     return all(marks.values())
 
 
@@ -249,8 +249,8 @@ def _chat_in(text: str, name: str) -> Any:
     try:
         chat = json.loads(bare, object_pairs_hook=_object)
     except ValueError as error:
-        what = f"column {name!r} is a chat as text, but not as JSON: {error}"
-        raise ValueError(f"{what}; write it by json.dumps: {bare!r:.80}") from error
+        fact = f"column {name!r} is a chat as text, but not as JSON: {error}"
+        raise ValueError(f"{fact}; write it by json.dumps: {bare!r:.80}") from error
     is_chat = all(isinstance(part, dict) and not part.keys().isdisjoint({"role", "from"}) for part in chat)
     return chat if is_chat else text
 
