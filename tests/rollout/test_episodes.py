@@ -469,7 +469,8 @@ async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_traine
         text, finish = left.pop(0)
         (ids,) = renderer().encode([text])
         token_ids = (*ids, END) if finish == "stop" else tuple(ids)
-        done = fakes.completion(*token_ids, logprobs=(-0.5,) * len(token_ids), text=text)
+        begun = "".join(text for text, _ in said) if turn.begun else text  # a server gives the whole text again
+        done = fakes.completion(*token_ids, logprobs=(-0.5,) * len(token_ids), text=begun)
         return done.model_copy(update={"finish_reason": finish})
 
     thinks = SingleTurn(thinking_tokens=3)

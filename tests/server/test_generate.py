@@ -172,7 +172,7 @@ async def test_log_probs_that_are_no_numbers_are_the_weights_fault(monkeypatch: 
 async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, begun = make_sampler(), list[str]()
 
-    async def complete(llm: Any, token_ids: Any, sampling: Any, seed: Any, request_id: str) -> Any:
+    async def complete(llm: Any, token_ids: Any, sampling: Any, seed: Any, request_id: str, begun: int) -> Any:
         begun.append(request_id)
         if len(begun) > 3:  # the first three end
             await asyncio.Event().wait()

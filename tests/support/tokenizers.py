@@ -1,10 +1,11 @@
 """Tokenizers whose ids a test can count, the ones that ship, and chat templates in the shape of well-known ones."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -16,6 +17,7 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 """One word for each byte, as BYTES writes it."""
+SPECIAL = ("<|im_start|>", "<|im_end|>")
 
 
 def make_tokenizer(
@@ -51,6 +53,50 @@ def make_tokenizer(
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template
     return fast
+
+
+def with_merged_bytes() -> PreTrainedTokenizerFast:
+    """Returns a byte-level BPE as large models have: a token may be a part of a character, and of the text before it."""
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "ð"), ("ð", "Ł"), ("ã", "ģ"), ("<", "/"), ("Ċ", "Ċ"), ("E", "N")]
+    words = dict.fromkeys([*SPECIAL, *ALPHABET, *(one + other for one, other in merges)])
+    tokenizer = make_tokenizer([*words], split=BYTES, merges=merges, eos_token="<|im_end|>")
+    tokenizer.add_tokens([*SPECIAL], special_tokens=True)
+    tokenizer.add_tokens(["<tool>"])
+    return tokenizer
+
+
+def with_byte_fallback() -> PreTrainedTokenizerFast:
+    """Returns one like Llama 2's: other characters than these are tokens of one byte, and a text begins with a space."""
+    merges = [("▁", "t"), ("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "▁"), ("<", "/"), ("E", "N")]
+    letters = "▁abcdefghijklmnopqrstuvwxyzABCDENOPST_.,:</>{}\"é\n"
+    byte_words = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = dict.fromkeys(["<unk>", *SPECIAL, *byte_words, *letters, *(one + other for one, other in merges)])
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>")
+    fast.add_tokens([*SPECIAL], special_tokens=True)
+    fast.add_tokens(["<tool>"])
+    return fast
+
+
+PIECES = ("a", "b", "the", " the", "EN", "END", "STOP", "</x>", " ", "  ", "\n\n", "é", "e\u0301", "🤖", "👩‍🚀", "日本", "<tool>")
+
+
+def random_text(rng: random.Random, most: int = 12) -> str:
+    """Returns a text of one to `most` pieces, some of which are several tokens, or characters of several bytes."""
+    return "".join(rng.choice(PIECES) for _ in range(rng.randint(1, most)))
+
+
+def random_ids(tokenizer: Any, rng: random.Random) -> list[int]:
+    """Returns the tokens of a random text, with up to two special ones among them, which may divide a character."""
+    ids: list[int] = tokenizer.encode(random_text(rng, 16), add_special_tokens=False)
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        ids.insert(rng.randrange(len(ids) + 1), tokenizer.convert_tokens_to_ids(rng.choice(SPECIAL)))
+    return ids
 
 
 def shipped(name: str = "tiny-sort", **changes: Any) -> Any:

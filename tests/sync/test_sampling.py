@@ -234,10 +234,9 @@ async def test_an_answer_that_contradicts_its_tokens_fails() -> None:
         await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check([[rollout(5)]], True)
 
 
-def decode(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-    """Returns letters: 2 is b; 0 ends an answer."""
-    assert skip_special_tokens
-    return "".join(chr(96 + token) for token in token_ids if token)
+def decode(token_ids: Sequence[int], skip_special_tokens: bool = False, **spaces: bool) -> str:
+    """Returns letters: 2 is b; 0 ends an answer, and is <end> where special tokens are wanted."""
+    return "".join(chr(96 + token) if token else "<end>" * (not skip_special_tokens) for token in token_ids)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +251,9 @@ def decode(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         ((2, 3, 0), "bd", "stop", (), "its text is 'bd', its tokens are 'bc'"),
         ((2, 3, 0), "b", "stop", (), "its text is 'b', its tokens are 'bc'"),
         ((2, 3, 4), "bd", "stop", ("cd",), "its text is 'bd', its tokens are 'bcd'"),
+        ((2, 0, 3), "b", "stop", ("<end>c",), ""),  # special tokens stop it, too
+        ((2, 3, 4), "bcd", "length", ("x",), ""),
+        ((2, 3, 4), "bc", "length", ("x",), "its text is 'bc', its tokens are 'bcd'"),
     ],
 )
 def test_what_an_answer_says_of_its_tokens_must_be_so(

@@ -37,6 +37,7 @@ class Turn:
     group: str  # whose turns share a prefix, and so go to one server
     place: str  # for messages: "step 12/5/0 (prompt gsm8k:1042)"
     images: tuple[Image, ...] = ()
+    begun: int = 0  # of its last tokens, how many the model wrote in this turn
     answer: "asyncio.Future[Completion]" = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -163,14 +164,16 @@ class Batcher:
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
         """Answer turns as completions come, and take them out of `todo`."""
-        prompts: dict[tuple[tuple[int, ...], int], list[Turn]] = defaultdict(list)
-        counts = Counter[tuple[int, ...]]()
+        prompts: dict[tuple[tuple[int, ...], int, int], list[Turn]] = defaultdict(list)
+        counts = Counter[tuple[tuple[int, ...], int]]()
         for turn in turns:
-            prompts[turn.token_ids, counts[turn.token_ids] // MAX_SAMPLES].append(turn)
-            counts[turn.token_ids] += 1
+            prompt = turn.token_ids, turn.begun
+            prompts[*prompt, counts[prompt] // MAX_SAMPLES].append(turn)
+            counts[prompt] += 1
         by_prompt = list(prompts.values())
         request = GenerateRequest(
-            prompts=[prompt_input(token_ids, turns[0].images) for token_ids, _ in prompts],
+            prompts=[prompt_input(token_ids, turns[0].images) for token_ids, _, _ in prompts],
+            begun=[begun for _, begun, _ in prompts],
             sampling=turns[0].sampling,
             seeds=[[turn.seed for turn in mine] for mine in by_prompt],
             session=member.session,

@@ -23,10 +23,10 @@ from hocket.types import FinishReason, Message, Prompt
 class Action:
     """What the model wrote in one turn."""
 
-    text: str  # without the token that ended it
+    text: str  # without the token or stop string that ended it; where it goes on without a text, from its beginning
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    tool_calls: tuple[ToolCall, ...] = ()  # found in the text, if the environment has a toolbox
+    tool_calls: tuple[ToolCall, ...] = ()  # in the text, if the environment has a toolbox
 
 
 def _encodable(value: Any) -> Any:

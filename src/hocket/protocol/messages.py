@@ -183,7 +183,8 @@ class Completion(Strict):
 
     token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "<u4", "I")]
     logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "d")]  # under the distribution sampled from
-    text: str  # without the stop token
+    text: str  # of the turn, with its tokens in the prompt (`begun`); without the stop token, or stop string
+    after_text: str = Field(default="", exclude_if=lambda text: not text)  # the stop string, and the rest of its token
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = Field(min_length=1)
     tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
@@ -223,6 +224,8 @@ class GenerateRequest(Request[GenerateResponse]):
     seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
     session: str | None = None  # of the server: refused after a restart
     tools: Toolbox | None = None
+    # Of each prompt, how many of its last tokens the model wrote in the same turn: text and calls are the whole turn's.
+    begun: Annotated[list[Annotated[int, Field(ge=0)]], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
 
 
 class StreamLine(Strict):

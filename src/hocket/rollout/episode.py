@@ -177,6 +177,7 @@ class Episode:
         turn = Turn(
             token_ids=tuple(self.transcript.token_ids),
             images=tuple(self.transcript.images),
+            begun=self.transcript.begun,
             sampling=usual.model_copy(update={"max_tokens": most, "stop": stop}),
             seed=seed_of(usual.seed, self.seat.number, self._num_asked),
             deadline=self.seat.deadline,

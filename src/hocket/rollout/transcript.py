@@ -32,7 +32,10 @@ class Transcript:
         self.turns = 0
         self.turn_rewards: list[TurnReward] = []
         self._state = ""  # that the next turn begins in
-        self.text = ""  # of the last turn
+        self.text = ""  # of the last turn,
+        self.begun = 0  # and how many of the last tokens are those of it that the next completion goes on from
+        self._before = ""  # what the turn's text has before these,
+        self._after = ""  # and what the model wrote after that text: a stop string
         self.finish_reason: FinishReason = "stop"
         self.add_observation(token_ids, Observation(), images)
 
@@ -44,24 +47,30 @@ class Transcript:
         self.mask += [False] * len(token_ids)
         self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
         self._goes_on = observation.goes_on
-        if self._goes_on:
-            self.text += observation.text
-        else:
+        if not self._goes_on or token_ids:
+            self.begun = 0
+        if self._goes_on and token_ids:
+            self.text += self._after + observation.text
+            self._before = self.text
+        elif not self._goes_on:
+            self._before = ""
             self._state = observation.state or (state_of(token_ids, images) if token_ids else self._state)
             if self.turns:
-                said = self.opening + self.text + observation.text
+                said = self.opening + self.text + self._after + observation.text
                 self.opening = self._template_opening if observation.messages else left_open(said)
             self.dialogue += observation.messages
             self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
 
     def add_completion(self, completion: Completion) -> None:
-        """Append a turn of the policy, or the rest of one that goes on."""
+        """Append a turn of the policy, or the rest of one that goes on: then its text is that of all `begun` tokens."""
         self.token_ids.extend(completion.token_ids)
         self.mask += [True] * len(completion.token_ids)
         self.logprobs.extend(completion.logprobs)
         self.versions |= {version for version, _, _ in completion.versions}
         self.finish_reason = completion.finish_reason
-        self.text = self.text + completion.text if self._goes_on else completion.text
+        self.begun += len(completion.token_ids)
+        self.text = self._before + completion.text
+        self._after = completion.after_text
         if self._goes_on and self.turns:
             self.dialogue.pop()
             self.add_reward(0.0, tokens=len(completion.token_ids))

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from hocket.common.tasks import as_completed
+from hocket.data.text import turn_text
 from hocket.protocol import Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError, check_count, check_finite, invalid, parse
@@ -34,6 +35,7 @@ class Job:
     seed: int | None = None
     pictured: Any = None  # vLLM's prompt, where it has images
     tools: vllm_api.FindCalls | None = None
+    begun: int = 0  # of the last tokens, how many belong to the same turn
     request_id: str = dataclasses.field(default_factory=lambda: f"hocket-{next(_NUMBERS)}")
 
 
@@ -69,6 +71,9 @@ class Sampler:
             message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
             raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
         seeds: Sequence[Sequence[int | None]] = request.seeds or _seeds(request)
+        if request.begun is not None and len(request.begun) != len(request.prompts):
+            message = f"begun: {len(request.begun)} numbers for {len(request.prompts)} prompts"
+            raise invalid(message, "send one number per prompt, or leave it out")
         check_count(sum(map(len, seeds)))
         self.check_sampling(request.sampling)
         tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
@@ -79,6 +84,10 @@ class Sampler:
             if images:
                 pictured = self.eyes.expand(token_ids, images, f"prompts.{number}")
                 token_ids = pictured["prompt_token_ids"]
+            begun = request.begun[number] if request.begun is not None else 0
+            if begun > len(token_ids):
+                message = f"begun.{number}: {begun} tokens of a prompt of {len(token_ids)}"
+                raise invalid(message, "it counts those at the prompt's end that the model wrote in the same turn")
             sampling = request.sampling
             if request.fit:
                 room = max(1, self._max_length - len(token_ids))
@@ -91,7 +100,7 @@ class Sampler:
                     code="context_too_long",
                 )
             for index, seed in enumerate(own_seeds):
-                jobs.append(Job(number, index, token_ids, sampling, seed, pictured, tools))
+                jobs.append(Job(number, index, token_ids, sampling, seed, pictured, tools, begun))
         return request, jobs
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
@@ -110,21 +119,29 @@ class Sampler:
     async def complete(self, job: Job) -> tuple[Job, Completion]:
         """Sample one completion. Raises ApiError where it is refused or breaks off."""
         prompt = job.pictured or job.token_ids
-        output = await vllm_api.complete(self._llm, prompt, job.sampling, job.seed, job.request_id)
+        output = await vllm_api.complete(self._llm, prompt, job.sampling, job.seed, job.request_id, job.begun)
         if output.finish_reason == "abort":
             self._require_ready()
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
         check_finite(output.logprobs.logprobs)
         token_ids = list(output.token_ids)
+        stopped = output.finish_reason == "stop"
+        by_string = stopped and isinstance(output.stop_reason, str)
         # The token that ended it is no part of the text.
-        shown = token_ids[:-1] if output.finish_reason == "stop" else token_ids
+        written = token_ids[:-1] if stopped and not by_string else token_ids
+        whole = turn_text(self._tokenizer.decode, job.token_ids, job.begun, written)
+        text = output.text if by_string else whole
         calls = []
         if job.tools is not None:  # in the reading thread, whose tokenizer it uses
-            calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, shown)
+            # A tag that ends a call may be what the sampling stops at.
+            chosen = by_string or output.stop_reason in job.sampling.stop_token_ids
+            turn = job.token_ids[len(job.token_ids) - job.begun :] + (token_ids if chosen else written)
+            calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, turn)
         completion = Completion(
             token_ids=array("I", token_ids),
             logprobs=array("d", output.logprobs.logprobs),
-            text=output.text if job.sampling.stop else self._tokenizer.decode(shown, skip_special_tokens=True),
+            text=text,
+            after_text=whole.removeprefix(text) if by_string else "",
             finish_reason=output.finish_reason,
             versions=vllm_api.version_spans(output),
             tool_calls=tuple(calls),

@@ -37,7 +37,9 @@ MAX_SESSIONS = 4096
 ROUTES = ("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions")
 """The routes of vLLM that an agent may use."""
 TOO_LONG = frozenset({"input_tokens", "input_text"})
-"""Parameters that vLLM's routes blame for a prompt that leaves no room for an answer."""
+"""Parameters that vLLM's routes blame for a prompt that is longer than the context."""
+NO_ROOM = "max_tokens must be at least 1, got 0"
+"""What they say where it fills the context; an agent's own 0 is refused before."""
 _PATH = re.compile(r"/sessions/([^/]+)/v1/.*")
 
 
@@ -269,7 +271,8 @@ def _watched(send: Send, session: OpenSession) -> Send:
 
     async def watched(message: Message) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError):  # it is no error, or one of another kind
-            session.cut_off |= json.loads(message["body"])["error"]["param"] in TOO_LONG
+            error = json.loads(message["body"])["error"]
+            session.cut_off |= error["param"] in TOO_LONG or NO_ROOM in error["message"]
         await send(message)
 
     return watched

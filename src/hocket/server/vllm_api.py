@@ -87,6 +87,8 @@ def start_engine(args: Namespace) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.core import EngineCoreProc
 
+    import hocket.server.vllm_text  # noqa: F401 - vLLM's own routes make text as it does
+
     # without the usage, vLLM takes a quarter of the batched tokens on an H100
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
@@ -260,10 +262,15 @@ SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
 """Parameters that have one name here and in vLLM."""
 
 
-def sampling_params(sampling: SamplingParams, seed: int | None) -> Any:
-    """Return vLLM's parameters for one completion, whose output comes at the end."""
+def sampling_params(sampling: SamplingParams, seed: int | None, begun: int = 0) -> Any:
+    """Return vLLM's parameters for one completion, whose output comes at the end.
+
+    `begun`: how many of the prompt's last tokens belong to the same turn.
+    """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmParams
+
+    from hocket.server.vllm_text import BEGUN
 
     return VllmParams(
         n=1,
@@ -275,6 +282,7 @@ def sampling_params(sampling: SamplingParams, seed: int | None) -> Any:
         flat_logprobs=True,
         detokenize=bool(sampling.stop),  # otherwise the text is decoded once, at the end
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={BEGUN: begun},
     )
 
 
@@ -336,13 +344,15 @@ def image_prompt(llm: Any, token_ids: list[int], images: Sequence[Any]) -> Any:
     return made.result()
 
 
-async def complete(llm: Any, prompt: Any, sampling: SamplingParams, seed: int | None, request_id: str) -> Any:
+async def complete(
+    llm: Any, prompt: Any, sampling: SamplingParams, seed: int | None, request_id: str, begun: int = 0
+) -> Any:
     """Sample one completion of token ids, or of vLLM's own prompt, or raise ApiError. A cancelled call aborts it."""
     from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
 
     prompt = tokens_input(prompt) if isinstance(prompt, list) else prompt
-    asked = llm.generate(prompt, sampling_params(sampling, seed), request_id)
+    asked = llm.generate(prompt, sampling_params(sampling, seed, begun), request_id)
     try:
         return [output async for output in asked][-1].outputs[0]
     except VLLMClientError as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from hocket.common.tasks import run_in_thread, timed
+from hocket.data.text import turn_text
 from hocket.errors import differ
 from hocket.observe.metrics import DRAWN
 from hocket.sync.proof import Proof, as_samples
@@ -101,13 +102,19 @@ def contradiction(
 
     `ends` are the ids of the tokens that end an answer, `stop` strings that do: the engine's text ends before them.
     """
-    token_ids = [token for token, sampled in zip(sequence.token_ids, sequence.mask, strict=True) if sampled]
+    start = len(sequence.mask) - sequence.mask[::-1].index(False)
+    token_ids = list(sequence.token_ids[start:])  # after an environment's, if there are such
     stopped = sequence.finish_reason == "stop"
     ended = stopped and token_ids[-1] in ends
-    said = decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True)
-    if stopped and not ended and not any(string in said for string in stop):
+    said = turn_text(decode, sequence.token_ids[:start], 0, token_ids[:-1] if ended else token_ids)
+    by_string = stopped and not ended
+    # A stop string may have special tokens, which the text does not.
+    if by_string and not any(string in written for string in stop for written in (said, decode(token_ids))):
         return f"it stopped by itself, but its last token, {token_ids[-1]}, ends no answer"
-    if not (said.lstrip().startswith(sequence.text.lstrip()) if stop else said == sequence.text):
+    text = sequence.text
+    if any(sequence.mask[:start]):  # an environment closed a thought within the answer
+        text = "" if by_string else text[len(text) - min(len(said), len(text)) :]
+    if not (said.startswith(text) if by_string else said == text):
         return f"its text is {sequence.text[:80]!r}, its tokens are {said[:80]!r}"
     return ""
 
