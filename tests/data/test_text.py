@@ -42,15 +42,13 @@ def test_a_turn_has_no_space_at_its_beginning_that_the_tokenizer_made(tokenizer:
     assert turn_text(tokenizer.decode, prompt + two[:1], 1, two[1:]) == tokenizer.decode(two)
 
 
-def test_spaces_stay_as_the_tokens_have_them() -> None:
+def test_spaces_stay_as_the_tokens_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = KINDS["byte fallback"]
-    for name in ("clean_up_tokenization_spaces", "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"):
-        setattr(tokenizer, name, True)
-    try:
-        ids = tokenizer.encode("a , b .", add_special_tokens=False)
-        assert turn_text(tokenizer.decode, [], 0, ids) == "a , b ."
-    finally:
-        tokenizer.clean_up_tokenization_spaces = False
+    for name in ("", "_for_bpe_even_though_it_will_corrupt_output"):
+        monkeypatch.setattr(tokenizer, f"clean_up_tokenization_spaces{name}", True)
+    ids = tokenizer.encode("a , b .", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "a, b."
+    assert turn_text(tokenizer.decode, [], 0, ids) == "a , b ."
 
 
 def test_random_texts_are_the_same_in_two_parts_and_token_by_token(tokenizer: Any) -> None:

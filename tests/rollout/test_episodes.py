@@ -495,6 +495,30 @@ async def test_an_environment_may_begin_the_models_first_turn() -> None:
     assert rollout.text == "<think>so"
 
 
+async def test_a_turn_that_goes_on_at_once_is_asked_as_such_and_its_text_is_the_servers() -> None:
+    """With a text of the environment, which the model did not write, what follows is a part by itself."""
+    more, says = Step(goes_on=True), Step(text="|", goes_on=True)
+    asks = Scripted(more, more, says, more, Step(), Step(done=True))
+    texts = iter(["a", "ab", "abc", "d", "de", "f"])
+    rollout, turns = await one_episode(lambda: asks, lambda turn: nine(turn, next(texts)))
+    assert [turn.begun for turn in turns] == [0, 2, 4, 0, 2, 0]
+    assert [action.text for action in asks.actions] == ["a", "ab", "abc", "d", "de", "f"]
+    assert [message["content"] for message in rollout.sequences[0].dialogue] == ["abc|de", "f"]
+
+
+async def test_a_turn_that_a_stop_string_ended_has_it_where_it_goes_on() -> None:
+    def stopped(turn: Turn) -> Completion:
+        done = nine(turn, "a" if len(turn.token_ids) == 2 else "b")
+        return done.model_copy(update={"after_text": "</x>"})
+
+    rollout, _ = await one_episode(lambda: Scripted(Step(text="<y>", goes_on=True)), stopped)
+    assert rollout.text == "a</x><y>b"
+    thinks = Scripted(Step(text="so"))
+    closes = {"text": "a", "after_text": "</think>"}
+    told, _ = await one_episode(lambda: thinks, lambda turn: nine(turn).model_copy(update=closes), opening="<think>")
+    assert told.sequences[0].opening == ""
+
+
 def chatty(turns: int = 6, **first: Any) -> Scripted:
     """Answers at length, so many times."""
     said = [{"messages": user(str(i) * 20), "reward": float(i), "done": i == turns} for i in range(1, turns + 1)]

@@ -16,7 +16,8 @@ from hocket.data import tokenizer as tokenizers
 from hocket.protocol import SamplingParams, ToolCall
 from hocket.server.errors import ApiError
 from hocket.server.generate import Sampler
-from support.engines import make_sampler, make_tokenizer
+from support.engines import SpeakingEngine, make_sampler, make_tokenizer
+from support.tokenizers import pieces_of, with_merged_bytes
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,8 @@ def test_what_just_fits_is_taken(reader: Sampler) -> None:
         ({"seeds": [[1] * 129]}, TOO_MANY),
         ({"sampling": {"stop": ["x"] * 17}}, TOO_MANY),
         ({"sampling": {"stop_token_ids": [1] * 17}}, TOO_MANY),
+        ({"begun": [0, 0]}, "2 numbers for 1 prompts"),
+        ({"prompts": [[5, 6]], "begun": [3]}, r"begun\.0: 3 tokens of a prompt of 2"),
         # The engine would change it silently.
         ({"sampling": {"temperature": 0.005}}, r"below 0\.01"),
     ],
@@ -160,6 +163,84 @@ async def test_no_tokenizer_is_used_by_two_threads(monkeypatch: pytest.MonkeyPat
     assert all(len(seen) == 1 for seen in threads.values())
 
 
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+async def spoken(monkeypatch: pytest.MonkeyPatch, says: str | list[int], *, eos: bool = False, **body: Any) -> Any:
+    """Returns the completion whose tokens a model with merged bytes says, whatever the prompt is."""
+    tokenizer = with_merged_bytes()
+    sampler = make_sampler(tokenizer)
+    sampler._max_length = 512
+    token_ids = pieces_of(tokenizer, says) if isinstance(says, str) else says
+    monkeypatch.setattr("hocket.server.vllm_api.complete", SpeakingEngine(tokenizer, *token_ids, eos=eos))
+    asked = {"prompts": [[5]]} | body | {"sampling": {"max_tokens": 256, **body.get("sampling", {})}}
+    _, jobs = await sampler.read(json.dumps(asked).encode())
+    return (await sampler.complete(jobs[0]))[1]
+
+
+@pytest.mark.parametrize(
+    ("says", "how", "text", "after"),
+    [
+        ("🤖 the</x>", {"stop": ["</x>"]}, "🤖 the", "</x>"),
+        ("a\n\n", {"stop": ["\n"]}, "a", "\n\n"),  # and the rest of the token in which it ends
+        ("a<|im_start|>", {"stop": ["<|im_start|>"]}, "a", ""),  # the text has no special tokens
+        ("the<|im_end|>", {}, "the", ""),
+        ("a<|im_start|>b", {"max_tokens": 3}, "ab", ""),
+        ("a🤖", {"max_tokens": 3}, "a\ufffd", ""),
+        ("a🤖", {"max_tokens": 3, "stop": ["x"]}, "a\ufffd", ""),  # the same with and without stop strings
+    ],
+)
+async def test_a_completions_text_is_that_of_its_tokens_up_to_the_stop_string(
+    monkeypatch: pytest.MonkeyPatch, says: str, how: dict[str, Any], text: str, after: str
+) -> None:
+    done = await spoken(monkeypatch, says, eos=says.endswith("<|im_end|>"), sampling=how)
+    assert (done.text, done.after_text) == (text, after)
+    assert done.finish_reason == ("length" if "max_tokens" in how else "stop")
+
+
+@pytest.mark.parametrize(
+    ("says", "how"),
+    [
+        (f"{CALL}<|im_end|>", {}),
+        (CALL, {"stop": ["</tool_call>"]}),  # many tokens, the last of which is not all of it
+        (f"{CALL}<|im_end|>", {"stop": ["</tool_call><|im_end|>"]}),
+        (f"{CALL}the", {"stop": ["ZZ", ">the"]}),
+    ],
+)
+async def test_calls_are_found_in_all_that_the_model_wrote_also_where_a_stop_string_ends_it(
+    monkeypatch: pytest.MonkeyPatch, says: str, how: dict[str, Any]
+) -> None:
+    tools = {"parser": "hermes", "tools": TOOLS}
+    done = await spoken(monkeypatch, says, eos=not how, sampling=how, tools=tools)
+    assert [call.name for call in done.tool_calls] == ["f"]
+
+
+async def test_a_tag_that_is_one_token_may_end_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = with_merged_bytes()
+    tool = tokenizer.convert_tokens_to_ids("<tool>")
+    seen: list[list[int]] = []
+    monkeypatch.setattr("hocket.server.vllm_api.find_calls", lambda *_: lambda ids: seen.append(list(ids)) or [])
+    tools = {"parser": "hermes", "tools": TOOLS}
+    done = await spoken(monkeypatch, [7, tool], sampling={"stop_token_ids": [tool]}, tools=tools)
+    assert (done.text, seen) == (tokenizer.decode([7]), [[7, tool]])
+
+
+@pytest.mark.parametrize("stop", [[], ["</tool_call>"]])
+async def test_a_turn_that_goes_on_has_its_text_and_calls_whole_wherever_it_was_cut(
+    monkeypatch: pytest.MonkeyPatch, stop: list[str]
+) -> None:
+    tokenizer = with_merged_bytes()
+    ids = pieces_of(tokenizer, f"🤖 {CALL}")
+    asked: dict[str, Any] = {"tools": {"parser": "hermes", "tools": TOOLS}, "sampling": {"stop": stop}}
+    for cut in range(1, len(ids)):
+        done = await spoken(monkeypatch, ids[cut:], prompts=[[5, *ids[:cut]]], begun=[cut], **asked)
+        assert done.text == (f"🤖 {CALL}" if not stop else f"🤖 {CALL}".removesuffix(stop[0]))
+        assert done.text + done.after_text == f"🤖 {CALL}"
+        assert len(done.tool_calls) == 1
+        assert list(done.token_ids) == ids[cut:]
+
+
 async def test_log_probs_that_are_no_numbers_are_the_weights_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, bad = make_sampler(), output([1, 2], [-1.0, float("nan")])
     monkeypatch.setattr("hocket.server.vllm_api.complete", AsyncMock(return_value=bad))
@@ -172,7 +253,7 @@ async def test_log_probs_that_are_no_numbers_are_the_weights_fault(monkeypatch: 
 async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, begun = make_sampler(), list[str]()
 
-    async def complete(llm: Any, token_ids: Any, sampling: Any, seed: Any, request_id: str, begun: int) -> Any:
+    async def complete(llm: Any, token_ids: Any, sampling: Any, seed: Any, request_id: str, _: int) -> Any:
         begun.append(request_id)
         if len(begun) > 3:  # the first three end
             await asyncio.Event().wait()

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from hocket.config import load
 from hocket.protocol import AdapterConfig, TensorSpec, manifest, weight_group
-from hocket.server import main
+from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.engine import Engine
 from hocket.server.generate import Sampler
@@ -247,6 +247,46 @@ def make_llm() -> Any:
 def make_sampler(tokenizer: Any = None) -> Any:
     """A sampler for 96 ids and 32 tokens, without an engine."""
     return Sampler(make_llm(), tokenizer or make_tokenizer(), lambda: None, {})
+
+
+def vllm_text(tokenizer: Any, prompt: Sequence[int], params: Any) -> Any:
+    """What makes the text of a request's tokens in vLLM."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    asked = SimpleNamespace(
+        request_id="r", prompt_token_ids=[*prompt], sampling_params=params, prompt_embeds=None, mm_features=None
+    )
+    return IncrementalDetokenizer.from_new_request(tokenizer, asked)  # type: ignore[arg-type]
+
+
+class SpeakingEngine:
+    """In the place of `vllm_api.complete`: samples given tokens, and makes their text as vLLM does."""
+
+    def __init__(self, tokenizer: Any, *token_ids: int, eos: bool = False) -> None:
+        self._tokenizer, self._eos = tokenizer, eos
+        self.left = list(token_ids)
+
+    async def __call__(self, llm: Any, prompt: Any, sampling: Any, seed: Any, request_id: str, begun: int) -> Any:
+        params = vllm_api.sampling_params(sampling, seed, begun)
+        text = vllm_text(self._tokenizer, prompt, params)
+        written = list[int]()
+        finish, reason = "length", None
+        while self.left and len(written) < sampling.max_tokens:
+            token = self.left.pop(0)
+            written.append(token)
+            ends = token in sampling.stop_token_ids or (self._eos and not self.left)
+            reason = text.update([token], ends) if params.detokenize else None
+            if ends or reason:
+                finish, reason = "stop", reason or (None if self._eos else token)
+                break
+        return SimpleNamespace(
+            token_ids=written,
+            text=text.get_next_output_text(True, False) if params.detokenize else "",
+            finish_reason=finish,
+            stop_reason=reason,
+            logprobs=SimpleNamespace(logprobs=[-0.5] * len(written)),
+            weight_versions=[SimpleNamespace(version="0", start=0, end=len(written))],
+        )
 
 
 def make_engine(llm: Any, *overrides: str) -> Any:

@@ -1,7 +1,6 @@
 """Make text of token ids, also where they begin or end within a character."""
 
 from collections.abc import Callable, Sequence
-from os.path import commonprefix
 
 Decode = Callable[[Sequence[int]], str]
 BROKEN = "\ufffd"
@@ -37,8 +36,12 @@ def text_after(decode: Decode, before: Sequence[int], token_ids: Sequence[int]) 
     # The last character before was not whole, and was written as one BROKEN or as several.
     _, unfinished = last_characters(decode, before)
     whole = decode(before[: len(before) - len(unfinished)])
-    rest = text.removeprefix(whole)
-    return rest[len(commonprefix([rest, known.removeprefix(whole)])) :]
+    text = text.removeprefix(whole)
+    known = known.removeprefix(whole)
+    same = 0  # characters of the unfinished one's first token that stand before it
+    while same < min(len(text), len(known)) and text[same] == known[same]:
+        same += 1
+    return text[same:]
 
 
 def last_characters(decode: Decode, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:

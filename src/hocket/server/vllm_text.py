@@ -22,6 +22,8 @@ class TurnText(detokenizer.FastIncrementalDetokenizer):  # type: ignore[misc]  #
     With BEGUN it is the whole turn's, and a stop string may begin in what the prompt has of it.
     """
 
+    output_text: str
+
     def __init__(self, tokenizer: Any, request: Any) -> None:
         super().__init__(tokenizer, request)
         prompt = request.prompt_token_ids or []
