@@ -28,7 +28,7 @@ LAYERS = (  # the rooms by floors: a module imports from floors above its own li
     {"__main__"},
 )
 HOMES = {  # the only places that may import a package
-    "vllm": {"server.vllm_api", "server.vllm_arguments", "server.vllm_weights"},
+    "vllm": {"server.vllm_api", "server.vllm_arguments", "server.vllm_text", "server.vllm_weights"},
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},

@@ -57,6 +57,19 @@ async def test_equal_tokens_of_other_images_are_another_request() -> None:
     assert sorted(request.seeds or () for request in server.requests) == [[[0, 2]], [[1]]]
 
 
+async def test_each_prompt_says_how_much_of_its_turn_it_has() -> None:
+    """Equal tokens of which another part was sampled are another prompt: their texts differ."""
+    deadline = Deadline(10.0)
+    server = FakeServer(complete=lambda prompt, seed: fakes.completion(5, logprobs=(-0.5,), text=str(seed)))
+    turns = [await turn(seed, b"a", b"b", deadline=deadline) for seed in range(3)]
+    for one in turns:
+        one.images = ()
+    turns[1].begun = 4
+    assert await asked(server, turns) == ["0", "1", "2"]
+    (request,) = server.requests
+    assert (request.begun, request.seeds) == ([0, 4], [[0, 2], [1]])
+
+
 async def test_a_request_has_room_for_the_images_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's later turns have the same images and other tokens: each brings them along."""
     monkeypatch.setattr("hocket.client.batcher.IMAGE_BYTES", 5)

@@ -91,7 +91,8 @@ async def door() -> Any:
         session = CURRENT.get()
         body = await request.json() if request.method == "POST" else None
         if body and (param := body.get("refuse")):
-            return JSONResponse({"error": {"message": "as vLLM says it", "param": param}}, status_code=400)
+            message = body.get("message", "as vLLM says it")
+            return JSONResponse({"error": {"message": message, "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
     module.add_forwarding(app, store, "the model")
@@ -119,12 +120,28 @@ async def test_requests_reach_vllm_s_routes_with_their_session_and_its_model(doo
     writer.close()
 
 
-@pytest.mark.parametrize("param", ["input_tokens", "input_text", "temperature", None])
-async def test_a_prompt_that_vllm_refuses_as_too_long_cuts_its_session_off(door: Any, param: str | None) -> None:
+NONE_LEFT = "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"
+ITS_OWN = "max_tokens must be at least 1, got -1. (parameter=max_tokens, value=-1)"
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "is_too_long"),
+    [
+        ("input_tokens", "", True),
+        ("input_text", "", True),
+        ("max_tokens", NONE_LEFT, True),  # it fills the context
+        ("max_tokens", ITS_OWN, False),  # the agent's own mistake
+        ("temperature", "", False),
+        (None, "", False),
+    ],
+)
+async def test_a_prompt_that_vllm_refuses_as_too_long_cuts_its_session_off(
+    door: Any, param: str | None, message: str, is_too_long: bool
+) -> None:
     client, store = door
     session = store.open(REQUEST)
-    await client.post(f"/sessions/{session.id}/v1/completions", json={"refuse": param})
-    assert session.cut_off is (param in ("input_tokens", "input_text"))
+    await client.post(f"/sessions/{session.id}/v1/completions", json={"refuse": param, "message": message})
+    assert session.cut_off is is_too_long
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from hocket.config import load
 from hocket.data import tokenizer
 from hocket.errors import ConfigError
 from hocket.protocol import Completion, SamplingParams, SessionRequest, TensorSpec, Toolbox
-from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
+from hocket.server import main, vllm_api, vllm_arguments, vllm_text, vllm_weights, worker
 from hocket.server.errors import ApiError
-from hocket.server.sessions import TOO_LONG, OpenSession, recorded
+from hocket.server.sessions import NO_ROOM, TOO_LONG, OpenSession, recorded
 from hocket.server.worker import WorkerExtension
 from support.engines import asking, idle_engine, make_model, wrap
 from support.tiny_server import TOKEN
@@ -45,6 +45,9 @@ NAMES = {
     "vllm.outputs": "CompletionOutput RequestOutput",
     "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",
     "vllm.v1.engine.async_llm": "AsyncLLM.abort AsyncLLM.errored AsyncLLM.shutdown",
+    "vllm.v1.engine.detokenizer": "FastIncrementalDetokenizer._protected_step "
+    "FastIncrementalDetokenizer.decode_next FastIncrementalDetokenizer.num_output_tokens "
+    "FastIncrementalDetokenizer.update check_stop_strings",
     "vllm.v1.engine.core": "EngineCoreProc.run_engine_core get_kv_cache_configs",
     "vllm.v1.engine.utils": "get_mp_context",
     "vllm.v1.worker.gpu_worker": "Worker.add_lora Worker.reload_weights Worker.remove_lora",
@@ -84,7 +87,7 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
     names = [(module, name) for module, names in NAMES.items() for name in names.split()]
     imported = [
         (node.module, alias.name)
-        for module in (vllm_api, vllm_arguments, vllm_weights)
+        for module in (vllm_api, vllm_arguments, vllm_text, vllm_weights)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
         for alias in node.names
@@ -93,7 +96,7 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
     for module, name in names + imported:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
-            assert hasattr(found, part), f"vLLM's {module} has no {name} any more: change vllm_api.py, vllm_weights.py"
+            assert hasattr(found, part), f"vLLM's {module} has no {name} any more: change the files vllm_*.py"
             found = getattr(found, part)
 
 
@@ -129,10 +132,14 @@ def test_calls_take_the_arguments_we_give() -> None:
 
 
 def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -> None:
+    from vllm.exceptions import VLLMValidationError
     from vllm.renderers import params
+    from vllm.sampling_params import SamplingParams as VllmParams
 
     source = inspect.getsource(params)
     assert {name for name in TOO_LONG if f'parameter="{name}"' in source} == TOO_LONG
+    with pytest.raises(VLLMValidationError, match=NO_ROOM):
+        VllmParams(max_tokens=0)
 
 
 @pytest.mark.parametrize("second", [-0.25, float("nan")])
@@ -291,9 +298,10 @@ def test_an_engine_argument_that_hocket_owns_or_vllm_lacks_is_refused(model: str
 
 def test_sampling_reaches_vllm_unchanged() -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop=("x",), stop_token_ids=(2,))
-    made = vllm_api.sampling_params(sampling, seed=9)
+    made = vllm_api.sampling_params(sampling, seed=9, begun=4)
     assert (made.temperature, made.top_p, made.top_k, made.max_tokens) == (0.7, 0.9, 5, 3)
     assert (made.stop, made.stop_token_ids, made.seed, made.n) == (["x"], [2], 9, 1)
+    assert made.extra_args == {vllm_text.BEGUN: 4}
     assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
 
 
