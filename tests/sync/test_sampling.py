@@ -261,3 +261,22 @@ def test_what_an_answer_says_of_its_tokens_must_be_so(
 ) -> None:
     sequence = rollout(*token_ids, text=text, finish_reason=finish).sequences[0]
     assert contradiction(sequence, decode=decode, ends={0}, stop=stop) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "contradicts"),
+    [
+        ("bc|de", "stop", False),
+        ("bc|dd", "stop", True),
+        ("bc|d", "length", True),
+        ("bc|d", "stop", True),
+        ("e", "stop", True),
+    ],
+)
+def test_of_an_answer_whose_thought_was_closed_the_part_after_it_must_be_so(
+    text: str, finish: Any, contradicts: bool
+) -> None:
+    """Tokens 9, 9 close it, and are a "|" to the environment that wrote them."""
+    sequence = rollout(2, 3, 9, 9, 4, 5, 0, text=text, finish_reason=finish).sequences[0]
+    sequence = dataclasses.replace(sequence, mask=(False, True, True, False, False, True, True, True))
+    assert bool(contradiction(sequence, decode=decode, ends={0}, stop=())) == contradicts

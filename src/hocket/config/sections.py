@@ -140,7 +140,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0, le=2)
     """Temperature; divides the trainer's logits, too."""
     stop: Names = Field((), max_length=16)
-    """Strings that end a completion."""
+    """Strings that end a completion, and are no part of its text; they may have special tokens."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds for the generation of one batch."""
 
