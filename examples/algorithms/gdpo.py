@@ -10,12 +10,15 @@ EPS = 1e-4
 
 @advantage("gdpo", per="batch")
 def gdpo(rewards_n, group_n, parts_n, weights: dict[str, float] = {}):  # noqa: B006 - options are never changed
-    """Return Σ weight · (reward − mean) / deviation, by reward function and group, divided by its own deviation."""
+    """Return Σ weight · (reward − mean) / deviation, by reward function and group, divided by its own deviation.
+
+    A reward function that a source lacks is NaN and adds nothing. `weights` stand in for those of rewards.functions.
+    """
     sums_n = rewards_n * 0
     for name, values_n in parts_n.items():
         for group in group_n.unique():
-            of_group_n = group_n == group
-            values_g = values_n[of_group_n]
+            known_n = (group_n == group) & ~values_n.isnan()
+            values_g = values_n[known_n]
             deviation = values_g.std() if len(values_g) > 1 else 0.0
-            sums_n[of_group_n] += weights.get(name, 1.0) * (values_g - values_g.mean()) / (deviation + EPS)
+            sums_n[known_n] += weights.get(name, 1.0) * (values_g - values_g.mean()) / (deviation + EPS)
     return (sums_n - sums_n.mean()) / (sums_n.std() + EPS)

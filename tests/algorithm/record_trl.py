@@ -8,8 +8,10 @@ It writes trl.json beside this file. GRPOTrainer's methods run on a stand-in tha
 import dataclasses
 import inspect
 import json
+import math
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -114,10 +116,12 @@ def loss_of(name: str, given: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"loss": [row[0] for row in found], "gradient": found[-1][1], "entropy_gradient": found[-1][2]}
 
 
-def gdpo() -> dict[str, Any]:
-    """Runs the lines of GRPOTrainer that normalise each reward, then sum."""
+def gdpo(absent: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
+    """Runs the lines of GRPOTrainer that normalise each reward, then sum; `absent`: (rollout, reward) without one."""
     torch.manual_seed(1)
     rewards_per_func = torch.randn(8, 2, dtype=torch.float64)
+    for place in absent:
+        rewards_per_func[place] = torch.nan
     source = inspect.getsource(grpo_trainer.GRPOTrainer).split(
         'self.multi_objective_aggregation == "normalize_then_sum":\n'
     )
@@ -128,16 +132,20 @@ def gdpo() -> dict[str, Any]:
         "rewards_per_func": rewards_per_func,
         "num_generations": 4,
         "device": "cpu",
-        "unscorable_mask": torch.zeros(8, dtype=torch.bool),
+        "unscorable_mask": rewards_per_func.isnan().all(dim=1),
         "self": SimpleNamespace(reward_funcs=[0, 1], reward_weights=torch.tensor([1.0, 0.5], dtype=torch.float64)),
     }
     exec(lines, known)
-    return {"parts": rewards_per_func.T.tolist(), "advantages": known["advantages"].tolist()}
+    parts = [[None if math.isnan(one) else one for one in of_reward] for of_reward in rewards_per_func.T.tolist()]
+    return {"parts": parts, "advantages": known["advantages"].tolist()}
 
 
 if __name__ == "__main__":
     inputs = made()
     cases = {name: loss_of(name, inputs) for name in CASES}
+    # The second of two sources lacks a reward; one rollout of the first has only the other.
+    mixed = gdpo([(2, 0), (4, 1), (5, 1), (6, 1), (7, 1)])
     content = {"trl": trl.__version__, "inputs": {name: value.tolist() for name, value in inputs.items()}}
+    content |= {"cases": cases, "gdpo": gdpo(), "gdpo_mixed": mixed}
     target = Path(__file__).with_name("trl.json")
-    target.write_text(json.dumps({**content, "cases": cases, "gdpo": gdpo()}) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(content) + "\n", encoding="utf-8")

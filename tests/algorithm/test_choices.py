@@ -32,7 +32,11 @@ def over_batch(rewards_n, group_n):
 
 @advantage("part", per="batch")
 def part(parts_n, of: str):
-    return parts_n[of]
+    return parts_n[of].nan_to_num(-9.0)
+
+@advantage("count_parts", per="batch")
+def count_parts(rewards_n, parts_n):
+    return rewards_n * 0 + len(parts_n)
 
 @advantage("all_alone", per="token")
 def all_alone(rewards_t):
@@ -75,13 +79,60 @@ def test_an_own_advantage_of_the_batch_gets_all_rewards_and_the_numbers_of_their
 def test_an_own_advantage_gets_the_parts_of_the_rewards_nan_where_a_source_has_no_such_one() -> None:
     rollouts = [make_rollout(-1.0)] * 2
     groups = [group_of(*rollouts, rewards=[{name: 1.0}, {name: 2.0}]) for name in ("a", "b")]
-    for name, expected in (("a", [1.0, 2.0, math.nan, math.nan]), ("b", [math.nan, math.nan, 1.0, 2.0])):
+    for name, expected in (("a", [1.0, 2.0, -9.0, -9.0]), ("b", [-9.0, -9.0, 1.0, 2.0])):
         samples, _ = sampled(groups, algorithm(f"baseline={{name: part, of: {name}}}", "scale=none"))
-        assert [sample.advantages[-1] for sample in samples] == pytest.approx(expected, nan_ok=True)
+        assert [sample.advantages[-1] for sample in samples] == expected
     # what scale divides by is the deviation of a group's rewards, √2, not that of its parts
     part, alone = {"name": "part", "of": "a"}, [{"a": 0.0}, {"a": 8.0}]
     scaled = group_advantages([0.0, 2.0], [0, 0], baseline=part, scale="group", parts=alone)
     assert scaled.tolist() == pytest.approx([0.0, 8 / math.sqrt(2)])  # beside 1e-6
+
+
+def test_parts_are_the_reward_functions_alone_not_what_they_add_up_or_only_tell() -> None:
+    parts = [{"judge": 0.5, "judge/dollars": 100.0, "judge/1": 0.5}] * 2
+    assert group_advantages([0.5, 0.5], [0, 0], baseline="count_parts", scale="none", parts=parts).tolist() == [1, 1]
+
+
+NOT_FINITE = "returned {} as advantage {}: have it meet equal rewards, one alone, and reward functions that a source"
+
+
+@pytest.mark.parametrize(
+    ("per", "returns", "message"),
+    [
+        ("group", "rewards_g / (rewards_g - 1)", NOT_FINITE.format("inf", "1 of 2")),
+        ("group", "rewards_g.log() * 0", NOT_FINITE.format("nan", "2 of 2")),
+        ("group", "rewards_g.mean()", r"returned the shape \[\] for 2 advantages: have it return one for each"),
+        ("group", "rewards_g[:, None]", r"returned the shape \[2, 1\] for 2 advantages"),
+        ("group", "rewards_g[:1]", r"returned 1 for 2 advantages"),
+        ("group", "None", "returned NoneType: have it return a tensor of 2 numbers"),
+        ("batch", "rewards_n * float('nan')", NOT_FINITE.format("nan", "1 of 2")),
+        ("batch", "[1.0, 2.0, 3.0]", "returned 3 for 2 advantages"),
+        ("token", "rewards_t[1:]", "returned 1 for 2 advantages"),
+        ("token", "rewards_t / 0", NOT_FINITE.format("nan", "1 of 2")),
+        ("token", "(rewards_t, rewards_t / 0)", NOT_FINITE.format("nan", "1 of 2")),
+    ],
+)
+def test_an_own_advantage_that_is_not_finite_or_has_another_shape_is_refused_by_its_name(
+    per: str, returns: str, message: str, tmp_path: Path
+) -> None:
+    name = f"wrong_{tmp_path.name}"
+    argument = {"group": "rewards_g", "batch": "rewards_n", "token": "rewards_t"}[per]
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from hocket.algorithm.choices import advantage\n"
+        f"@advantage('{name}', per='{per}')\ndef wrong({argument}):\n    return {returns}\n"
+    )
+    load_plugins([str(file)])
+    group = group_of(*[make_rollout(-1.0, -1.0)] * 2, rewards=[1.0, 0.0])
+    with pytest.raises(ConfigError, match=rf"algorithm\.baseline={name} {message}"):
+        sampled([group], algorithm(f"baseline={name}", "scale=none"))
+
+
+def test_numbers_that_were_not_finite_before_are_no_fault_of_the_advantage() -> None:
+    measured = [{"ref_logprobs": [0.0, 0.0, math.nan]}] * 2
+    own = algorithm("baseline=last_alone", "scale=none", "kl=k1", "kl_in=reward", "kl_coef=0.5")
+    samples, _ = sampled([group_of(*[make_rollout(-1.0)] * 2, rewards=[1.0, 0.0])], own, measured, 0.5)
+    assert all(math.isnan(sample.advantages[-1]) for sample in samples)  # the trainer's guard names ref_logprobs
 
 
 @pytest.mark.parametrize(("name", "expected"), [("last_alone", [0.0, 2.0]), ("all_alone", [2.0, 2.0])])

@@ -12,6 +12,7 @@ from hocket.config import AlgorithmConfig
 from hocket.errors import ConfigError
 from hocket.observe.rows import groups_of, lines_of
 from hocket.types import Columns, Group, Rollout, TurnReward
+from support.numbers import rounding
 from support.samples import MAX_TOKENS, NORMALISED, episode, group_of, sampled, taken
 from support.samples import algorithm as settings
 
@@ -55,10 +56,62 @@ def test_a_turn_is_compared_with_the_same_turn_and_what_follows_is_added_by_hand
     assert found == [pytest.approx(own, abs=2 * NORMALISED) for own in expected]  # numbers below 2
 
 
-def test_episodes_of_other_lengths_are_compared_turn_by_turn() -> None:
-    episodes = [played((1.0, ""), (1.0, "")), played((0.0, ""))]
-    found = of_turns(group(*episodes), algorithm=settings("credit=turn", "scale=none"))
-    assert found == [[0.5 + 0.0, 0.0], [-0.5]]  # nothing is compared with the second turn
+@pytest.mark.parametrize(
+    ("turns", "outcomes", "expected"),
+    [
+        (
+            [1.0, 0.5, 0.0, None],
+            [0.0, 2.0, 1.5, 1.0],
+            [[-0.0120010, -1.3173108], [1.2856370, 1.0245751], [-0.3440822, 0.4391036], [-0.7070068]],
+        ),
+        (
+            [0.25, 0.5, 0.0, None, None],
+            [1.0, 0.0, 1.0, 0.5, 0.0],
+            [[1.4468137, 0.9998], [0.5647479, -0.9998], [0.3292795, 0.9998], [-0.3077303], [-1.3334982]],
+        ),
+    ],
+)
+def test_advantages_are_those_of_the_papers_own_code_also_for_an_episode_without_a_second_turn(
+    turns: list[float | None], outcomes: list[float], expected: list[list[float]]
+) -> None:
+    """What _assign_advantages of Multi-Turn-RL-Agent's mt_grpo_env_trainer.py gave in float32, at its coefficient 1.
+
+    It adds 1e-4 to a deviation, and these are .27 or more; an advantage is the sum of two that are below 1.5.
+    """
+    episodes = [played((0.0, "")) if turn is None else played((turn, ""), (0.0, "")) for turn in turns]
+    found = of_turns(group(*episodes, outcomes=outcomes), algorithm=settings("credit=turn"))
+    assert found == [pytest.approx(own, abs=2 * 1.5 * 1e-4 / 0.2) for own in expected]
+
+
+@pytest.mark.parametrize(
+    ("episodes", "expected"),
+    [
+        # One score at the end of each: 0, 0, 0 and 1, less their mean, whatever the number of turns.
+        ([[0, 0], [0, 0], [0, 0], [0, 0, 1]], [[-0.25] * 2, [-0.25] * 2, [-0.25] * 2, [0.75] * 3]),
+        ([[0, 0, 0], [1]], [[-0.5] * 3, [0.5]]),
+        ([[0, 0, 0, 2], [0], [0, 0, 1]], [[1.0] * 4, [-1.0], [0.0] * 3]),
+        # First turns gave 0 (an episode of one turn has no such reward), 1, 1; second ones 0, 0, 1. From the first
+        # turn on there are 0, 1, 2; from the second on 0 (of the one that had ended), 0, 1; from the third on 0.
+        (
+            [[0], [1, 0], [1, 1, 0]],
+            [[0 - 1], [(1 - 2 / 3) + (0 - 1 / 3), 0 - 1 / 3], [(1 - 2 / 3) + (1 - 1 / 3), 1 - 1 / 3, 0]],
+        ),
+        # What a longer episode pays for each of its turns: 0, −1, −1 and then, at its end, 4, 4, 4 + 1.
+        ([[4], [-1, 4], [-1, 6]], [[4 - 4], [(-1 + 2 / 3) + (4 - 14 / 3), 4 - 14 / 3], [-1 + 2 / 3 + 4 / 3, 4 / 3]]),
+    ],
+)
+def test_episodes_of_other_lengths_are_all_compared_by_hand(
+    episodes: list[list[float]], expected: list[list[float]]
+) -> None:
+    own = group(*(played(*((float(reward), "") for reward in rewards)) for rewards in episodes))
+    found = of_turns(own, algorithm=settings("credit=turn", "scale=none"))
+    assert found == [pytest.approx(own, abs=2 * rounding(8)) for own in expected]
+
+
+def test_equal_scores_at_the_ends_of_episodes_of_any_length_have_no_signal() -> None:
+    own = group(*(played(*[(0.0, "")] * turns, (1.0, "")) for turns in range(4)))
+    shaped = shape(own, settings("credit=turn"), MAX_TOKENS)
+    assert (shaped.reason, shaped.has_equal_rewards) == ("every reward is 1", True)
 
 
 def test_returns_are_compared_among_equal_states_wherever_they_occur_by_hand() -> None:
@@ -95,9 +148,8 @@ def test_equal_episodes_whose_turns_differ_have_a_signal_with_credit_per_turn_al
     assert shape(own, settings(), MAX_TOKENS).reason == "every reward is 1"
     assert shape(own, settings("credit=turn"), MAX_TOKENS).reason is None
     assert of_turns(own, algorithm=settings("credit=turn", "scale=none")) == [[0.0, -0.5, 0.0], [0.0, 0.5, 0.0]]
-    for turns in [(0.5, ""), (0.5, "")], [(1.0, "")]:  # as many turns, and another number of them, that do not differ
-        alike = group(played(*turns), played(turns[0], (1.0 - turns[0][0], "")))
-        assert shape(alike, settings("credit=turn"), MAX_TOKENS).reason == "every reward is 1"
+    alike = group(*[played((0.5, ""), (0.5, ""))] * 2)
+    assert shape(alike, settings("credit=turn"), MAX_TOKENS).reason == "every reward is 1"
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
@@ -187,7 +239,7 @@ def test_an_own_credit_is_a_function_and_baselines_that_compare_no_turns_are_ref
         return np.zeros(count)
 
     for count in (2, 4):
-        with pytest.raises(ConfigError, match=f"returned {count} advantages for 3 turns: have it return one for each"):
+        with pytest.raises(ConfigError, match=f"returned {count} for 3 advantages: have it return one for each"):
             of_turns(own, algorithm=settings(f"credit={{name: so_many, count: {count}}}"))
     with pytest.raises(ConfigError, match="compares turns of a group"):
         check(settings("credit=step_groups", "baseline=critic", "scale=none"), 8)

@@ -72,16 +72,22 @@ def test_numbers_that_came_with_a_sample_and_gradients_are_told_apart(
     ranks: Ranks, tied_model: str, tmp_path: Path
 ) -> None:
     bad = [SAMPLES[0], dataclasses.replace(SAMPLES[1], advantages=(0.0, 0.0, math.inf, *[1.0] * 6))]
+    sent = [dataclasses.replace(one, advantages=(math.nan,) * 9) for one in SAMPLES]  # made of the next one's log-probs
+    sequence = dataclasses.replace(SAMPLES[1].sequence, logprobs=(0.0, 0.0, math.nan, *[-1.0] * 6))
+    sent[1] = dataclasses.replace(sent[1], sequence=sequence)
     far = zip(SAMPLES, (-1e29, 3e29, -2e29), strict=True)  # rewards of 0, 4e29 and -1e29
     extreme = [dataclasses.replace(sample, advantages=(size,) * 9) for sample, size in far]
     with make_trainer(ranks, tied_model) as trainer:
         trainer.step(bad, keep=tmp_path / "a.json")
         assert trainer.step(extreme, keep=tmp_path / "c.json")["train/skipped"]
+        assert trainer.step(sent, keep=tmp_path / "d.json")["train/skipped"]
         trainer.policy.model.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
         assert math.isfinite(trainer.step(SAMPLES, keep=tmp_path / "b.json")["train/loss"])
-    faults = [json.loads((tmp_path / name).read_text())["not_finite"] for name in ("a.json", "b.json", "c.json")]
-    assert faults[0].startswith("advantages of step 1/0/10. Look for extreme rewards")
-    assert faults[2].startswith("advantages of step 1/0/10. Look for extreme rewards")
+    faults = [json.loads((tmp_path / f"{name}.json").read_text())["not_finite"] for name in "abcd"]
+    extreme_rewards = "advantages of step 1/0/10. Look for extreme rewards, and at what algorithm.baseline makes of"
+    assert faults[0].startswith(extreme_rewards)
+    assert faults[2].startswith(extreme_rewards)
+    assert faults[3].startswith("rollout_logprobs of step 1/0/10. The server should not have sent such log-probs")
     assert faults[2].endswith("up to 3e+29")
     assert faults[1].startswith("the gradient of the policy's model.model.norm.weight. Lower")
     assert read_batch(tmp_path / "a.json")[1].advantages[2] == math.inf

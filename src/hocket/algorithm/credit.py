@@ -4,6 +4,7 @@ Suffixes: k turns of a batch, episode by episode and in their order; n episodes 
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Annotated
 
@@ -11,9 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hocket.algorithm.advantages import checked
 from hocket.algorithm.choices import Discount, choose, credit
 from hocket.config.algorithm import Chosen
-from hocket.errors import ConfigError
 from hocket.types import Rollout, TurnReward
 
 Compare = Callable[[Sequence[float], Sequence[int]], Tensor]
@@ -49,8 +50,9 @@ def advantages(
         ),
         strict=True,
     )
-    values_k = choose("credit", chosen)(
-        rewards_k=[turn.reward for turn in turns],
+    rewards_k = [turn.reward for turn in turns]
+    returned = choose("credit", chosen)(
+        rewards_k=rewards_k,
         owner_k=owner_k,
         place_k=place_k,
         state_k=[turn.state for turn in turns],
@@ -58,9 +60,7 @@ def advantages(
         group_n=group_ids,
         compare=compare,
     )
-    if len(values_k) != len(turns):
-        what = f"algorithm.credit={chosen} returned {len(values_k)} advantages for {len(turns)} turns"
-        raise ConfigError(f"{what}: have it return one for each item of rewards_k, in that order")
+    values_k = checked(f"credit={chosen}", returned, torch.tensor(rewards_k), torch.tensor(totals))
     result: list[dict[int, float]] = [{} for _ in episodes]
     for owner, turn, value in zip(owner_k, turns, values_k.tolist(), strict=True):
         result[owner][turn.number] = value
@@ -77,14 +77,42 @@ def episode(totals_n: Sequence[float], group_n: Sequence[int], owner_k: Sequence
 def turn(
     rewards_k: Sequence[float],
     owner_k: Sequence[int],
-    place_k: Sequence[int],
     group_n: Sequence[int],
     compare: Compare,
     discount: Discount = 1.0,
 ) -> Tensor:
-    """Return Σ_{j≥k} discount^(j−k) · A_j; A_j: reward j beside those of the group's turns j (arXiv 2505.11821)."""
-    same_turn = [(group_n[owner], place) for owner, place in zip(owner_k, place_k, strict=True)]
-    return _returns(_among(compare, rewards_k, same_turn), owner_k, discount)
+    """Return Σ_{j≥k} discount^(j−k) · A_j, whose A_j compare all episodes of a group, however long (arXiv 2505.11821).
+
+    Before the last turn A_j is of reward j, 0 for an episode that had ended by then, or ends with it. At the last turn
+    it is of all rewards from there on; an episode that had ended before has the reward of its own last turn.
+    """
+    episodes = [list[float]() for _ in group_n]  # rewards of their turns
+    for owner, reward in zip(owner_k, rewards_k, strict=True):
+        episodes[owner].append(reward)
+    groups = defaultdict[int, list[int]](list)
+    for owner, group in enumerate(group_n):
+        groups[group].append(owner)
+    values: list[float] = []
+    rows: list[int] = []  # a value is compared with those of its row
+    starts: dict[tuple[int, int, bool], int] = {}  # of the row in which a group's turns of a place are compared
+    index_k: list[int] = []
+    for owner, group in enumerate(group_n):
+        for place in range(len(episodes[owner])):
+            row = group, place, place == len(episodes[owner]) - 1
+            if row not in starts:
+                starts[row] = len(values)
+                rows += [starts[row]] * len(groups[group])
+                values += [_given(episodes[other], *row[1:]) for other in groups[group]]
+            index_k.append(starts[row] + groups[group].index(owner))
+    return _returns(compare(values, rows).double()[index_k], owner_k, discount)
+
+
+def _given(rewards: Sequence[float], place: int, to_the_end: bool) -> float:
+    """Return what counts of an episode where `turn` compares turns of this place."""
+    last = len(rewards) - 1
+    if to_the_end:
+        return sum(rewards[min(place, last) :])
+    return rewards[place] if place < last else 0.0
 
 
 @credit("step_groups")

@@ -6,13 +6,13 @@ import operator
 import statistics
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.algorithm.advantages import group_advantages
+from hocket.algorithm.advantages import checked, group_advantages
 from hocket.algorithm.choices import choose
 from hocket.algorithm.credit import Turns, advantages, in_order, turns_of
 from hocket.algorithm.ratios import masked_log_ratio
@@ -65,7 +65,7 @@ def shape(
             sure = not (needs and are_equal(rewards))
             rewards.append(score.total - penalty)
             scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure, turns))
-    equal = are_equal(rewards) and not (algorithm.by_turn and _turns_differ(scored))
+    equal = are_equal(rewards) and not (algorithm.by_turn and _turns_differ(scored, algorithm))
     reason = None
     if not scored:
         reason = NO_SCORE
@@ -82,9 +82,14 @@ def shape(
     return Shaped(group, tuple(scored), equal, reason, passes)
 
 
-def _turns_differ(scored: Sequence[Rewarded]) -> bool:
-    by_place = itertools.zip_longest(*(in_order(one.turns, one.reward) for one in scored))
-    return any(not are_equal([turn.reward for turn in turns if turn]) for turns in by_place)
+def _turns_differ(scored: Sequence[Rewarded], algorithm: AlgorithmConfig) -> bool:
+    """Return whether a turn of episodes with equal rewards has an advantage."""
+    if not (scored and _compares(algorithm)):
+        return False
+    compare = functools.partial(group_advantages, baseline=algorithm.baseline, scale="none")
+    episodes = [one.turns for one in scored]
+    found = advantages(algorithm.credit, episodes, [one.reward for one in scored], [0] * len(scored), compare)
+    return any(abs(value) > ZERO_VARIANCE for of_turn in found for value in of_turn.values())
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
@@ -228,11 +233,10 @@ def _by_token(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, k
         rewards_n = -kl_coef * row.kl_n
         rewards_n[-1] += one.reward
         needed = {f"{name}_t": _sampled(row.columns[name], row.sequence) for name in choice.needs}
-        found = choice(rewards_t=rewards_n, **needed)
-        if isinstance(found, tuple):
-            found, returns_n = found
+        found, *returns = _of_steps(algorithm, choice(rewards_t=rewards_n, **needed), rewards_n, *needed.values())
+        for returns_n in returns:
             row.columns["returns"] = _whole(returns_n, row.sequence)
-        advantages.append(found.expand_as(rewards_n))
+        advantages.append(found)
     return torch.cat(advantages)
 
 
@@ -259,13 +263,22 @@ def _by_turn(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, kl
     for name in choice.needs:
         values_n = torch.cat([_sampled(row.columns[name], row.sequence) for row in rows])
         needed[f"{name}_t"] = values_n[firsts][order]
-    found = choice(rewards_t=rewards_k, **needed)
-    steps = found if isinstance(found, tuple) else (found,)
+    steps = _of_steps(algorithm, choice(rewards_t=rewards_k, **needed), rewards_k, *needed.values())
     by_token: list[Tensor] = [step_k[order.argsort()].repeat_interleave(sizes) for step_k in steps]
     for returns_n in by_token[1:]:
         for row, own_n in zip(rows, torch.split(returns_n, [len(row.kl_n) for row in rows]), strict=True):
             row.columns["returns"] = _whole(own_n, row.sequence)
     return by_token[0]
+
+
+def _of_steps(algorithm: AlgorithmConfig, returned: Any, *given: Tensor) -> list[Tensor]:
+    """Return the advantages, and a critic's targets, that a baseline returned: one for each step, or for all."""
+    result = []
+    for values_k in returned if isinstance(returned, tuple) else (returned,):
+        is_one = isinstance(values_k, Tensor) and values_k.dim() == 0
+        values_k = values_k.expand_as(given[0]) if is_one else values_k
+        result.append(checked(f"baseline={algorithm.baseline}", values_k, *given))
+    return result
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:

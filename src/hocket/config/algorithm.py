@@ -106,8 +106,8 @@ class AdvantageConfig(Section):
     """Advantage. Of the group: `mean`, `leave_one_out`; per token: `none`, option discount; `critic`, options discount
     and gae_lambda; or your own."""
     credit: Chosen = "episode"
-    """What a turn is trained by: `episode`, the episode's reward; `turn`, rewards from it on, beside those of the same
-    turn, option discount; `step_groups`, also returns beside those of equal states, options discount, weight; or your
+    """What a turn is trained by: `episode`, the episode's reward; `turn`, rewards from it on, beside the group's,
+    option discount; `step_groups`, also returns beside those of equal states, options discount, weight; or your
     own."""
     scale: Scale = "group"
     """Divisor: deviation in the `group` or `batch`, or `none`; `tokens`: minus the mean, divided by the deviation, of

@@ -19,6 +19,12 @@ from hocket.types import TrainSample
 MAX_SKIPPED_STEPS = 5  # in a row; then the run stops
 MAX_KEPT = 8  # batches of skipped steps in a folder
 LARGEST = 1e5  # number of a sample, where nothing is wrong with the rewards
+MADE = ("advantages", "returns")  # of rewards and other columns, which have the cause
+CAUSES = {
+    "advantages": "Look for extreme rewards, and at what algorithm.baseline makes of them",
+    "returns": "Look for extreme rewards, and at what algorithm.baseline makes of them",
+    "rollout_logprobs": "The server should not have sent such log-probs: look at its log",
+}
 _NO_ROOM = r"out of memory|allocate memory|ALLOC_FAILED|MemoryError"
 
 
@@ -29,10 +35,10 @@ def first_fault(samples: Sequence[TrainSample], done: Sequence[Update]) -> str:
         for index, sample in enumerate(samples)
         for name, values in sample.numbers.items()
     ]
-    size, index, column = max(found, key=lambda one: one[0])
+    size, index, column = max(found, key=lambda one: (one[0] > LARGEST, one[2] not in MADE, one[0]))
     if size > LARGEST:
         where = f"{column} of {samples[index].id or f'sample {index}'}"
-        return f"{where}. Look for extreme rewards, or log-probs that the server should not have sent: up to {size:g}"
+        return f"{where}. {CAUSES.get(column, 'Look at the model that gave them')}: up to {size:g}"
     update = next(update for update in done if update.is_faulty)
     model = update.learner.name
     bad = [f"the {model}'s {term}" for term, value in update.totals.items() if not math.isfinite(value)]
