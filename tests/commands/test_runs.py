@@ -314,6 +314,37 @@ def test_a_dry_run_refuses_what_a_run_would(
     assert not (tmp_path / "run").exists()
 
 
+TOOLS = "{name: tools, tools: [calculate], parser: hermes}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "env"),
+    [
+        (["rewards.functions={env: 1}"], "single_turn"),
+        (["rewards.functions={env: 0, exact_match: 1}"], "single_turn"),  # every score would lack it
+        (["eval.reward=env"], "single_turn"),
+        (["rewards.functions={env: 1}", "env={name: single_turn, thinking_tokens: 8}"], "single_turn"),
+        (["rewards.functions={env: 1}", f"env={TOOLS}"], "tools"),
+        (
+            ["data.sources=[{source: task:sort}, {name: calls, source: task:calculate, rewards: {env: 1}}]"],
+            "single_turn",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_the_reward_of_an_environment_that_gives_none(
+    settings: list[str], env: str, dry_run: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"the reward env has no value, as env.name={env} gives none: name another"):
+        dry_run(*settings)
+
+
+def test_credit_per_turn_goes_without_the_reward_of_an_environment_that_gives_turns_none(dry_run: Any) -> None:
+    own = ["algorithm.credit=step_groups", "rewards.functions={exact_match: 1}"]
+    assert "nothing stands in the way" in dry_run(*own, f"env={TOOLS}")
+    with pytest.raises(ConfigError, match=r"needs rewards of turns .*: add rewards\.functions\.env"):
+        dry_run(*own)
+
+
 @pytest.mark.parametrize(
     ("gpus", "settings", "waits"),
     [

@@ -4,7 +4,9 @@ import contextlib
 import runpy
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -23,6 +25,24 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"env openenv needs the package openenv: \.venv/bin/pip install openenv"):
         bind("openenv", {"url": "http://localhost:1"})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "is_cut_off", "gives"),
+    [([None, None], False, False), ([None, 0.0], False, True), ([0.25, None], False, True), ([None], True, True)],
+)
+async def test_a_session_that_gave_no_reward_to_its_end_has_none_and_not_zero(
+    rewards: list[float | None], is_cut_off: bool, gives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    steps = [SimpleNamespace(reward=reward, done=False, observation={"hint": "higher"}) for reward in rewards]
+    steps[-1].done = not is_cut_off
+    environment = bind("openenv", {"url": "http://localhost:1"})()
+    environment._client = SimpleNamespace(step=AsyncMock(side_effect=steps))
+    total = sum([(await environment.step(action("13"))).reward for _ in steps])
+    if is_cut_off:
+        total += await environment.truncated()
+    assert (total, environment.gives_reward) == (sum(filter(None, rewards)), gives)
 
 
 def numbers() -> Any:

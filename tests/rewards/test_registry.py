@@ -245,6 +245,7 @@ async def test_a_group_may_say_more_than_a_rollout(scores_of: Scores) -> None:
         ("[1.0]", ["returned 1 results for 2 completions"] * 2),
         ("None", ["returned None instead of a list of 2 results, one per completion"] * 2),
         ("'ab'", ["returned str instead of a list of 2"] * 2),
+        ("{0.0, 1.0}", ["returned set instead of a list of 2"] * 2),  # whose order is anybody's
         ("[float('nan'), {'good': 2}]", ["returned nan, which is not a finite number", None]),
         ("[3, None]", [None, "returned None instead of a number"]),
         ("os._exit(3)", ["its worker process ended with exit code 3"] * 2),

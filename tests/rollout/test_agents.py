@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from hocket.algorithm.samples import shape
 from hocket.common.tasks import seed_of
+from hocket.config import AlgorithmConfig
 from hocket.envs import Task
 from hocket.errors import ServerError
 from hocket.protocol import AgentCall, SessionRequest
@@ -60,7 +63,8 @@ async def played(
 
 
 async def returns(task: Task, session: FakeSession) -> float:
-    """Ends soon, without a call."""
+    """Ends soon, after one call."""
+    session.ask(5)
     await asyncio.sleep(0.001)
     return 1.0
 
@@ -122,7 +126,6 @@ async def test_an_agent_gives_its_calls_rewards_of_their_own() -> None:
 REFUSED = ValueError("400: this session has made its 6 calls")
 
 
-@pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize(
     ("result", "cut_off", "error", "reward", "reason"),
     [
@@ -136,11 +139,10 @@ REFUSED = ValueError("400: this session has made its 6 calls")
     ],
 )
 async def test_a_number_is_the_reward_text_is_scored_and_whom_a_limit_cut_off_has_not_failed(
-    asks: bool, result: Any, cut_off: bool, error: str | None, reward: float | None, reason: str
+    result: Any, cut_off: bool, error: str | None, reward: float | None, reason: str
 ) -> None:
     async def plays(task: Task, session: FakeSession) -> float | str | None:
-        if asks:
-            session.ask(5, THINK)
+        session.ask(5, THINK)
         session.cut_off = cut_off
         if isinstance(result, Exception):
             raise result
@@ -150,11 +152,54 @@ async def test_a_number_is_the_reward_text_is_scored_and_whom_a_limit_cut_off_ha
     (rollout,), (score,), (sequence,) = group.rollouts, group.scores, group.rollouts[0].sequences
     assert (score.error, rollout.reward, rollout.finish_reason) == (error, reward, reason)
     assert error or score.total == (1.0 if reward is None else reward)
-    assert rollout.text == (result if isinstance(result, str) else "said 0" * asks)
+    assert rollout.text == (result if isinstance(result, str) else "said 0")
     # What a call's prompt ends with stands before the model's text, whoever hands it on, not before the agent's own.
-    assert sequence.opening == ("<think>\n" if asks and result != "my answer" else "")
-    assert (rollout.num_sampled, sequence.turns) == (3 * asks, asks)
-    assert asks or tuple(sequence.token_ids) == (0, 1)
+    assert sequence.opening == ("" if result == "my answer" else "<think>\n")
+    assert (rollout.num_sampled, sequence.turns) == (3, 1)
+
+
+SILENT = "agent: it ended without a token of the model, as "
+UNASKED = f"{SILENT}no call of its reached the server: have it raise what its client raises, and ask task.base_url"
+
+
+@pytest.mark.parametrize(
+    ("result", "cut_off", "broken_off", "error"),
+    [
+        (0.0, False, 0, UNASKED),  # it took its client's error for a bad answer
+        (1.0, False, 0, UNASKED),
+        ("my answer", False, 0, UNASKED),
+        (None, False, 0, UNASKED),
+        (0.0, False, 2, f"{SILENT}none of its 2 calls was answered: have it wait for the answer"),
+        (
+            0.0,
+            True,
+            0,
+            f"{SILENT}its prompt leaves no room for one in model.max_length: have it say less, or raise that",
+        ),
+        (REFUSED, True, 0, f"agent: it raised ValueError: {REFUSED}"),
+        (REFUSED, False, 0, f"agent: it raised ValueError: {REFUSED}"),
+    ],
+)
+async def test_an_episode_in_which_the_model_said_nothing_has_no_score_and_does_not_count_in_its_group(
+    result: Any, cut_off: bool, broken_off: int, error: str
+) -> None:
+    began = itertools.count()
+
+    async def plays(task: Task, session: FakeSession) -> float | str | None:
+        if next(began) % 2:
+            session.ask(5)
+            return 1.0
+        session.cut_off = cut_off
+        session.calls += [AgentCall(id="", prompt_token_ids=(5,), seed=1, completion=None)] * broken_off
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    (group,) = await played(plays, FakeServers(), group_size=4)
+    assert [score.error for score in group.scores] == [error, None] * 2
+    assert (tuple(group.rollouts[0].sequences[0].token_ids), group.rollouts[0].num_sampled) == ((0, 1), 0)
+    shaped = shape(group, AlgorithmConfig(), 16)
+    assert ([one.reward for one in shaped.scored], shaped.reason) == ([1.0, 1.0], "every reward is 1")
 
 
 async def test_the_answer_to_an_earlier_call_has_that_calls_opening() -> None:
@@ -238,6 +283,7 @@ async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_ran
                 await asyncio.sleep(3600)
             finally:
                 clock.now += 100.0
+        session.ask(5)
         return 1.0
 
     (group,) = await played(plays, servers, timeout_s=0.1 if hangs_in else 30.0)
@@ -374,6 +420,7 @@ async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_elsewhere_wh
     async def plays(task: Task, session: FakeSession) -> float:
         while len(servers.open) < 6:
             await asyncio.sleep(0)
+        session.ask(5)
         return 1.0
 
     servers = FakeServers(3)

@@ -16,6 +16,21 @@ from hocket.errors import ConfigError
 from support.processes import ROOT, START_S, Process, free_port
 
 TASKS = ROOT / "examples" / "agents"
+FAILING = """
+import verifiers as vf
+import verifiers_tasks
+
+def raises(completion): raise OSError("the judge is away")
+async def raises_later(completion): raise OSError("the judge is away")
+def none(completion): return None
+def half(completion): return 0.5
+
+def load_environment(task, rows, name, weight, grouped):
+    environment = verifiers_tasks.load_environment(task, rows)
+    rubric = vf.Rubric(funcs=[half, globals()[name]], weights=[1.0, weight])
+    environment.rubric = vf.RubricGroup([environment.rubric, rubric]) if grouped else rubric
+    return environment
+"""
 
 
 def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +47,9 @@ class TestWithThePackage:
         pytest.importorskip("verifiers", reason="verifiers is not installed")
         monkeypatch.syspath_prepend(str(TASKS))
 
-    async def played(self, monkeypatch: pytest.MonkeyPatch, task: str, *says: str) -> tuple[float, list[Any]]:
+    async def played(
+        self, monkeypatch: pytest.MonkeyPatch, task: str, *says: str, env: str = "verifiers_tasks", **more: Any
+    ) -> tuple[float, list[Any]]:
         """The reward of a model that says this, and the chats that it was asked to go on."""
         chats: list[Any] = []
 
@@ -48,7 +65,7 @@ class TestWithThePackage:
         http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
         shared = openai.AsyncOpenAI(base_url="http://a", api_key="none", http_client=http)  # type: ignore[arg-type]  # alike
         monkeypatch.setattr("hocket.rollout.verifiers._client", lambda: shared)
-        environment = bind("verifiers", {"env": "verifiers_tasks", "args": {"task": task, "rows": 9}})()
+        environment = bind("verifiers", {"env": env, "args": {"task": task, "rows": 9, **more}})()
         row = next(read_rows(load(None, self.source(task)).data))[1]
         given = {"messages": tuple(row["prompt"]), "text": "", "answer": row["answer"], "meta": row}
         reward = await environment.run(Task(**given, seed=1, base_url="http://b/v1", api_key="its own", model="m"))
@@ -78,6 +95,26 @@ class TestWithThePackage:
         assert [message["content"] for message in chats[2]] == ["Guess: 1 to 20", "10", "higher", "15", "lower"]
         with pytest.raises(RuntimeError, match="EmptyModelResponse"):
             await self.played(monkeypatch, "guess", "")
+
+    @pytest.mark.parametrize("grouped", [False, True])
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            ("raises", "raises raised OSError: the judge is away"),
+            ("raises_later", "raises_later raised OSError: the judge is away"),
+            ("none", "none raised TypeError"),
+        ],
+    )
+    async def test_a_reward_function_that_fails_is_an_error_not_a_zero_unless_it_only_measures(
+        self, name: str, why: str, grouped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "failing_rubrics.py").write_text(FAILING)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        given = {"env": "failing_rubrics", "name": name, "grouped": grouped}
+        with pytest.raises(RuntimeError, match=f"its rubric has no score: {why}"):
+            await self.played(monkeypatch, "sort", "yqnbi", weight=0.5, **given)
+        reward, _ = await self.played(monkeypatch, "sort", "yqnbi", weight=0.0, **given)
+        assert reward == pytest.approx(0.5 + 0.6 * grouped)
 
     def test_what_can_not_be_loaded_is_refused_and_signals_stay_as_they_were(self) -> None:
         import signal

@@ -53,6 +53,10 @@ class PromptSource:
         self._console = console
         self._environment = environments.bind(config.env.name, config.env.model_extra)
         self.example = self._environment()  # has what all of them have
+        is_replay = config.pipeline.replay is not None  # which has the scores
+        if "env" in config.reward_names and not type(self.example).gives_reward and not is_replay:
+            advice = "name another reward in rewards.functions and eval.reward, or an environment that gives one"
+            raise ConfigError(f"the reward env has no value, as env.name={config.env.name} gives none: {advice}")
         self.needed = 0  # tokens of the longest training prompt and a completion
         self.tested = set[str]()  # keys of held-out prompts, also of those beyond eval.num_prompts
 

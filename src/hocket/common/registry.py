@@ -14,6 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from hocket.common.openrlhf import stand_in
 from hocket.errors import ConfigError, HocketError
 
 T = TypeVar("T")
@@ -224,6 +225,7 @@ def load_plugin(path: str) -> ModuleType:
     name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in _PLUGINS:
         return sys.modules[name]
+    stand_in()  # for what files written for OpenRLHF import
     loader = _PluginLoader(name, file)
     spec: Any = importlib.util.spec_from_file_location(name, file, loader=loader)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -96,7 +96,9 @@ class Config(Section):
                 f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
             )
         env = self.rewards.functions.get("env")
-        if self.algorithm.by_turn and (env is None or env.gate or env.clip or env.normalize):
+        gives_none = env is None and self.env.name == "tools"  # to no turn: credit is of what other rewards make of all
+        is_changed = env is None or env.gate or env.clip or env.normalize
+        if self.algorithm.by_turn and is_changed and not gives_none:
             needed = "rewards of turns as they are given: add rewards.functions.env, with a weight alone"
             raise ValueError(f"algorithm.credit={self.algorithm.credit} needs {needed}")
         if self.held_out_data is not None:

@@ -24,6 +24,7 @@ class OpenEnv(Environment):
         self._action = action
         self._observation = observation
         self._client: Any = None
+        self.gives_reward = False  # until the server does
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         """Begin a session; a row's column `reset` has further arguments of the server's reset."""
@@ -41,10 +42,15 @@ class OpenEnv(Environment):
         except (ValueError, TypeError) as error:
             return Step(messages=[{"role": "user", "content": f"error: the action is no JSON object: {error}"}])
         result = await self._client.step(done)
+        self.gives_reward |= result.reward is not None
         reward = float(result.reward or 0.0)
         if result.done:
             return Step(reward=reward, done=True)
         return Step(reward=reward, messages=[{"role": "user", "content": self._said(result.observation)}])
+
+    async def truncated(self) -> float:
+        self.gives_reward = True  # a server may give all of it at the end
+        return 0.0
 
     async def close(self) -> None:
         if self._client is not None:

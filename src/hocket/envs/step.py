@@ -2,10 +2,9 @@
 
 import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -14,25 +13,12 @@ from hocket.common.registry import load_plugin
 from hocket.envs.base import Action, Environment, Observation, Step, environment, invoke
 from hocket.types import Prompt
 
-BASES = "openrlhf.utils.agent"  # of these files' classes
-
-
-class Base:
-    """Stand for a class of OpenRLHF where that is not installed."""
-
-    async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
-        return states
-
 
 @environment("step")
 class StepFile(Environment):
     """An episode has its own AgentInstance, or, as a lone `step` keeps its state in globals, its own module."""
 
     def __init__(self, path: str) -> None:
-        if importlib.util.find_spec("openrlhf") is None:
-            made = ModuleType(BASES)
-            made.__dict__.update(AgentInstanceBase=Base, MultiTurnAgentExecutor=Base, AgentExecutorBase=Base)
-            sys.modules.setdefault(BASES, made)
         self._module: Any = load_plugin(path)
         if not {"AgentInstance", "step"} & vars(self._module).keys():
             advice = "code that asks a server by itself is an agent: env={name: agent, ...}"

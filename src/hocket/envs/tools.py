@@ -39,6 +39,8 @@ def tool(function: F) -> F:
 class Tools(Environment):
     """The model calls tools until it answers without a call; `parser` is vLLM's word for how it writes one."""
 
+    gives_reward = False
+
     def __init__(
         self,
         parser: str,

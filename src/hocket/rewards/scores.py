@@ -5,7 +5,7 @@ import math
 import numbers
 import statistics
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from hocket.common.redaction import redacted
@@ -32,7 +32,7 @@ def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
     """Return the score of one rollout, or those of a group."""
     if not of_group:
         return [as_score(returned)]
-    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+    if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__len__"):
         raise NoScoreError(f"returned {_kind(returned)} instead of a list of {size} results, one per completion")
     if len(returned) != size:
         raise NoScoreError(f"returned {len(returned)} results for {size} completions")

@@ -94,8 +94,11 @@ class Agents:
         rewards: Mapping[str, float] = {},
     ) -> Rollout:
         transcripts = join(record.calls, self.decode, rewards)
-        transcripts = transcripts or [Transcript(prompt.token_ids, images=prompt.images)]
-        if error is not None and record.cut_off:
+        if not transcripts:
+            # Its reward would not be the policy's, but count in the group's mean.
+            error = error or f"it ended without a token of the model, {_unanswered(record)}"
+            transcripts = [Transcript(prompt.token_ids, images=prompt.images)]
+        elif error is not None and record.cut_off:
             # Dropping truncated episodes would bias the group towards short answers.
             transcripts[-1].finish_reason = "length"
             returned = 0.0
@@ -164,6 +167,15 @@ def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Tas
         api_key=session.key,
         model=session.model,
     )
+
+
+def _unanswered(record: AgentRecord) -> str:
+    """Say why an agent has no answer of the model, and what to do."""
+    if record.cut_off:
+        return "as its prompt leaves no room for one in model.max_length: have it say less, or raise that"
+    if record.calls:
+        return f"as none of its {len(record.calls)} calls was answered: have it wait for the answer"
+    return "as no call of its reached the server: have it raise what its client raises, and ask task.base_url"
 
 
 async def _contained(agent: Agent, task: Task) -> tuple[float | str | None, str | None]:

@@ -161,6 +161,8 @@ class Episode:
                 return
             observation = self._seen(step)
             token_ids = await self._within(await self._between(observation, completion), observation)
+        if not self.transcript.number:
+            raise EpisodeError("reset: the prompt with what it adds leaves no room for a turn in model.max_length")
         self.transcript.finish_reason = "length"
         self._reward(await self._call(environment.truncated, returns=(float, int)))
 
@@ -214,7 +216,7 @@ class Episode:
         self._pictures = [*(image.data for image in self.prompt.images), *self._pictures]
         token_ids = await self._chat(self._began)
         if token_ids is None or len(token_ids) >= self.limits.max_length:
-            raise EpisodeError("reset: the prompt with its messages leaves no room for a turn in model.max_length")
+            return None
         self.transcript = Transcript(token_ids, self.prompt.opening, self._images)
         self._images = ()
         return []
