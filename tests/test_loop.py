@@ -112,6 +112,9 @@ class World:
         metrics |= {"updates": float(self.policy_learns), "skipped": 0.0}
         return {f"train/{name}": value for name, value in metrics.items()} | {"time/train": 0.1}
 
+    def pass_step(self) -> None:
+        self.diary.append("pass")
+
     def state(self, sink: object) -> dict[str, Any]:
         self.diary.append("copy")
         return {}
@@ -286,6 +289,7 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
         "wait",
         ("publish", 5),
         ("play", "step 1", 5),  # all rewards are alike
+        "pass",  # the learning rate goes by steps
         ("play", "step 2", 5),
         ("train", 4, [5]),
         "copy",

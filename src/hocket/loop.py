@@ -119,6 +119,8 @@ class Run:
             metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], bool(groups))
             if groups:
                 metrics |= await self.train_policy(step, groups, metrics.get("sync/max_gap", math.inf))
+            else:
+                await run_in_thread(self.trainer.pass_step)
             metrics |= self.publisher.check_step(metrics)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
             if publishes:

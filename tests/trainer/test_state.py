@@ -135,7 +135,7 @@ def test_the_state_of_another_model_is_refused_and_what_was_given_stays_as_it_is
 def test_a_schedule_goes_on_with_the_settings_of_now_and_skipped_steps_are_counted_on(
     ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Linear decay of 1e-2 over 4 steps, after 2 of them: (4 - 2) / 4 of it. Over 8 steps of 3e-2: (8 - 2) / 8.
+    # Linear decay of 1e-2 over 4 steps, after 3 of them: (4 - 3) / 4 of it. Over 8 steps of 3e-2: (8 - 3) / 8.
     monkeypatch.setattr("hocket.trainer.guards.MAX_SKIPPED_STEPS", 2)
     bad = [dataclasses.replace(make_samples()[0], advantages=(0.0, 0.0, *[float("nan")] * 7))]
     schedule = ("trainer.schedule=linear", "trainer.steps=4")
@@ -143,11 +143,11 @@ def test_a_schedule_goes_on_with_the_settings_of_now_and_skipped_steps_are_count
         steps = [trainer.step(samples) for samples in (make_samples(), make_samples(), bad)]
         assert [step["train/skipped"] for step in steps] == [0, 0, 1]
         training.save(trainer, tmp_path / "state")
-        assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.5e-2)
+        assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.25e-2)
     longer = ("trainer.schedule=linear", "trainer.steps=8", "trainer.learning_rate=3e-2")
     with Trainer(make_config(tied_model, tmp_path, *longer), ranks=ranks) as trainer:
         training.load(trainer, tmp_path / "state")
-        assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.75 * 3e-2)
+        assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.625 * 3e-2)
         training.load(trainer, tmp_path / "state")
         with pytest.raises(TrainerError, match="2 steps in a row"):
             trainer.step(bad)

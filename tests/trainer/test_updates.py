@@ -1,6 +1,8 @@
 """Several updates on the samples of one step, against a plain loop in torch."""
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,20 @@ from hocket.common.tasks import seed_of
 from hocket.errors import TrainerError
 from hocket.trainer.batching import minibatches
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 from support import training
-from support.training import assert_near, assert_same_states, make_groups, make_trainer, measured, same, weights_of
+from support.training import (
+    assert_near,
+    assert_same_states,
+    load,
+    make_groups,
+    make_trainer,
+    measured,
+    same,
+    save,
+    weights_of,
+)
 
 NUMBER = 3
 SEED = seed_of(0, "minibatches", NUMBER)
@@ -115,12 +128,41 @@ def test_the_updates_of_a_step_end_at_stop_kl(ranks: Ranks, untied_model: str) -
     assert not same(seen["null"][1], seen[1e-4][1])
 
 
-def test_the_learning_rate_counts_steps_not_updates(ranks: Ranks, untied_model: str) -> None:
-    schedule = ("trainer.steps=4", "trainer.schedule=linear", "trainer.learning_rate=1e-3")
-    with make_trainer(ranks, untied_model, *SETTINGS, *schedule) as trainer:
+@pytest.mark.parametrize(
+    ("schedule", "steps", "expected"),
+    [
+        ("schedule=linear", "+++", [1.0, 0.75, 0.5]),
+        ("schedule=linear", "+--+", [1.0, 0.25]),  # two steps without a signal
+        ("schedule=linear", "--+", [0.5]),
+        ("schedule=cosine", "-+-+", [0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))]),
+        ("warmup_steps=4", "-+-+", [0.5, 1.0]),
+        ("warmup_steps=2 trainer.schedule=linear", "--+-", [1.0]),
+        ("warmup_steps=2 trainer.schedule=linear", "---+", [0.5]),
+    ],
+)
+def test_the_learning_rate_counts_steps_not_updates_with_a_signal_or_without(
+    ranks: Ranks, untied_model: str, tmp_path: Path, schedule: str, steps: str, expected: list[float]
+) -> None:
+    settings = (*SETTINGS, "trainer.steps=4", "trainer.learning_rate=1e-3", *f"trainer.{schedule}".split())
+    rates, again = [], []
+    with make_trainer(ranks, untied_model, *settings) as trainer:
         samples = measured(trainer, make_groups(untied_model))
-        rates = [trainer.step(samples, number=step)["train/learning_rate"] for step in range(3)]
-    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3])
+        for number, step in enumerate(steps):
+            if number == 2:
+                save(trainer, tmp_path / "state")
+            rates += [take(trainer, samples, step)]
+        load(trainer, tmp_path / "state")
+        again = [take(trainer, samples, step) for step in steps[2:]]
+    assert [rate for rate in rates if rate] == pytest.approx([1e-3 * factor for factor in expected])
+    assert again == rates[2:]
+
+
+def take(trainer: Trainer, samples: list[TrainSample], step: str) -> float:
+    """Takes a step with a signal, or one without, and returns its learning rate, 0 without."""
+    if step == "-":
+        trainer.pass_step()
+        return 0.0
+    return trainer.step(samples)["train/learning_rate"]
 
 
 @pytest.mark.long

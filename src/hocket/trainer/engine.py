@@ -176,8 +176,7 @@ class DeepSpeedEngine:
             step = torch.zeros((), device=flat.device)
             moments = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
             self._adamw.state[flat] = {"step": step, **moments}
-        self.num_steps = 0  # of the run, that took an update
-        self._has_stepped = False  # since the end of the step before
+        self.num_steps = 0  # of the run, in which this module learnt or would have, had there been a signal
         # One rank alone would copy all gradients to sum them.
         self._engine.enable_backward_allreduce = self.stage > 0 or self._ranks.size > 1
         self._scaler: dict[str, Any] = {}  # of float16 losses
@@ -191,11 +190,6 @@ class DeepSpeedEngine:
 
     def plan(self, steps: int) -> None:
         self._config = self._config.model_copy(update={"steps": steps})
-
-    def end_step(self) -> None:
-        """Count a step of the run if it had an update."""
-        self.num_steps += self._has_stepped
-        self._has_stepped = False
 
     @property
     def loss_scale(self) -> float | None:
@@ -215,9 +209,7 @@ class DeepSpeedEngine:
         """Clip, apply, clear the gradient; return its norm, None if not finite (`rescale`: lower the loss scale)."""
         (group,) = self._adamw.param_groups
         group["lr"] = self.learning_rate
-        norm = self._step_without_zero() if self.stage == 0 else self._step_with_zero(rescale)
-        self._has_stepped |= norm is not None
-        return norm
+        return self._step_without_zero() if self.stage == 0 else self._step_with_zero(rescale)
 
     def _step_without_zero(self) -> float | None:
         """Clip, and look for NaN: at stage 0 DeepSpeed does not, nor does it report the norm."""

@@ -260,8 +260,8 @@ class Models:
         gc.collect()  # hooks of ZeRO-3 hold a model in a cycle
 
     def end_step(self) -> None:
-        for learner in self.learners:
-            learner.engine.end_step()
+        for learner in self.learners:  # the policy first: whether it learns depends on the steps of the others
+            learner.engine.num_steps += learner.learns()
         if self.ranks.device.type == "cpu":
             return_freed_memory()
         if self._config.observe.trace is not None:

@@ -189,6 +189,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             measured["train/mfu"] = 1.0
         return measured
 
+    def pass_step(self) -> None:
+        """Count a step of the run without a signal: the learning rate goes by steps."""
+        self._together(Models.end_step)
+
     def _count_skipped(self, fault: str, keep: Path | None) -> None:
         self._skipped_in_row += 1
         if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
