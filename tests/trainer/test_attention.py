@@ -25,7 +25,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from hocket.config import ModelConfig
 from hocket.errors import TrainerError
 from hocket.trainer import attention
-from hocket.trainer.attention import Alike, Segments, attend
+from hocket.trainer.attention import Alike, Reach, Segments, attend
 from hocket.trainer.policy import Policy
 from support.numbers import rounding
 from support.training import CPU, additions, assert_near, gradient_additions
@@ -128,7 +128,7 @@ def test_without_it_a_gpu_gets_no_grouped_heads_which_would_take_memory_for_all_
         query, key, value = (torch.empty(32, heads, 8, device="cuda") for heads in (4, 2, 2))
         group, restore = (torch.empty(*n, dtype=torch.int64, device="cuda") for n in ((1, 32), (32,)))
         segments: Any = types.SimpleNamespace(groups=([Alike(group, group, None)], restore))
-        assert attention._by_groups(query, key, value, segments, 0.3, 32, None).shape == (32, 4, 8)
+        assert attention._by_groups(query, key, value, segments, 0.3, Reach(), None).shape == (32, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,9 @@ def test_an_architecture_with_more_in_its_attention_is_refused(
 )
 def test_an_architecture_with_a_state_is_refused(kind: Any, config: Any, tmp_path: Path) -> None:
     policy = save(kind(config), tmp_path)
-    with pytest.raises(TrainerError, match="lets sequences that share a row see each other; it can't be trained here"):
+    with pytest.raises(
+        TrainerError, match="carries a state from token to token .* would see each other; it can't be trained here"
+    ):
         policy.check_architecture(CPU)
 
 

@@ -176,7 +176,7 @@ def test_a_preset_waits_for_the_device_where_that_is_intended_alone(
 def test_adapters_and_recomputed_activations_do_so_too(
     ranks: Ranks, model: str, waiting: Waiting, settings: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "has_kernel", lambda *args: kind == "kernel")
+    monkeypatch.setattr(attention, "has_kernel", lambda query, *args: query.is_meta and kind == "kernel")
     extra = ("algorithm.entropy_coef=0.01", "algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
     with make_trainer(ranks, model, settings, *extra) as trainer:
         train(trainer, samples(2, 129))
@@ -188,7 +188,7 @@ def test_adapters_and_recomputed_activations_do_so_too(
 def test_a_rank_that_computes_a_part_of_each_row_does_so_too(
     ranks: Ranks, model: str, waiting: Waiting, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "has_kernel", lambda *args: kind == "kernel")
+    monkeypatch.setattr(attention, "has_kernel", lambda query, *args: query.is_meta and kind == "kernel")
     monkeypatch.setattr(ulysses, "all_to_all_single", lambda received, parts, group: parts.clone())
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **options: None)
     with make_trainer(ranks, model, "algorithm.preset=ppo") as trainer:
@@ -211,7 +211,7 @@ def test_the_size_of_micro_batches_is_found_without_a_wait_of_its_own(
 def test_the_peak_of_a_step_is_the_plans_estimate(
     ranks: Ranks, model: str, waiting: Waiting, recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "has_kernel", lambda *args: True)
+    monkeypatch.setattr(attention, "has_kernel", lambda query, *args: query.is_meta)
     with make_trainer(ranks, model, f"trainer.gradient_checkpointing={recomputes}") as trainer:
         trainer.step(samples(4, 513))  # which allocates the optimizer's moments
         tracker = MemTracker()

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from hocket.errors import TrainerError
 
 NAME = "hocket_segments"
+ADVICE = "it can't be trained here: docs/architectures.md names the families that can"
 _ROUND = 32  # without a kernel, segments whose lengths round up alike go together
 
 
@@ -112,6 +113,12 @@ class Segments:
             done += real.numel()
         return groups, self._there(restore)
 
+    def inputs(self, ids_br: Tensor) -> dict[str, Any]:
+        """Return the arguments of a model's forward pass for a row of such segments."""
+        # With a mask, transformers does not look for sequences in the positions, for which the host would wait.
+        mask_br = torch.ones_like(ids_br)
+        return {"input_ids": ids_br, "attention_mask": mask_br, "position_ids": self.positions_br, "segments": self}
+
     def _there(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)  # or the host would wait for the micro-batch before
 
@@ -123,11 +130,30 @@ class Alike(NamedTuple):
     keys: Tensor  # places of what they see, [segments, keys]
     positions: Tensor | None  # of the queries; None: nothing is shared, and keys are queries
 
-    def band(self, window: int) -> Tensor:
+    def band(self, reach: "Reach") -> Tensor:
         """Return a mask of what queries see, which broadcasts to [segments, heads, queries, keys]."""
         keys = torch.arange(self.keys.shape[1], device=self.keys.device)
         positions = (keys if self.positions is None else self.positions[:, None])[..., None]
-        return (keys <= positions) & (keys > positions - window)
+        band = keys <= positions
+        if reach.window is not None:
+            band = band & (keys > positions - reach.window)
+        if reach.chunk is not None:
+            band = band & (keys // reach.chunk == positions // reach.chunk)
+        return band
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How far back a position sees within its sequence; None: without a bound."""
+
+    window: int | None = None  # positions, itself included
+    chunk: int | None = None  # positions; a sequence is divided into chunks that don't see each other
+
+    def within(self, length: int) -> "Reach":
+        """Return the bounds that matter to sequences of up to `length` positions."""
+        window = None if self.window is None or self.window >= length else self.window
+        chunk = None if self.chunk is None or self.chunk >= length else self.chunk
+        return Reach(window, chunk)
 
 
 def _bounds(lengths: Sequence[int]) -> Tensor:
@@ -144,7 +170,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: "Tensor | Reach | None",
     *,
     scaling: float,
     segments: Segments | None = None,
@@ -159,26 +185,50 @@ def attend(
     Args:
         query: [1, heads, row, d]; keys and values may have fewer heads.
         segments: default: one.
+        attention_mask: of `reach_of_mask`; it counts before sliding_window, as transformers' own attention has it.
         sliding_window: positions that one sees, itself included.
         s_aux: [heads], logits of gpt-oss's attention sinks, which take their part of each softmax.
     """
-    unknown = {"a mask of its own": attention_mask, "softcap": softcap, "position_bias": position_bias}
+    reach = attention_mask if isinstance(attention_mask, Reach) else Reach(sliding_window)
+    a_mask = None if isinstance(attention_mask, Reach) else attention_mask
+    unknown = {"a mask of its own": a_mask, "softcap": softcap, "position_bias": position_bias}
     used = " and ".join(name for name, value in unknown.items() if value is not None)
     if used:
-        name = type(module).__name__
-        raise TrainerError(f"{name} uses {used} in its attention; its architecture can't be trained here")
+        raise TrainerError(f"{type(module).__name__} uses {used} in its attention; {ADVICE}")
     segments = segments or Segments((query.shape[2],), query.device)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     part = segments.part
     query_rhd, key_rhd, value_rhd = (part.by_heads(tensor).to(dtype) for tensor in (query, key, value))
     s_aux = None if s_aux is None else s_aux.chunk(part.size)[part.number]
-    window = segments.longest if sliding_window is None else min(sliding_window, segments.longest)
-    if s_aux is None and has_kernel(query_rhd, key_rhd, value_rhd):
-        result_rhd = _by_kernel(query_rhd, key_rhd, value_rhd, segments, scaling, window)
+    reach = reach.within(segments.longest)
+    if s_aux is None and reach.chunk is None and has_kernel(query_rhd, key_rhd, value_rhd):
+        result_rhd = _by_kernel(query_rhd, key_rhd, value_rhd, segments, scaling, reach.window)
     else:
-        result_rhd = _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window, s_aux)
+        result_rhd = _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, reach, s_aux)
     return part.by_positions(result_rhd), None
+
+
+def reach_of_mask(
+    *,
+    config: Any,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **others: Any,
+) -> Reach:
+    """Return in place of a mask what it allows: transformers has each layer's attention get it.
+
+    Args:
+        local_size: of transformers' windows and chunks.
+        allow_is_causal_skip, use_vmap: tell that tokens may see others, too, or fewer.
+    """
+    if use_vmap or not allow_is_causal_skip:
+        name = type(config).__name__.removesuffix("Config")
+        raise TrainerError(f"{name} uses a mask of its own in its attention; {ADVICE}")
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        return Reach(chunk=local_size)
+    return Reach(window=local_size)
 
 
 def choose_kernel(device: torch.device) -> str:
@@ -217,7 +267,7 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _by_kernel(
-    query_rhd: Tensor, key_rhd: Tensor, value_rhd: Tensor, segments: Segments, scaling: float, window: int
+    query_rhd: Tensor, key_rhd: Tensor, value_rhd: Tensor, segments: Segments, scaling: float, window: int | None
 ) -> Tensor:
     seen = segments.offsets
     if segments.seen is not None:  # the kernel wants each segment's keys side by side
@@ -225,7 +275,7 @@ def _by_kernel(
         key_rhd = key_rhd.index_select(0, places)
         value_rhd = value_rhd.index_select(0, places)
     bounds = (segments.offsets, seen, max(segments.lengths), segments.longest)
-    left = -1 if window == segments.longest else window - 1
+    left = -1 if window is None else window - 1
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0), "enable_gqa": True}
     return cast(Tensor, varlen_attn(query_rhd, key_rhd, value_rhd, *bounds, **options))
 
@@ -236,7 +286,7 @@ def _by_groups(
     value_rhd: Tensor,
     segments: Segments,
     scaling: float,
-    window: int,
+    reach: Reach,
     sinks_h: Tensor | None,
 ) -> Tensor:
     """Compute similar segments together, padded at the end, which causal attention can't see."""
@@ -245,8 +295,8 @@ def _by_groups(
     for group in groups:
         query_shld = _of_group(query_rhd, group.queries)
         key_shld, value_shld = (_of_group(tensor, group.keys) for tensor in (key_rhd, value_rhd))
-        is_causal = group.positions is None and group.keys.shape[1] <= window and sinks_h is None
-        band = None if is_causal else group.band(window)
+        is_causal = group.positions is None and reach.within(group.keys.shape[1]) == Reach() and sinks_h is None
+        band = None if is_causal else group.band(reach)
         if sinks_h is not None:  # one more key, of value 0, that each position sees; kernels want sizes of 8
             query_shld = pad(query_shld, (0, 8))
             key_shld = pad(key_shld, (0, 8, 1, 0))
@@ -272,3 +322,4 @@ def _of_group(tensor_rhd: Tensor, places: Tensor) -> Tensor:
 
 uncompiled = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]  # rows differ in their segments
 AttentionInterface.register(NAME, uncompiled)
+AttentionMaskInterface.register(NAME, reach_of_mask)

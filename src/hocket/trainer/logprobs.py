@@ -1,7 +1,9 @@
 """Log-probabilities of given tokens; the logits of a whole batch never exist at the same time."""
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 512  # of a policy's forward pass
@@ -10,7 +12,7 @@ KEPT_BYTES = 128 << 20  # of a row's log-probs of all tokens; to compute more ag
 
 def token_logprobs(
     hidden_brh: Tensor,
-    lm_head: nn.Module,
+    lm_head: Callable[[Tensor], Tensor],
     target_ids_bt: Tensor,
     *,
     temperature: float,
@@ -27,7 +29,7 @@ def token_logprobs(
     backward pass; without `recomputes` it has kept log p, 4 bytes per position and token of the vocabulary.
 
     Args:
-        lm_head: hidden [n, h] → logits [n, vocabulary]; a module, for ZeRO-3's hooks.
+        lm_head: hidden [n, h] → logits [n, vocabulary]; of a module, for ZeRO-3's hooks.
         trained_n: places in the flattened [b, t], as a mask would have the host wait; elsewhere the results are 0.
         row_n: their places in the flattened [b, r] of the hidden states.
         max_tokens: the head is called as often as for this many positions.

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from hocket.config import ModelConfig
 from hocket.data.tokenizer import context_length
 from hocket.errors import TrainerError
 from hocket.protocol import TensorSpec, manifest
-from hocket.trainer import attention
+from hocket.trainer import architecture, attention
 from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.kernels import compile_layers, use_liger
@@ -94,14 +95,13 @@ class Policy(nn.Module):
         if gradient_checkpointing == "long":
             use_tiles(model)
             self._kept = kept_on_cpu
-        self.train()  # else transformers recomputes no activations
-        for module in model.modules():  # dropout is off
-            for name in [name for name in vars(module) if name.endswith("dropout")]:
-                setattr(module, name, 0.0)
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        architecture.evaluates(model)
         if config.float32_head:
             compute_in_float32(head_of(model))
+
+    @functools.cached_property
+    def logits(self) -> architecture.Logits:
+        return architecture.try_small(self.model.config)
 
     @property
     def vocab_size(self) -> int:
@@ -126,7 +126,7 @@ class Policy(nn.Module):
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
         columns = token_logprobs(
             hidden_brh,
-            head_of(self.model),
+            self._logits_of,
             batch.target_ids_bt,
             temperature=self.temperature,
             chunk_tokens=CHUNK_TOKENS,
@@ -138,8 +138,11 @@ class Policy(nn.Module):
         )
         return tuple(map(batch.segments.part.whole, columns))
 
+    def _logits_of(self, hidden_nh: Tensor) -> Tensor:
+        return self.logits.of(head_of(self.model)(hidden_nh).float())
+
     def _hidden(self, input_ids_br: Tensor, segments: Segments, images: Sequence[Image] = ()) -> Tensor:
-        inputs = {"input_ids": input_ids_br, "position_ids": segments.positions_br, "segments": segments}
+        inputs = segments.inputs(input_ids_br)
         if self.vision is not None:
             inputs = self.vision.inputs(self.model, input_ids_br, segments, images)
         with self._kept():
@@ -149,7 +152,8 @@ class Policy(nn.Module):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]
     def check_architecture(self, device: torch.device) -> None:
-        """Raise TrainerError for an architecture that would train wrong here."""
+        """Raise TrainerError for an architecture that would train wrong here, or weights that give other numbers."""
+        kind = self.logits
         most = self.vocab_size
         images: list[Image] = []
         if self.vision is not None:
@@ -171,7 +175,7 @@ class Policy(nn.Module):
         logits = own = alone[2]
         if not self.scores:  # a classifier has them at the last position alone
             logits = self.model(**inputs[2], use_cache=False).logits
-            own = head_of(self.model)(alone[2])
+            own = kind.of(head_of(self.model)(alone[2]).float())
         self.model.set_attn_implementation(attending(self.model.config, attention.NAME))
         for problem, actual, expected in (
             ("changes its logits after the output head", own, logits),
@@ -199,8 +203,9 @@ class ScalarModel(Policy):
 
 
 def skeleton(config: ModelConfig, kind: type[Policy] = Policy) -> Any:
-    """Return a model as it is trained, without weights, on the meta device."""
+    """Return a model as it is trained, on the meta device. Raise TrainerError for one that would train wrong."""
     model = empty_model(config.path, scores=kind.scores)
+    architecture.try_small(model.config)
     with torch.device("meta"):
         WEIGHTS[config.weights](config).prepare(model, seed=0)
     return model

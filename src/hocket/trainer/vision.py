@@ -56,7 +56,7 @@ class Vision:
         positions = segments.positions_br
         if _has_mrope(model):
             positions = self._mrope(model, ids_br[0].cpu(), segments, images, pixels["image_grid_thw"].cpu())
-        return {"input_ids": ids_br, "position_ids": positions.to(ids_br.device), "segments": segments, **pixels}
+        return segments.inputs(ids_br) | {"position_ids": positions.to(ids_br.device), **pixels}
 
     def _mrope(
         self, model: Any, ids_r: Tensor, segments: Segments, images: Sequence[Image], grids_n3: Tensor
