@@ -109,7 +109,7 @@ def _try(config: Any) -> Logits:
                     raise TrainerError(f"{name} {problem}; {ADVICE}")
                 if getattr(module, "rope_type", "") == "longrope":
                     module.rope_type = "default"  # the policy has the context decide, not a row
-            _randomize(model)
+            randomize(model)
             evaluates(model)
             alone = [model.base_model(input_ids=ids, use_cache=False)[0] for ids in row.sequences]
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -165,7 +165,7 @@ def _small(config: Any) -> Any:
 
 
 @torch.no_grad()
-def _randomize(model: nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
     """Draw weights with which every part of a model matters."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -106,9 +106,10 @@ def head_of(model: Any) -> Any:
 
 
 def linear_layers(model: Any) -> list[tuple[str, Any]]:
-    """Return the linear layers by name, but the head."""
+    """Return the linear layers by name, but the head, and routers, which give more than a product."""
     head = head_of(model)
-    return [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    return [(name, part) for name, part in layers if not type(part).__module__.startswith("transformers.models.")]
 
 
 def sees(config: Any) -> bool:
