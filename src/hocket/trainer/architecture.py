@@ -110,7 +110,7 @@ def _try(config: Any) -> Logits:
                 if getattr(module, "rope_type", "") == "longrope":
                     module.rope_type = "default"  # the policy has the context decide, not a row
             randomize(model)
-            evaluates(model)
+            model.eval()
             alone = [model.base_model(input_ids=ids, use_cache=False)[0] for ids in row.sequences]
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             problem = f"can't be tried: transformers computes no small model with its config ({_short(error)})"
@@ -189,6 +189,7 @@ def _compare(model: Any, row: Row, alone: Sequence[Tensor]) -> str:
     if not model._can_set_attn_implementation():  # it would only log that
         return ITS_OWN
     model.set_attn_implementation(attention.NAME)
+    evaluates(model)
     try:
         actual_brh = hidden(row.ids_br)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
