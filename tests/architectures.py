@@ -23,10 +23,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from hocket.config import ModelConfig
+from hocket.config import ModelConfig, TrainerConfig
 from hocket.config.sections import LoraConfig
 from hocket.errors import HocketError
-from hocket.trainer import architecture
+from hocket.trainer import architecture, memory
 from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
 from hocket.trainer.policy import Policy, skeleton
@@ -78,7 +78,11 @@ SIZES: dict[str, Any] = {
     "attention_chunk_size": 7,
 }
 MASKED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by model_type: what people call it, and more of its config
+MLA = {"head_dim": None, "num_key_value_heads": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+FAMILIES: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # by model_type: what people call it, and more of its config; None: its default
     "llama": ("Llama 2 and 3, Yi, SmolLM 1 and 2", {}),
     "llama4_text": ("Llama 4", {}),
     "mistral": ("Mistral 7B", {}),
@@ -94,14 +98,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by model_type: what peopl
     "gemma": ("Gemma 1", {}),
     "gemma2": ("Gemma 2", {}),
     "gemma3_text": ("Gemma 3", MASKED),
-    "gemma3n_text": ("Gemma 3n", {}),
-    "gemma4_text": ("Gemma 4", MASKED),
+    "gemma3n_text": ("Gemma 3n", MASKED | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4}),
+    "gemma4_text": ("Gemma 4", MASKED | {"head_dim": None, "global_head_dim": None, "num_kv_shared_layers": 0}),
     "vaultgemma": ("VaultGemma", {}),
     "phi": ("Phi 1, 1.5 and 2", {}),
     "phi3": ("Phi 3 and 4", {}),
     "phimoe": ("Phi 3.5 MoE", {"input_jitter_noise": 0.1}),
     "gpt2": ("GPT-2", {}),
-    "gpt_neo": ("GPT-Neo", {}),
+    "gpt_neo": ("GPT-Neo", {"attention_types": [[["global", "local"], 2]]}),
     "gpt_neox": ("GPT-NeoX, Pythia", {}),
     "gptj": ("GPT-J", {"rotary_dim": 8}),
     "gpt_bigcode": ("StarCoder 1", {}),
@@ -117,20 +121,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by model_type: what peopl
     "granite": ("Granite 3", {"logits_scaling": 8.0, "attention_multiplier": 0.2}),
     "granitemoe": ("Granite 3 MoE", {"logits_scaling": 8.0}),
     "granitemoeshared": ("Granite MoE with shared experts", {}),
-    "granitemoehybrid": ("Granite 4", {}),
+    "granitemoehybrid": ("Granite 4", MAMBA),
     "cohere": ("Command R", {}),
     "cohere2": ("Command R7B, Command A", {}),
     "stablelm": ("StableLM 2", {}),
-    "falcon": ("Falcon 7B", {}),
+    "falcon": ("Falcon 7B", {"head_dim": None}),
     "falcon_h1": ("Falcon H1", {}),
     "falcon_mamba": ("Falcon Mamba", {}),
     "mpt": ("MPT", {}),
     "bloom": ("BLOOM", {}),
     "opt": ("OPT, with layers dropped", {"layerdrop": 1.0}),
     "biogpt": ("BioGPT", {}),
-    "deepseek_v2": ("DeepSeek V2", {}),
-    "deepseek_v3": ("DeepSeek V3 and R1, Kimi K2, Moonlight", {}),
-    "deepseek_v32": ("DeepSeek V3.2", {}),
+    "deepseek_v2": ("DeepSeek V2", MLA | {"topk_method": "greedy"}),
+    "deepseek_v3": ("DeepSeek V3 and R1, Kimi K2, Moonlight", MLA),
+    "deepseek_v32": ("DeepSeek V3.2", MLA),
     "glm": ("GLM 4 9B", {}),
     "glm4": ("GLM 4 0414", {}),
     "glm4_moe": ("GLM 4.5", {}),
@@ -148,7 +152,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by model_type: what peopl
     "apertus": ("Apertus", {}),
     "arcee": ("AFM 4.5B", {}),
     "afmoe": ("Trinity", {}),
-    "dots1": ("dots.llm1", {}),
+    "dots1": ("dots.llm1", {"n_shared_experts": 1}),
     "persimmon": ("Persimmon", {}),
     "diffllama": ("DiffLlama", {}),
     "hyperclovax": ("HyperCLOVA X", {}),
@@ -156,10 +160,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by model_type: what peopl
     "minimax": ("MiniMax-01, M1", {}),
     "minimax_m2": ("MiniMax M2", {}),
     "mamba": ("Mamba", {}),
-    "mamba2": ("Mamba 2", {}),
+    "mamba2": ("Mamba 2", {"num_heads": 8, "head_dim": 8}),
     "jamba": ("Jamba", {}),
-    "bamba": ("Bamba", {}),
-    "zamba2": ("Zamba 2", {}),
+    "bamba": ("Bamba", MAMBA),
+    "zamba2": ("Zamba 2", {"num_hidden_layers": None}),
     "recurrent_gemma": ("RecurrentGemma", {}),
     "rwkv": ("RWKV 4", {}),
 }
@@ -184,9 +188,9 @@ def make_config(family: str) -> Any:
     """Builds a config of tiny sizes."""
     kind = transformers.CONFIG_MAPPING[family]
     more = FAMILIES[family][1]
-    known = kind()
-    sizes = {name: value for name, value in SIZES.items() if hasattr(known, name)}
-    return kind(**sizes | more)
+    known = {*kind().to_dict(), *kind.attribute_map}
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    return kind(**{name: value for name, value in (sizes | more).items() if value is not None})
 
 
 def samples() -> list[TrainSample]:
@@ -289,7 +293,7 @@ def try_family(family: str, folder: str) -> Result:
     model.save_pretrained(folder)
     settings = ModelConfig(path=folder)
     try:
-        skeleton(settings)
+        memory.estimate(skeleton(settings), TrainerConfig(), dtype=torch.float32, stage=0, num_ranks=1)
     except HocketError as error:
         return Result(str(error).partition("; ")[0], {}, {})
     made = samples()

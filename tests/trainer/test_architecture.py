@@ -56,7 +56,7 @@ def with_noise(original: Forward) -> Forward:
 
 def with_the_future(original: Forward) -> Forward:
     def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(self, hidden, *args, **kwargs) + 0.01 * hidden.mean(dim=1, keepdim=True)
+        return original(self, hidden, *args, **kwargs) + 0.1 * hidden.mean(dim=1, keepdim=True)
 
     return forward
 
@@ -80,7 +80,7 @@ def with_other_gradients(original: Forward) -> Forward:
     ("part", "change", "says"),
     [
         ("LlamaDecoderLayer", with_noise, "computes something random while it trains"),
-        ("LlamaMLP", with_the_future, "lets a token see later ones, or sequences that share a row see each other"),
+        ("LlamaMLP", with_the_future, "lets a token see later ones, or other sequences of its row"),
         ("LlamaMLP", with_places, "takes a token's place in the row, in place of that in its sequence"),
         ("LlamaMLP", with_other_gradients, "has other gradients in a row of several sequences than alone"),
     ],

@@ -31,7 +31,6 @@ SHARED, FIRST, THIRD, SECOND = 8, 11, 9, 13
 TOLERANCE = 1e-3
 CAP = "final_logit_softcapping"  # of configs
 SEEDS = 3  # rounding may choose another expert: then other weights decide
-LEAK = "sequences that share a row would see each other"
 ITS_OWN = "computes attention with code of its own, not through transformers' AttentionInterface"
 
 
@@ -105,7 +104,7 @@ def _try(config: Any) -> Logits:
             model = _small(config)
             for part, module in model.named_modules():
                 if isinstance(module, nn.Conv1d):
-                    problem = f"carries a state from token to token ({part} is a convolution): {LEAK}"
+                    problem = f"carries a state from token to token ({part} is a convolution): sequences that share a row would see each other"
                     raise TrainerError(f"{name} {problem}; {ADVICE}")
                 if getattr(module, "rope_type", "") == "longrope":
                     module.rope_type = "default"  # the policy has the context decide, not a row
@@ -205,7 +204,7 @@ def _compare(model: Any, row: Row, alone: Sequence[Tensor]) -> str:
     if not _near(again_brh, actual_brh) or not _near(evaluated_brh, actual_brh):
         return "computes something random while it trains: other numbers at each call, or than in evaluation"
     if not _near(changed_brh[:, same], actual_brh[:, same]):
-        return f"lets a token see later ones, or {LEAK}"
+        return "lets a token see later ones, or other sequences of its row"
     if not _near(actual_brh[:, : SHARED + FIRST], alone[0]):
         return "has more in its attention than is computed here"
     if not _near(actual_brh, expected_brh):

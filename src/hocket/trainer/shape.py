@@ -1,5 +1,6 @@
 """The sizes of a decoder, from its config alone."""
 
+import copy
 from typing import Any, NamedTuple
 
 ALL = 1 << 40  # a window without a bound
@@ -25,7 +26,8 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> "Shape":
-        text = model.config.get_text_config()
+        text = copy.copy(model.config.get_text_config())
+        text.allow_global_per_layer_attribute_access = True  # Gemma 4 has wider heads in some layers
 
         def size(name: str, default: int) -> int:
             return getattr(text, name, None) or default
