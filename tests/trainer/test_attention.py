@@ -246,7 +246,7 @@ def test_an_architecture_with_more_in_its_attention_is_refused(
 def test_an_architecture_with_a_state_is_refused(kind: Any, config: Any, tmp_path: Path) -> None:
     policy = save(kind(config), tmp_path)
     with pytest.raises(
-        TrainerError, match=r"carries a state from token to token .* would see each other; it can't be trained"
+        TrainerError, match=r"carries a state from token to token, .* is a convolution; it can't be trained"
     ):
         policy.check_architecture(CPU)
 

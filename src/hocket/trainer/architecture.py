@@ -104,7 +104,7 @@ def _try(config: Any) -> Logits:
             model = _small(config)
             for part, module in model.named_modules():
                 if isinstance(module, nn.Conv1d):
-                    problem = f"carries a state from token to token ({part} is a convolution): sequences that share a row would see each other"
+                    problem = f"carries a state from token to token, and sequence to sequence: {part} is a convolution"
                     raise TrainerError(f"{name} {problem}; {ADVICE}")
                 if getattr(module, "rope_type", "") == "longrope":
                     module.rope_type = "default"  # the policy has the context decide, not a row
@@ -160,7 +160,7 @@ def _small(config: Any) -> Any:
     if "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = WINDOW
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-    return auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return auto.from_config(config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32)
 
 
 @torch.no_grad()
