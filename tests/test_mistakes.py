@@ -32,6 +32,7 @@ FILES = {
     "rows.jsonl": '{"question": "a", "answer": "b"}\n',
     "broken.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": }\n',
     "sharegpt.jsonl": '{"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n',
+    "turns.jsonl": '{"prompt": "sort ba", "response": "ab ab ab ab"}\n',
     "null.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": null}\n',
     "tab.yaml": "run:\n\tdir: a\n",
     "colon.yaml": "rewards:\n  functions:\n    length:1\n",
@@ -57,6 +58,9 @@ FILES = {
     "@reward('my_array')\ndef array():\n    import numpy\n    return numpy.ones(2)\n"
     "def forgotten(completion):\n    return 1.0\n"
     "@reward('my_solution')\ndef solution(completion, solution):\n    return 1.0\n"
+    "@reward('my_response')\ndef response(prompt, response):\n    return 1.0\n"
+    "@reward('my_verl')\ndef verl(solution_str, ground_truth):\n    return 1.0\n"
+    "@reward('my_class')\nclass Own:\n    def __call__(self, output):\n        return 1.0\n"
     "@reward('my_trl')\ndef trl(prompts, completions, **kwargs):\n    return [0.0]\n",
 }
 MARKS = (
@@ -83,6 +87,14 @@ eval typo.yaml --json eval.sample=1 | command line: unknown key 'eval.sample'
 config trainer.every_steps=5 | unknown key 'trainer.every_steps'; did you mean 'eval.every_steps' or 'checkpoint.
 config trainer.logging_steps=1 | here that is no setting: every step is logged
 config sft.num_train_epochs=1 | here that is sft.epochs, or in GRPO trainer.steps, a number of steps
+config trainer.epochs=3 | here that is sft.epochs, or in GRPO trainer.steps, a number of steps
+config trainer.max_seq_length=512 | here that is model.max_length
+config actor_rollout_ref.actor.use_kl_loss=true | here that is algorithm.kl
+config fine.yaml plugins=[a, b] | a bracket is left open: quote the whole setting, as a shell splits it at blanks
+config rewards.functions={exact_match: 1} | a bracket is left open: quote the whole setting, as a shell splits it
+config data.system_prompt=Be very kind | one config file at most, got very, kind; settings look like section.key=value, and
+config data.system_prompt=Be very kind | a value with blanks needs quotes
+config 'rewards.functions={exact_match}' | must be a mapping of key: value, got None ({NAME: weight} or {NAME: {weight:
 config trainer.steps=ten | trainer.steps: must be a whole number, got 'ten' (Steps, each with one batch of rollouts
 config model.random_init=ja | model.random_init: must be true or false, got 'ja' (Random weights, for sft; servers need
 config plugins=3 | plugins: must be a list: [one, two], got 3 (Python files with your rewards, environments,
@@ -129,6 +141,10 @@ check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | needs the option 
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | solution; the row's answer is the argument answer, its
 check 'rewards.functions={length: {tarket: 1}}' |  has no option 'tarket' (did you mean 'target'?)
 check 'rewards.functions={length: 1}' | reward length refuses its options: target or up_to must be at least 1
+check plugins=[mine.py] 'rewards.functions={my_response: 1}' | needs the option 'response' (did you mean 'completion'?)
+check plugins=[mine.py] 'rewards.functions={my_verl: 1}' | needs the option 'solution_str' (did you mean 'completion'?)
+check plugins=[mine.py] 'rewards.functions={my_verl: 1}' | needs the option 'ground_truth' (did you mean 'answer'?)
+check plugins=[mine.py] 'rewards.functions={my_class: 1}' | needs the option 'output' (did you mean 'completion'?)
 check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but here it scores one rollout: name its
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, more than rewards.max_error_rate=0.5; the
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)
@@ -162,6 +178,10 @@ check rollout.max_tokens=505 | 7 tokens; the longest has 15: rollout.max_tokens=
 check trainer.micro_batch_tokens=8 | no prompt room in trainer.micro_batch_tokens=8: lower it, or raise that
 check model.max_length=20 rollout.max_tokens=16 | rollout.max_tokens=5 has room for all in the context of 20 tokens (m
 check data.max_prompt_tokens=3 | 15: data.max_prompt_tokens=3 leaves them out
+check run.dir=trained | choose another run.dir; it kept no checkpoint, so that its training can't go on
+sft --dry-run model.max_length=5 data.limit=9 | shorten them, or raise model.max_length, at most to the model's context
+sft --dry-run data.source=turns.jsonl trainer.micro_batch_tokens=8 | fit into trainer.micro_batch_tokens=8; set it to
+dpo --dry-run data.source=rows.jsonl | no columns 'chosen' and 'rejected', only 'question', 'answer'
 rollout run.dir=trained | holds a run of 3 steps already; choose another run.dir
 rollout run.dir=owned | which is running: choose another run.dir, or end that process first
 select whole/weights | whole/weights is no run: it has no config.yaml; give the run folder
@@ -170,9 +190,11 @@ launch run.dir=trained | trained holds a run of 3 steps already; choose another 
 launch --dry-run sync.root=empty | runs/default must lie under sync.root=HERE/empty, in no hidden folder
 launch --dry-run launch.share_gpu=true launch.servers=2 | launch.share_gpu is for one server; give several GPUs of
 quickstart fine.yaml run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
-plan --gpus 0 | --gpus 0: a plan needs 1 or more
+plan --gpus -1 | --gpus -1: a plan needs 1 or more, or 0 for this machine's CPU
+plan --gpus 0 model.max_length=800000000 | set model.max_length to what prompt and completion need
+check model.max_length=800000000 | set model.max_length to what prompt and completion need
 plan sft.epochs=2 rm.epochs=2 | a plan is of one command: leave all but one of the sections rm, sft out
-plan launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0: take more, or
+plan --gpus 8 launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0: take more, or
 config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
 config checkpoint.best=eval/reward | checkpoint.best=eval/reward is no metric of this evaluation, which has eval/greedy
 config 'rewards.functions={exact_match: {clip: [1, 1]}}' | must be [lowest, highest], the first below the second

@@ -134,7 +134,7 @@ def test_a_run_does_not_go_on_with_other_demonstrations(
     run(model, tmp_path, *settings, "trainer.steps=4")  # with the same it does
     assert "steps are done" not in capsys.readouterr().out
     run(model, tmp_path, *settings, "trainer.steps=4")
-    assert "all 4 steps are done; for more of them raise trainer.steps; wrote" in capsys.readouterr().out
+    assert "all 4 steps are done; for more of them raise trainer.steps\nwrote" in capsys.readouterr().out
     cut = [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
     for changed in (cut, ROWS[:2]):
         monkeypatch.setattr("hocket.stages.sft.load_demonstrations", lambda *_, now=changed: sequences(now))

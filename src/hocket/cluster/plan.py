@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from hocket.algorithm import choices
-from hocket.cluster.launch import Placement, place
+from hocket.cluster.launch import Placement, place, visible_gpus
+from hocket.common import environment, machine
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data import tokenizer as tokenizers
@@ -49,6 +50,8 @@ MAX_SEQUENCES = 1024  # vLLM's own limit on such cards
 DISK_S, NCCL_S, CHECKPOINT_S = 1.6e-9, 0.083e-9, 1e-9  # per byte: copy, write, sync, verify and load; broadcast; write
 PINNED = 2  # weights of a server asleep: torch rounds pinned blocks up to a power of two, and keeps them
 HOST_S = 0.46e-6  # of rank 0 per token (benchmarks/host.py)
+CPU_PROCESS_GIB = 1.0  # of a process on a CPU: libraries: assumed
+GPUS_PER_NODE = 8  # where none is here and only their size is asked for
 HOST_GIB = 3.0  # of a process: libraries, CUDA's context, tokenizer: assumed
 # Bytes per trained parameter that DeepSpeed 0.19.8 keeps off the GPU, by ZeRO stage: master weights, moments, the
 # update's gradients, and weights in 16 bits (1, 2) or sums of gradients (3).
@@ -199,6 +202,46 @@ class Needs:
         return seconds
 
 
+def size_here() -> str:
+    """Return the size in GPUS that is nearest to this machine's GPU; without a GPU 80GB."""
+    shown = environment.nvidia_smi("memory.total") if visible_gpus() else []
+    if not shown:
+        return "80GB"
+    gib = float(shown[0].split()[0]) / 1024
+    fitting = [size for size, gpu in GPUS.items() if gpu.gib <= gib]
+    return fitting[-1] if fitting else "24GB"
+
+
+def on_cpu(config: Config, stage: Objective | None) -> Iterator[str]:
+    """Yield the lines of a plan for this machine without GPUs."""
+    from hocket.server.vllm_arguments import cpu_kv_cache
+
+    objective = stage or configured(config)
+    models = objective.models(config.model)
+    dtype = compute_dtype(config.model, torch.device("cpu"))
+    num_ranks = config.launch.trainers or 1
+    rank = memory.needed(models, config.trainer.unmeasured(), dtype, num_ranks=num_ranks, on_gpu=False)
+    parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
+    free = machine.free_memory()
+    yield (
+        f"{config.model.path}: {parameters:,} parameters; this machine's CPU, {free / GIB:.1f} GiB of "
+        "memory are free; for GPUs: --gpus N --gpu SIZE"
+    )
+    total = num_ranks * (rank.total + CPU_PROCESS_GIB * GIB)
+    if stage is None and not config.names_servers:
+        num_servers = config.launch.servers or 1
+        weights = parameters * dtype.itemsize
+        kv_cache = cpu_kv_cache(config)
+        total += num_servers * (weights + kv_cache + CPU_PROCESS_GIB * GIB)
+        yield f"servers  {num_servers}: weights {weights / GIB:.2f} GiB, KV cache {kv_cache / GIB:.2f} GiB each"
+    yield f"ranks    {num_ranks}: {rank}"
+    processes = f"with {CPU_PROCESS_GIB:g} GiB a process for libraries, assumed"
+    yield f"in all   {total / GIB:.1f} GiB, {processes}; a step's seconds on a CPU are not planned: try 2 steps"
+    if total > free:
+        advice = "a smaller model or model.max_length, trainer.gradient_checkpointing=true, model.lora={}, or a GPU"
+        yield f"does not fit: {total / GIB:.1f} GiB are needed and {free / GIB:.1f} are free; choose {advice}"
+
+
 def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective | None) -> Iterator[tuple[str, Needs]]:
     """Yield settings with which a config fits, and its needs then, the least costly first."""
     found: list[set[str]] = []
@@ -211,17 +254,31 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu, stage: Objective
                     yield " ".join(way), needs
 
 
-def report(arguments: Sequence[str], num_gpus: int, size: str, stage: Objective | None = None) -> Iterator[str]:
-    """Yield the lines of a plan, of `train` or a stage. Raise ConfigError for an unknown card."""
+def report(
+    arguments: Sequence[str], num_gpus: int | None, size: str | None, stage: Objective | None = None
+) -> Iterator[str]:
+    """Yield the lines of a plan, of `train` or a stage; without a number or size, for the GPUs that are here.
+
+    Raise ConfigError for an unknown card.
+    """
+    if num_gpus is None:
+        num_gpus = len(visible_gpus())
+        if num_gpus == 0 and size is not None:
+            num_gpus = GPUS_PER_NODE
+    if num_gpus < 0:
+        raise ConfigError(f"--gpus {num_gpus}: a plan needs 1 or more, or 0 for this machine's CPU")
+    if size is None:
+        size = size_here()
     size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
     if size not in GPUS:
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
-    if num_gpus < 1:
-        raise ConfigError(f"--gpus {num_gpus}: a plan needs 1 or more")
     gpu = GPUS[size]
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
+    if num_gpus == 0:
+        yield from on_cpu(config, stage)
+        return
     needs = Needs(config, num_gpus, gpu, stage)
     where = needs.where
     context = tokenizers.context_length(config.model)

@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     # Options may stand between settings.
     wrong = [arg for arg in rest if arg.startswith("-")] if "settings" in args else rest
     if wrong:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}; settings look like section.key=value")
+        how = f"; {config_module.as_setting(wrong[0])}" if "settings" in args else ""
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{how}")
     if args.traceback:
         os.environ[TRACEBACK] = "1"  # for children, too
     try:
@@ -183,7 +184,10 @@ def _serve(args: argparse.Namespace) -> None:
     serve(args.config)
 
 
-@_command(SETTINGS, _option("--dry-run", action="store_true", help="check data, rewards, memory, server; take no step"))
+DRY_RUN = _option("--dry-run", action="store_true", help="check data, rewards, memory, server; take no step")
+
+
+@_command(SETTINGS, DRY_RUN)
 def _train(args: argparse.Namespace) -> int:
     from hocket.commands.runs import train
 
@@ -200,12 +204,12 @@ def _rollout(args: argparse.Namespace) -> None:
 def _stage(args: argparse.Namespace) -> None:
     from hocket.stages import driver
 
-    driver.run(args.config, args.command)
+    driver.run(args.config, args.command, dry_run=args.dry_run)
 
 
 for _name in hocket.COMMANDS:
     if _name in STAGES.names:
-        _COMMANDS[_name] = _stage, (SETTINGS,)
+        _COMMANDS[_name] = _stage, (SETTINGS, DRY_RUN)
 
 
 @_command(
@@ -277,8 +281,8 @@ def _reward_test(args: argparse.Namespace) -> int:
 
 @_command(
     SETTINGS,
-    _option("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)"),
-    _option("--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB; or H100 and the like"),
+    _option("--gpus", type=int, metavar="N", help="number of GPUs, 0: the CPU (default: what is here)"),
+    _option("--gpu", metavar="SIZE", help="24GB, 48GB, 80GB or 141GB, H100 and the like (default: what is here)"),
 )
 def _plan(args: argparse.Namespace) -> int:
     from hocket.cluster import plan

@@ -114,11 +114,14 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
         run_there(replay.batch(config.trainer.steps))  # the last: it says which are there
     else:
         up = run_there(parts.servers.up(say))
-    if config.server.engine and not (up or config.names_servers):
-        from hocket.server.vllm_arguments import engine_arguments
+    if replay is None and not (up or config.names_servers):
+        from hocket.server.vllm_arguments import cpu_kv_cache, engine_arguments
 
-        with suppress(ImportError):  # vLLM is not on this machine
-            engine_arguments(config)
+        if not visible_gpus():
+            cpu_kv_cache(config)
+        if config.server.engine:
+            with suppress(ImportError):  # vLLM is not on this machine
+                engine_arguments(config)
     if up and config.launch.share_gpu:
         raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which needs it")
     parts.trainer(saved)

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from hocket.common.openrlhf import stand_in
@@ -102,10 +102,12 @@ def options_of(
     section: str,
     keys: Collection[str] = (),
     row: str = "",
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return a plugin's options, read as its annotations say; its parameters named in `keys` it gets from elsewhere.
 
-    Raise ConfigError for those that are missing, unknown or wrong; `row` is to be said of a missing one.
+    Raise ConfigError for those that are missing, unknown or wrong; `row` is to be said of a missing one. `elsewhere`:
+    what other programs call one of the keys → the key.
     """
     import pydantic  # would take a third of a reward worker's start
     import typing_extensions as typed  # pydantic wants its TypedDict before Python 3.12
@@ -131,6 +133,8 @@ def options_of(
             return f"{plugin} has no option {key!r}{nearest(key, [*parameters, *keys])}"
         if item["type"] == "missing" and key in kinds:
             close = nearest(key, {*keys} - parameters.keys())
+            if elsewhere.get(key, key) not in parameters:
+                close = f" (did you mean {elsewhere[key]!r}?)"
             return f"{plugin} needs the option {key!r}{close}: set {section}.{key}{row}"
         return f"{section}.{key}: {explain(item)}"
 

@@ -91,7 +91,10 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
     ]
     overrides = [item for item in settings if item not in paths]
     if len(paths) > 1:
-        raise ConfigError(f"one config file at most, got {', '.join(paths)}; settings look like section.key=value")
+        for override in overrides:
+            _read(override)  # one that the shell has cut into pieces says so
+        advice = "settings look like section.key=value, and a value with blanks needs quotes"
+        raise ConfigError(f"one config file at most, got {', '.join(paths)}; {advice}")
     file = next(iter(paths), default)
     return load(file, overrides), [*filter(None, [file]), *overrides]
 
@@ -153,6 +156,8 @@ def _read(override: str) -> tuple[str, Any]:
         return key, yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", error)
+        if text.count("[") + text.count("{") > text.count("]") + text.count("}"):
+            problem = f"{problem}; a bracket is left open: quote the whole setting, as a shell splits it at blanks"
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
 
 
@@ -170,9 +175,18 @@ def _explain(item: Any) -> Iterator[tuple[str, str]]:
             yield name, f"unknown key {name!r}; {_hint(name)}"
     else:
         inside = ", ".join(one for one in _MEANINGS if one.startswith(f"{key}."))  # of a section
-        meaning = _MEANINGS.get(key, inside)
+        meaning = _MEANINGS.get(key) or inside or _MEANINGS.get(key.rpartition(".")[0])  # of the list or mapping
         told = f"{explain(item)} ({meaning})" if meaning and item["type"] != "value_error" else explain(item)
         yield key, ": ".join(filter(None, [key, told]))
+
+
+def as_setting(argument: str) -> str:
+    """Say how what was typed as an option, such as --num_generations or --trainer.steps=5, is set."""
+    name, _, value = argument.lstrip("-").partition("=")
+    key = name.replace("-", "_")
+    if key in dict(_fields()):
+        return f"settings have no dashes: {key}={value or 'VALUE'}"
+    return f"{_hint(key)}; settings have no dashes: section.key=value"
 
 
 def _hint(key: str) -> str:

@@ -48,6 +48,13 @@ _OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     "rollouts": list,
 }
 _OF_FIRST = _OF_PROMPT | _OF_ONE
+_ELSEWHERE = {  # argument of another program's rewards → here
+    **dict.fromkeys(("response", "output", "generation", "prediction", "solution_str", "generated_text"), "completion"),
+    **dict.fromkeys(("responses", "outputs", "generations"), "completions"),
+    **dict.fromkeys(("ground_truth", "label", "reference", "gold", "expected"), "answer"),
+    **dict.fromkeys(("question", "query"), "prompt"),
+    "extra_info": "meta",
+}
 _ROW = "; the row's answer is the argument answer, its other columns are in meta"
 
 
@@ -183,11 +190,11 @@ def bind(name: str, spec: "RewardSpec") -> Reward:
         raise ConfigError(f"{called}: {min(reserved)!r} is a key of every reward's section; rename the argument")
     if found.is_class:
         options = options_of(called, found.function, options, section=section)
-        options_of(called, found.called, {}, section=section, keys=known)  # a call gets none
+        options_of(called, found.called, {}, section=section, keys=known, elsewhere=_ELSEWHERE)  # a call gets none
     else:
         if taken := known & options.keys():
             raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-        options = options_of(called, found.called, options, section=section, keys=known, row=_ROW)
+        options = options_of(called, found.called, options, section=section, keys=known, row=_ROW, elsewhere=_ELSEWHERE)
     bound = dataclasses.replace(found, options=options, asks_for=asks_for & known, of_group=of_group, **more)
     if found.check is not None:
         found.check(**options)

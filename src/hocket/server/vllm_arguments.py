@@ -1,11 +1,13 @@
 """Turn settings into the arguments of vLLM 0.32's server."""
 
 import importlib
+import math
 import os
 import sys
 from argparse import Namespace
 from typing import Any, get_args
 
+from hocket.common import machine
 from hocket.common.environment import version_of
 from hocket.common.images import MAX_IMAGES
 from hocket.common.registry import refuse_owned
@@ -13,7 +15,8 @@ from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 
-CPU_KV_CACHE_MIB = 256
+CPU_KV_CACHE_MIB = 256  # at least
+CPU_BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU
 CPU_BATCHED_TOKENS = 8192
 CPU_SEQUENCES = 256
 OWN_NAMES = {
@@ -134,7 +137,7 @@ def _build_defaults(config: Config) -> dict[str, Any]:
         "dtype": "float32",
         "gpu_memory_utilization": server.gpu_memory_utilization,
         "max_num_seqs": CPU_SEQUENCES,
-        "kv_cache_memory_bytes": CPU_KV_CACHE_MIB << 20,
+        "kv_cache_memory_bytes": cpu_kv_cache(config),
         "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model)),
         "enforce_eager": True,
         # With a seeded request whose prompt it cuts into chunks, vLLM's CPU worker dies ("does not use offset").
@@ -143,3 +146,33 @@ def _build_defaults(config: Config) -> dict[str, Any]:
     if server.tensor_parallel_size == 1:
         defaults["distributed_executor_backend"] = "uni"
     return defaults
+
+
+def cpu_kv_cache(config: Config) -> int:
+    """Return the bytes of a CPU server's KV cache: server.kv_cache_mib, or what the longest sequence takes.
+
+    Raise ConfigError where this machine's memory has no room for that sequence.
+    """
+    if config.server.kv_cache_mib is not None:
+        return config.server.kv_cache_mib << 20
+    from transformers import AutoConfig
+
+    model = config.model
+    text = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
+    heads = getattr(text, "num_attention_heads", 0)  # 0: a model without attention keeps no keys and values
+    if not heads:
+        return CPU_KV_CACHE_MIB << 20
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    itemsize = 4 if model.dtype in ("auto", "float32") else 2
+    token = 2 * text.num_hidden_layers * key_heads * head_size * itemsize
+    context = tokenizers.context_length(model)
+    needed = token * CPU_BLOCK * (1 + math.ceil(context / CPU_BLOCK))  # vLLM keeps one block for itself
+    free = machine.free_memory()
+    has_windows = getattr(text, "sliding_window", None) is not None  # then vLLM needs less
+    if needed > free and not has_windows:
+        raise ConfigError(
+            f"a sequence of {context:,} tokens takes {needed / 2**30:.1f} GiB of the server's KV cache, and {free / 2**30:.1f} "
+            f"GiB of this machine's memory are left: set model.max_length to what prompt and completion need"
+        )
+    return max(CPU_KV_CACHE_MIB << 20, min(needed, free))

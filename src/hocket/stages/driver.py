@@ -22,10 +22,11 @@ from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
 from hocket.stages import pairs, stage_of
-from hocket.trainer import checkpoints
+from hocket.trainer import batching, checkpoints, memory
 from hocket.trainer.batching import keys
-from hocket.trainer.checkpoints import Checkpoints, Part
+from hocket.trainer.checkpoints import Checkpoints, Part, Saved
 from hocket.trainer.models import Objective
+from hocket.trainer.policy import compute_dtype
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import Metrics, TrainSample
@@ -62,14 +63,18 @@ class Stage:
         return {f"eval/{name}": found[name] for name in HELD_OUT}
 
 
-def run(config: Config, command: str) -> None:
-    """Train a stage on the rows of data.source and write RUN/model; every rank calls it."""
+def run(config: Config, command: str, *, dry_run: bool = False) -> None:
+    """Train a stage on the rows of data.source and write RUN/model; every rank calls it.
+
+    With `dry_run`, only say what would be trained, before any weights are loaded.
+    """
     if not torch.cuda.is_available():
         machine.keep_freed_memory()
     stage: Stage = stage_of(command, getattr(config, command))
     objective = stage.objective(config.model)
     if int(os.environ.get("RANK", "0")) > 0:
-        Trainer(config, objective=objective).follow()
+        if not dry_run:
+            Trainer(config, objective=objective).follow()
         return
     if config.data.sources:
         raise ConfigError(f"data.sources is for train: {command} has one data.source; join the rows to one file")
@@ -77,19 +82,82 @@ def run(config: Config, command: str) -> None:
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
     load_plugins(config.plugins)  # data.source may be a task of one
-    with owning(config.run_dir, print, wait=config.checkpoint.resume):
-        _train(config, command, stage, objective)
+    with owning(config.run_dir, print, wait=config.checkpoint.resume and not dry_run):
+        saved = checkpoints.find(config, print, command=command, dry_run=dry_run)
+        rows, held_out = _load(stage, config)
+        if dry_run:
+            _check(config, command, stage, objective, rows, held_out)
+        else:
+            _train(config, command, stage, objective, saved, rows, held_out)
 
 
-def _train(config: Config, command: str, stage: Stage, objective: Objective) -> None:
-    saved = checkpoints.find(config, print, command=command)
+def _check(
+    config: Config,
+    command: str,
+    stage: Stage,
+    objective: Objective,
+    rows: Sequence[Row],
+    held_out: Sequence[Row],
+) -> None:
+    """Say what would be trained, and raise for what shows without weights: rows or memory that do not fit."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings = config.trainer if device.type == "cuda" else config.trainer.unmeasured()
+    models = objective.models(config.model)
+    dtype = compute_dtype(config.model, device)
+    estimate = memory.check(models, settings, dtype, device, int(os.environ.get("WORLD_SIZE", "1")))
+    if settings.micro_batch_tokens != "auto":
+        packing = {"unit": objective.unit, "share": math.inf if settings.share_prefixes else 0.0}
+        batching.check_fits([*flat(rows), *flat(held_out)], settings.micro_batch_tokens, **packing)
+    num_parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
+    print(f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}")
+    steps, _ = _length(config, command, rows)
+    for line in _outlook(config, command, stage, rows, steps, tokenizers.load(config.model.path)):
+        print(line)
+    print("nothing stands in the way of a run, as far as is seen without the weights")
+
+
+def _length(config: Config, command: str, rows: Sequence[Row]) -> tuple[int, int]:
+    """Return the numbers of steps and of rows, counted in each epoch, that are trained."""
+    section = getattr(config, command)
+    most = config.trainer.steps * section.batch_size
+    if section.epochs is not None:
+        most = section.epochs * len(rows)
+    return math.ceil(most / section.batch_size), most
+
+
+def _outlook(
+    config: Config, command: str, stage: Stage, rows: Sequence[Row], steps: int, tokenizer: Any
+) -> Iterator[str]:
+    """Yield lines on what is trained: the first row, the number of steps, the learning rate."""
+    yield f"the first one, with what is taught in [[ ]]: {_shown(rows[0], tokenizer)}"
+    section = getattr(config, command)
+    setting = _decides(config, command)
+    takes_all = ""
+    if section.batch_size >= len(rows):
+        takes_all = f", all of them: lower {command}.batch_size for more updates"
+    yield f"{setting} decides: {steps} steps of {section.batch_size} {stage.rows}{takes_all}"
+    if "learning_rate" not in config.trainer.model_fields_set:
+        yield f"trainer.learning_rate={config.trainer.learning_rate:g} is for GRPO; {stage.rate}"
+
+
+def _decides(config: Config, command: str) -> str:
+    """Return the setting that decides on the number of steps."""
+    return "trainer.steps" if getattr(config, command).epochs is None else f"{command}.epochs"
+
+
+def _train(
+    config: Config,
+    command: str,
+    stage: Stage,
+    objective: Objective,
+    saved: Saved | None,
+    rows: list[Row],
+    held_out: list[Row],
+) -> None:
     output = config.run_dir / "model"
-    rows, held_out = _load(stage, config)
     last = saved.step if saved else 0
-    size, epochs = getattr(config, command).batch_size, getattr(config, command).epochs
-    setting = "trainer.steps" if epochs is None else f"{command}.epochs"
-    most = config.trainer.steps * size if epochs is None else epochs * len(rows)
-    steps = math.ceil(most / size)
+    size = getattr(config, command).batch_size
+    steps, most = _length(config, command, rows)
     with (
         Console(steps) as console,
         RunFolder(config, console.say) as folder,
@@ -113,11 +181,8 @@ def _train(config: Config, command: str, stage: Stage, objective: Objective) -> 
             saved.restore(parts)
         trainer.check_fits([*flat(rows), *measured])
         console.say(f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}")
-        console.say(f"the first one, with what is taught in [[ ]]: {_shown(rows[0], trainer.tokenizer)}")
-        takes_all = f", all of them: lower {command}.batch_size for more updates" if size >= len(rows) else ""
-        console.say(f"{setting} decides: {steps} steps of {size} {stage.rows}{takes_all}")
-        if "learning_rate" not in config.trainer.model_fields_set:
-            console.say(f"trainer.learning_rate={config.trainer.learning_rate:g} is for GRPO; {stage.rate}")
+        for line in _outlook(config, command, stage, rows, steps, trainer.tokenizer):
+            console.say(line)
         if saved is None and held_out:
             before = stage.held_out(trainer, measured)
             folder.finish(0, before)
@@ -139,8 +204,9 @@ def _train(config: Config, command: str, stage: Stage, objective: Objective) -> 
                     console.say(f"step {step}/{steps}  {_said(metrics)}  {speed}")
             with atomic_folder(output) as partial:
                 trainer.export(partial)
-            done = f"all {steps} steps are done; for more of them raise {setting}; " if last >= steps else ""
-            console.say(f"{done}wrote {output}")
+            if last >= steps:
+                console.say(f"all {steps} steps are done; for more of them raise {_decides(config, command)}")
+            console.say(f"wrote {output}")
 
 
 def _load(stage: Stage, config: Config) -> tuple[list[Row], list[Row]]:

@@ -88,10 +88,7 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, c
     """Return the newest undamaged checkpoint with checkpoint.resume; where there is none at all, `make_room`."""
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
-        if dry_run:
-            refuse_taken(config.run_dir, resume=config.checkpoint.resume)
-        else:
-            make_room(config.run_dir, say, resume=config.checkpoint.resume)
+        make_room(config.run_dir, say, resume=config.checkpoint.resume, dry_run=dry_run)
         return None
     while True:
         try:
@@ -119,18 +116,23 @@ def refuse_taken(run_dir: Path, *, resume: bool) -> int:
     """Return how many steps the run in a folder has; raise ConfigError for any, but to `resume`."""
     with reading(run_dir / METRICS):
         rows = read_lines(run_dir / METRICS)
-        steps: int = max([0, *numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE), *(row["step"] for row in rows)])
+    kept = complete(run_dir / FOLDER)
+    steps: int = max([0, *numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE), *(row["step"] for row in rows)])
     if steps and not resume:
         advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
+        if not kept:
+            advice = "choose another run.dir; it kept no checkpoint, so that its training can't go on"
         raise ConfigError(f"{run_dir} holds a run of {steps} steps already; {advice}")
     return steps
 
 
-def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
-    """Remove a run without a step, move another one aside (`resume`), or raise ConfigError."""
+def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False, dry_run: bool = False) -> None:
+    """Remove a run without a step, move another one aside (`resume`), or raise ConfigError; `dry_run`: only say it."""
     steps = refuse_taken(run_dir, resume=resume)
     there = [path for path in map(run_dir.joinpath, _OF_A_RUN) if path.exists()]
     if steps == 0 and (run_dir / METRICS).exists():
+        if dry_run:
+            return
         for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
             if path.is_dir():
                 remove_folder(path)
@@ -138,10 +140,14 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
                 path.unlink()
     elif there and resume:
         aside = unused(run_dir / "aside")
+        begins = f"{run_dir} has no complete checkpoint: the run begins again"
+        if dry_run:
+            say(f"{begins}, and what is there is moved to {aside}")
+            return
         aside.mkdir()
         for path in there:
             path.rename(aside / path.name)
-        say(f"{run_dir} has no complete checkpoint: the run begins again; what was there is in {aside}")
+        say(f"{begins}; what was there is in {aside}")
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):

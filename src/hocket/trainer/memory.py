@@ -159,10 +159,10 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
     return Estimate(weights=sum(weights), gradients=sum(gradients), optimizer=sum(optimizer), **most)
 
 
-def check(models: Models, config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
+def check(models: Models, config: TrainerConfig, dtype: torch.dtype, device: torch.device, num_ranks: int) -> Estimate:
     """Return what a step needs; raise ConfigError where it clearly can't fit."""
-    together = needed(models, config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
-    available = available_bytes(ranks.device)
+    together = needed(models, config, dtype, num_ranks=num_ranks, on_gpu=device.type == "cuda")
+    available = available_bytes(device)
     if together.total * (1 - _TOLERANCE) > available:
         raise ConfigError(
             f"a step needs {together}; there are {_gib(available)}. For activations and logits, set "

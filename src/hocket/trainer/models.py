@@ -107,7 +107,7 @@ class Models:
         model = self._config.model
         self.attention = attention.choose_kernel(device)
         models = objective.models(model)
-        self.estimate = memory.check(models, settings, self.setup.dtype, self.ranks)
+        self.estimate = memory.check(models, settings, self.setup.dtype, device, self.ranks.size)
         self.flops = flops.model_flops(models[0][1])
         divided = settings.sequence_parallel > 1
         self.ranks.part = ulysses.split(settings.sequence_parallel, self.ranks) if divided else attention.WHOLE
