@@ -7,14 +7,20 @@ syntax error, and importing it does nothing: vLLM's and DeepSpeed's child proces
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = os.path.dirname(os.path.realpath(__file__))  # it may be started by a link
+LOOKS = ("doctor", "plan", "config", "report", "ledger")  # commands that change nothing, nor .venv
 
 
-def main(argv: list[str]) -> int:
-    """Run one command and return its exit status."""
+def main(argv: list[str], notes: Sequence[str] = ()) -> int:
+    """Run one command and return its exit status; notes are printed once its packages are there."""
     from hocket import COMMANDS
 
     # not just argv[0]: DeepSpeed's launcher puts --local_rank=N before it
@@ -38,13 +44,21 @@ def main(argv: list[str]) -> int:
     from hocket.common import environment
     from hocket.errors import SetupError
 
-    environment.prepare()
+    looks = asks_for_help or command in LOOKS or "--dry-run" in argv
     try:
-        environment.ensure(command, install=not asks_for_help)
+        environment.ensure(command, install=not asks_for_help and command != "doctor", update=not looks)
     except (SetupError, OSError) as error:
         print(f"run.py: {error}", file=sys.stderr)
         if command != "doctor":
             return 1
+    try:
+        environment.prepare(notes)
+    except SetupError as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        return 1
+    if command == "install":
+        print(f"installed: {sys.prefix} has all packages")
+        return 0
     if command == "doctor" and not asks_for_help:
         from hocket.commands import doctor
 
@@ -87,10 +101,14 @@ def _help() -> str:
 
 if __name__ == "__main__":
     _find_source()
+    from hocket.common import shell
+
+    shell.restart()
+    modules = shell.search_packages_first()
     from hocket.common.processes import exit_with
 
     try:
-        exit_with(main)
+        exit_with(functools.partial(main, notes=modules))
     except KeyboardInterrupt:
         print("\nrun.py: interrupted", file=sys.stderr)
         sys.exit(130)

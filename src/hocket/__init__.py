@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "quickstart": "start server and trainer on this machine; without CONFIG, train the small policy that ships here",
     "launch": "start the servers and trainer ranks of CONFIG on this machine, GPUs divided between them",
+    "install": "make .venv, or bring it to the build and lock of this checkout",
     "test": "run the test-suite; further arguments go to pytest",
     "serve": "start the generation server (vLLM)",
     "train": "start the GRPO trainer (DeepSpeed), which finds the server over HTTP; one process per GPU under torchrun",

@@ -1,12 +1,24 @@
 """`hocket COMMAND` and `python -m hocket COMMAND`: like `run.py COMMAND`, in an environment that is already there."""
 
-from hocket.commands.cli import main
-from hocket.common import environment
-from hocket.common.processes import exit_with
+import os
+import sys
+
+from hocket.common import shell
+from hocket.errors import SetupError
 
 
 def run() -> None:
-    environment.prepare()
+    shell.restart()
+    modules = shell.search_packages_first()
+    from hocket.common import environment
+    from hocket.common.processes import PARENT_VARIABLE, exit_with
+
+    try:
+        environment.prepare(() if PARENT_VARIABLE in os.environ else modules)
+    except SetupError as error:
+        sys.exit(f"error: {error}")
+    from hocket.commands.cli import main
+
     exit_with(main)
 
 

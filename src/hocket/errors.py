@@ -10,6 +10,7 @@ _REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there, or have the quota raised",
     errno.EFBIG: "raise the shell's limit of file sizes (ulimit -f)",
+    errno.EMFILE: "raise the shell's limit of open files (ulimit -n 4096)",
     errno.EROFS: "mount it writable",
     errno.EACCES: "give user {user} access to it (in Docker: HOCKET_USER)",
     errno.ENOTDIR: "a file is in the way: move it, or name another folder",

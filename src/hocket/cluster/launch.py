@@ -20,12 +20,11 @@ from typing import NamedTuple
 from hocket.common import environment
 from hocket.common.files import kind_of, last_lines, numbered, unused
 from hocket.common.machine import family_of, holder, refuse_open, url_of
-from hocket.common.processes import die_with_parent, first
+from hocket.common.processes import PARENT_VARIABLE, die_with_parent, first
 from hocket.config import Config, LaunchConfig, ObserveConfig
 from hocket.errors import ConfigError, ServerError, door
 from hocket.trainer import checkpoints
 
-PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
 LONGEST_PROMPT = 80  # characters, in a command
 NUM_LINES = 15  # of a server's log, in an error
@@ -58,7 +57,7 @@ class Child(subprocess.Popen[bytes]):
         with log.open("ab") if log else contextlib.nullcontext() as output:
             self.begin = output.tell() if output else 0  # of its words: another launch may have written before
             super().__init__(
-                [sys.executable, *command],
+                [sys.executable, "-P", *command],  # no file of this folder is a module
                 env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -110,7 +109,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     config.refuse_outside()
     checkpoints.refuse_taken(config.run_dir, resume=config.checkpoint.resume)
     plan = place(config.launch, config.server.tensor_parallel_size, gpus)
-    ports = free_ports(config.server.host, config.server.port, len(plan.servers))
+    ports, taken = free_ports(config.server.host, config.server.port, len(plan.servers))
     urls = ",".join(map(config.url_at, ports))
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
     if plan.ranks and not config.launch.share_gpu:
@@ -130,6 +129,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
         commands.append((logs / f"{name}.log", [*serve, f"server.port={port}"], variables(own)))
     print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
     if dry_run:
+        taken.close()
         print("by hand:", *(_typed(command, env) for _, command, env in commands), sep="\n")
         print(_typed(train, variables(plan.ranks), plan.num_ranks))
         return 0
@@ -147,6 +147,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
         return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
     finally:
         stop([*servers, *pages])
+        taken.close()
 
 
 def page_of(run_dir: Path, observe: ObserveConfig, token: str | None) -> Child:
@@ -201,16 +202,20 @@ def place(settings: LaunchConfig, size: int, gpus: Sequence[str]) -> Placement:
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    if os.environ.get("HOCKET_DEVICE", "").lower() == "cpu":
+    if environment.builds()[0] == "cpu":  # a machine without them may share its user's variables
         return []
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         gpus = re.findall(r"[^\s,]+", chosen)
         return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), gpus)]  # as CUDA reads it
-    return environment.nvidia_smi("index") if "cuda" in environment.builds() else []
+    return environment.nvidia_smi("index")
 
 
 def refuse_missing(gpus: Sequence[str]) -> None:
-    """Raise ConfigError for a number of a GPU that is not there."""
+    """Raise ConfigError for what names no GPU, or one that is not there."""
+    unknown = [gpu for gpu in gpus if not re.match(r"\d+$|GPU-|MIG-", gpu)]
+    if unknown:
+        which = f"{unknown[0]!r}, which is no GPU's number or UUID"
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES names {which}: correct it, or set HOCKET_DEVICE=cpu")
     shown = environment.nvidia_smi("index")  # none where a container lacks it
     missing = ",".join(sorted(set(filter(str.isdecimal, gpus)).difference(shown)))
     if shown and missing:
@@ -292,14 +297,32 @@ def free_port(host: str, wanted: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def free_ports(host: str, first: int, number: int) -> list[int]:
-    """Return `number` ports from `first` on; free ones replace those that are taken."""
-    ports: dict[int, None] = {}
+def free_ports(host: str, first: int, number: int) -> tuple[list[int], contextlib.ExitStack]:
+    """Return `number` ports from `first` on, where free ones replace those that are taken, and what ends the claims.
+
+    A server needs a while until it listens: until the end of a claim, no other launch of this machine gets the port.
+    """
+    ports: list[int] = []
+    claims = contextlib.ExitStack()
     while len(ports) < number:
         wanted = first + len(ports)
         port = free_port(host, wanted if wanted < 1 << 16 else 0)
-        ports[port if port not in ports else free_port(host, 0)] = None
-    return [*ports]
+        while not (claim := _claim(port)):
+            port = free_port(host, 0)
+        claims.enter_context(claim)
+        ports.append(port)
+    return ports, claims
+
+
+def _claim(port: int) -> socket.socket | None:
+    """Bind a name for a port, which the kernel frees with this process; return None if another has."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0hocket/port/{port}")  # Linux: in no folder
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 def what_next(run_dir: Path, arguments: Sequence[str]) -> str:

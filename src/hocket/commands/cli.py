@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -20,6 +21,7 @@ import hocket
 from hocket import config as config_module
 from hocket.cluster import launch
 from hocket.commands import doctor
+from hocket.common import shell
 from hocket.common.files import unused
 from hocket.common.processes import nobody_reads
 from hocket.common.redaction import redacted
@@ -45,7 +47,6 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit status; an error is one sentence."""
     launched = launch.die_with_launcher()
-    speaks = not launched and os.environ.get("RANK", "0") == "0"  # one rank, or the launcher
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # Options may stand between settings.
@@ -55,7 +56,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}{how}")
     if args.traceback:
         os.environ[TRACEBACK] = "1"  # for children, too
+    speaks = not launched
     try:
+        shell.settle_ranks(launched=args.command in TRAINERS)
+        speaks = speaks and int(os.environ.get("RANK", "0")) == 0  # one rank, or the launcher
         if "settings" in args:
             args.config, args.arguments = read_settings([*args.settings, *rest], DEFAULTS.get(args.command))
             if args.command in TRAINERS:
@@ -101,9 +105,12 @@ def _sentence(error: Exception) -> str:
     fix = remedy(error)
     if fix and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
         return f"{error}; {fix}"
-    with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False) as file:
-        file.write(redacted(traceback.format_exc()))
-    return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is in {file.name}"
+    place = f"printed by --traceback (or {TRACEBACK}=1)"
+    with contextlib.suppress(OSError):  # the disk is full, too
+        with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False, encoding="utf-8") as file:
+            file.write(redacted(traceback.format_exc()))
+        place = f"in {file.name}"
+    return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is {place}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,9 +14,11 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from hocket.common import shell
 from hocket.common.files import atomic_folder, write_atomically
 from hocket.common.processes import die_with_parent
 from hocket.errors import SetupError
@@ -26,12 +28,18 @@ VENV = ROOT / ".venv"
 FOLDER = ROOT / "requirements"
 LISTS = {"cpu": FOLDER / "cpu.txt", "cuda": ROOT / "requirements.txt"}  # the locks hold these and what these need
 SERVER_ALONE = "# The server alone"  # begins the last section of a list
+LAUNCHED = ("train", "sft", "rm", "dpo")  # by torchrun and the like; these need no engine
 INSTALLING = {"state": "installing"}
 NEEDED_CUDA, NEEDED_DRIVER = 13, 580  # of torch 2.13
 
 
-def prepare() -> None:
-    """Set what children and libraries need; a user's own values win."""
+def prepare(notes: Iterable[str] = ()) -> None:
+    """Set what children and libraries need, where a user's own values win; mend what the shell has set wrongly.
+
+    Print notes, and what was mended. Raises SetupError.
+    """
+    for note in [*notes, *shell.mend()]:
+        print(f"hocket: {note}", file=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads don't survive the forks of data loading
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a waiting thread leaves its core to others
@@ -41,10 +49,11 @@ def prepare() -> None:
         os.environ["PATH"] = os.pathsep.join([programs, *searched])
 
 
-def ensure(command: str, *, install: bool = True) -> None:
-    """Return if this interpreter has the command's packages; else go on in .venv, made or repaired where `install`.
+def ensure(command: str, *, install: bool = True, update: bool = True) -> None:
+    """Return if this interpreter has the command's packages; else go on in .venv.
 
-    Raises SetupError where none can be made.
+    It is made where `install`, if there is none that was completed, and changed where `update`, if it is another build
+    or lock's and no process uses it. Raises SetupError where the packages can't be had.
     """
     inside = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
     if not _state():
@@ -52,7 +61,15 @@ def ensure(command: str, *, install: bool = True) -> None:
             return
         if not inside and _python().exists():  # somebody else's, which may have them
             _enter()
+    state = _state()
     if not _is_complete():
+        users = _users()
+        if "lock" in state and _python().exists() and (users or not update):
+            if inside:
+                _stay(command, users if update else [])
+            else:
+                _enter()
+            return
         if not install:
             return
         _install(command)
@@ -101,7 +118,7 @@ def missing(build: str, command: str) -> list[str]:
         text = LISTS[build].read_text("utf-8")
         if command == "test":
             text += (FOLDER / "dev.txt").read_text("utf-8")
-    if command in ("train", "sft", "rm", "dpo"):
+    if command in LAUNCHED:
         text = text.partition(SERVER_ALONE)[0]
     lines = re.findall(r"(?m)^\w[^ #\n]*", text)
     try:
@@ -116,11 +133,52 @@ def missing(build: str, command: str) -> list[str]:
     return lacks
 
 
+def _stay(command: str, users: Sequence[str]) -> None:
+    """Say that .venv stays as it is. Raises SetupError where processes use it and the command lacks packages."""
+    wanted = _lock(builds()[0]).name
+    others = f" and {len(users) - 1} others" if len(users) > 1 else ""
+    lacks = missing(builds()[0], command)
+    if users and (lacks or command == "install"):
+        cause = f"lacks {', '.join(lacks[:5])}" if lacks else f"was made by an earlier {wanted}"
+        raise SetupError(f"{VENV} {cause} and {users[0]}{others} uses it: end that first, then run this again")
+    reason = f"as {users[0]}{others} uses it" if users else "as this command changes nothing; `install` would"
+    print(f"run.py: {VENV} is not what requirements/{wanted} lists, and stays so, {reason}", file=sys.stderr)
+
+
+def _users() -> list[str]:
+    """Return the other processes of this machine that run in .venv, as "process 7 (python run.py serve)"."""
+    folders = {f"{path}{os.sep}".encode() for path in (VENV, os.path.realpath(VENV))}
+    users = []
+    for process in Path("/proc").glob("[0-9]*"):
+        if process.name == str(os.getpid()):
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            command = (process / "cmdline").read_bytes()
+            is_user = any(map(command.startswith, folders))
+            if is_user or any(folder in (process / "maps").read_bytes() for folder in folders):
+                words = command.replace(b"\0", b" ").decode(errors="replace").strip()
+                users.append(f"process {process.name} ({words[:90]})")
+    return users
+
+
+def _added(build: str) -> list[str]:
+    """Return what .venv has besides its lock's packages, as "name==version"."""
+    locks = _lock(build).read_text("utf-8") + (FOLDER / "installer.lock").read_text("utf-8")
+    listed = {"pip", "setuptools", *re.findall(r"(?m)^([\w.-]+?)={2,3}", locks)}
+    folders = map(str, VENV.glob("lib/python*/site-packages"))
+    packages = {
+        re.sub(r"[-_.]+", "-", package.name).lower(): package.version
+        for package in importlib.metadata.distributions(path=[*folders])
+    }
+    return [f"{name}=={version}" for name, version in sorted(packages.items()) if name not in listed]
+
+
 def _install(command: str) -> None:
     """Make .venv, or update it to its lock; one process at a time."""
-    if "LOCAL_RANK" in os.environ:
+    if "LOCAL_RANK" in os.environ and command in LAUNCHED:
         raise SetupError(
-            "a launcher's ranks don't install: run `python3 run.py doctor` once, then the launcher in .venv"
+            "a launcher's ranks don't install: run `python3 run.py install` once, then the launcher in .venv; or unset "
+            "LOCAL_RANK, if no launcher starts this"
         )
     if sys.platform != "linux":
         raise SetupError(f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows")
@@ -140,7 +198,9 @@ def _install(command: str) -> None:
             needs = f"CUDA {NEEDED_CUDA} needs {NEEDED_DRIVER} or newer: update it, or set HOCKET_DEVICE=cpu"
             raise SetupError(f"the NVIDIA driver is {found}, and {needs}")
         update = state.get("build") == build and _python().exists()
+        added = []
         if not update:
+            added = _added(state.get("build", build)) if VENV.exists() else []
             with atomic_folder(VENV) as folder:  # in place of the old one
                 _note(folder, INSTALLING)
             _run("virtual environment", [getattr(sys, "_base_executable", sys.executable), "-m", "venv", VENV], turn)
@@ -151,6 +211,13 @@ def _install(command: str) -> None:
             if update:
                 _note(VENV, state)  # uv downloads all before it changes any
             raise
+        finally:
+            if added:
+                print(
+                    f"run.py: the new {VENV} lacks what was added to the old one; to have it again: "
+                    f"{_python()} -m pip install {' '.join(added)}",
+                    file=sys.stderr,
+                )
         _note(VENV, _stamp(build))
 
 
@@ -203,6 +270,7 @@ def _enter() -> None:
     if os.environ.get("HOCKET_EXEC_PID") == str(os.getpid()):
         raise SetupError(f"{_python()} does not run in {VENV}; delete that folder and run this again")
     os.environ["HOCKET_EXEC_PID"] = str(os.getpid())
+    os.environ.pop("PYTHONHOME", None)  # of another Python: this one's packages would not be seen
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(_python(), [str(_python()), *sys.orig_argv[1:]])

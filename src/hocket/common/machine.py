@@ -92,6 +92,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_any(host: str) -> bool:
+    """Return whether a host stands for all addresses of a machine, which only a server can have: 0.0.0.0 or ::."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 def refuse_open(section: str, host: str, token: str | None) -> None:
     """Raise ConfigError for a section's host that lets other machines in without a token."""
     if token is None and not is_loopback(host):

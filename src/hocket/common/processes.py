@@ -21,6 +21,7 @@ EXIT_S = 10.0  # for a command's threads to end
 LOOK_S = 0.1  # between looks at what a command and its descendants take
 SPARE_TASKS = 2048
 OVER_LIMIT = 100  # exit status where they took too much
+PARENT_VARIABLE = "HOCKET_PARENT_PID"  # of a process of hocket that another started
 PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, of what is no secret
 SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password

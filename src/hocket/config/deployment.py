@@ -7,18 +7,23 @@ from urllib.parse import parse_qsl, urlsplit
 import pydantic
 from pydantic import Field
 
+from hocket.common.machine import is_any
 from hocket.common.processes import SECRET_NAME
 from hocket.config.sections import Section, UserPath, or_one
 from hocket.types import InFlight
 
 
 def web_url(url: str) -> str:
+    """Return a URL, with loopback for a host of 0.0.0.0 or ::. Raise ValueError for what is none, or holds a secret."""
     parts = urlsplit(url)
     _ = parts.port  # ValueError where it is no number
     if parts.username is not None or any(map(SECRET_NAME.search, dict(parse_qsl(parts.query)))):
         raise ValueError("must hold no user, password or key, as files keep it: use key_env, or server.token")
     if not re.fullmatch(r"https?://\S+", url) or not parts.hostname:
         raise ValueError(f"must begin with http:// or https:// and a host, got {url!r:.200}")
+    if is_any(parts.hostname):
+        loopback = "[::1]" if ":" in parts.hostname else "127.0.0.1"
+        return re.sub(r"(?<=//)(\[.*?\]|[^/:?#]+)", loopback, url, count=1)
     return url
 
 

@@ -21,6 +21,7 @@ from pydantic import Field
 from hocket.common.files import last_lines
 from hocket.common.processes import kill_with_parent, without_secrets
 from hocket.common.registry import Registry
+from hocket.common.shell import bypass_proxies
 from hocket.envs.base import Environment, environment, invoke
 from hocket.types import Message
 
@@ -73,6 +74,7 @@ class Agent(Environment):
 
     async def run(self, task: Task) -> float | str | None:
         """Play one episode; cancellation ends a program."""
+        bypass_proxies([urlsplit(task.base_url).hostname or ""])
         returned = await self._play(task)
         if isinstance(returned, numbers.Real):
             return float(returned)
@@ -85,9 +87,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
     """Run a program: JSON on stdin, the model in its environment, the result as its last line."""
     given = {"messages": task.messages, "text": task.text, "answer": task.answer, "meta": task.meta, "seed": task.seed}
     variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": task.model}
-    for name in ("NO_PROXY", "no_proxy"):  # a proxy knows nothing of servers on this machine or network
-        hosts = os.environ.get(name), urlsplit(task.base_url).hostname
-        variables[name] = ",".join(filter(None, hosts))
+    variables["PYTHONIOENCODING"] = "utf-8"  # its output is read so
     # Not pipes: a process that the program leaves running can't keep us waiting for their end.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(given, default=str).encode())

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from hocket.common.files import kind_of, numbered
 from hocket.common.redaction import redacted
+from hocket.common.shell import open_streams
 from hocket.observe.metrics import Alarms
 from hocket.observe.rows import read_lines, said
 
@@ -36,6 +37,7 @@ SHORT.maxstring = 600  # of a longer text, beginning and end
 
 class Console(AbstractContextManager["Console"]):
     def __init__(self, steps: int, *, stderr: bool = False) -> None:
+        open_streams()
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
         self._rich.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]
         self._live = self._rich.is_terminal

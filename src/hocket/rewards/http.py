@@ -15,6 +15,7 @@ import httpx
 from pydantic import Field
 
 from hocket.common.redaction import redacted, secret
+from hocket.common.shell import proxy_of
 from hocket.config.deployment import WebUrl
 from hocket.config.sections import Names
 from hocket.rewards.base import RetryError, named, reward
@@ -59,6 +60,9 @@ class Service:
     async def _post(self, url: str, body: Mapping[str, Any]) -> str:
         """Return what it answers. Raise RetryError without an answer, or for a status in `again`."""
         content = json.dumps(body, default=str).encode()
+        proxy = proxy_of(url) if self.uses_proxies else ""
+        through = proxy and f" through the proxy {proxy}"
+        advice = proxy and f"; if the proxy does not reach that host, set NO_PROXY={urlsplit(url).hostname}"
         try:
             async with asyncio.timeout(self.timeout_s), self._http.stream("POST", url, content=content) as response:
                 text = redacted(await _body(response))
@@ -66,8 +70,8 @@ class Service:
             raise RetryError(f"{url} gave no answer within {self.timeout_s:g} s") from error
         except httpx.TransportError as error:
             kind = RefusedError if isinstance(error, httpx.ConnectError) else RetryError
-            raise kind(f"{url} can't be reached: {type(error).__name__}: {error}") from error
-        said = f"{url} answered {response.status_code}: {text[:MAX_SHOWN]}"
+            raise kind(f"{url} can't be reached{through}: {type(error).__name__}: {error}{advice}") from error
+        said = f"{url} answered {response.status_code}{through}: {text[:MAX_SHOWN]}{advice}"
         if response.status_code in self.again:
             raise RefusedError(said, retry_after(response.headers))
         if response.has_redirect_location:

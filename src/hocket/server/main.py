@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hocket.common.machine import bound_nccl, cpu_threads, holder, refuse_open
+from hocket.common.shell import socket_folder
 from hocket.common.tasks import starting
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
@@ -109,6 +110,10 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
         }
         if tensor_parallel_size > 1:  # else vLLM wants a NUMA node for each worker
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if (folder := socket_folder()) is not None:
+        defaults["VLLM_RPC_BASE_PATH"] = folder
+    if not os.environ.get("VLLM_PORT", "0").isdecimal():  # Kubernetes sets it where a service is called vllm
+        del os.environ["VLLM_PORT"]
     for name, value in defaults.items():
         os.environ.setdefault(name, value)  # the others stay in their place, where setproctitle looks for them
     warnings.filterwarnings("ignore", category=FutureWarning)

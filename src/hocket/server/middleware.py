@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hocket.common.machine import is_any
 from hocket.common.tasks import cancel
 from hocket.server.errors import ApiError
 
@@ -135,7 +136,11 @@ class Guard:
         """Refuse a browser on a page of another site, even one whose name leads to this machine."""
         host = headers.get("host", "")
         origin = headers.get("origin")
-        if re.sub(r":\d*$", "", host.lower()) not in self._hosts or origin not in (None, f"http://{host}"):
+        name = re.sub(r":\d*$", "", host.lower())
+        if is_any(name) and origin is None:
+            message = f"{host} stands for all addresses of a server, and is none of them"
+            raise ApiError(403, "foreign_page", message, "ask 127.0.0.1 in its place")
+        if name not in self._hosts or origin not in (None, f"http://{host}"):
             message = f"a page of {origin or host!r} may not use this server"
             raise ApiError(403, "foreign_page", message, "set server.token to let it")
 

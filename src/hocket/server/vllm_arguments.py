@@ -10,10 +10,11 @@ from typing import Any, get_args
 from hocket.common import machine
 from hocket.common.environment import version_of
 from hocket.common.images import MAX_IMAGES
+from hocket.common.machine import is_here
 from hocket.common.registry import refuse_owned
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, cause_of
 
 CPU_KV_CACHE_MIB = 256  # at least
 CPU_BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU
@@ -62,9 +63,24 @@ def import_vllm() -> None:
             del sys.modules[compiler]
 
 
+def refuse_variables() -> None:
+    """Raise ConfigError for a variable that vLLM can't read, or whose address this machine has not."""
+    from vllm import envs
+
+    for name in sorted(envs.environment_variables.keys() & os.environ.keys()):
+        try:
+            value = envs.environment_variables[name]()
+        except Exception as error:
+            cause = f"vLLM can't read the environment variable {name}={os.environ[name]!r}: {cause_of(error)}"
+            raise ConfigError(f"{cause}; unset it, or correct it") from error
+        if name == "VLLM_HOST_IP" and value and not is_here(value):
+            raise ConfigError(f"VLLM_HOST_IP={value} is no address of this machine: unset it")
+
+
 def engine_arguments(config: Config) -> Namespace:
     """Return vLLM's arguments that are set. Raises ConfigError for one that it has not, or that hocket sets."""
     import_vllm()
+    refuse_variables()
     from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
 
