@@ -103,12 +103,11 @@ if __name__ == "__main__":
     _find_source()
     from hocket.common import shell
 
-    shell.restart()
-    modules = shell.search_packages_first()
+    notes = shell.begin()
     from hocket.common.processes import exit_with
 
     try:
-        exit_with(functools.partial(main, notes=modules))
+        exit_with(functools.partial(main, notes=notes))
     except KeyboardInterrupt:
         print("\nrun.py: interrupted", file=sys.stderr)
         sys.exit(130)

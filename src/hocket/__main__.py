@@ -8,13 +8,12 @@ from hocket.errors import SetupError
 
 
 def run() -> None:
-    shell.restart()
-    modules = shell.search_packages_first()
+    notes = shell.begin()
     from hocket.common import environment
     from hocket.common.processes import PARENT_VARIABLE, exit_with
 
     try:
-        environment.prepare(() if PARENT_VARIABLE in os.environ else modules)
+        environment.prepare(() if PARENT_VARIABLE in os.environ else notes)
     except SetupError as error:
         sys.exit(f"error: {error}")
     from hocket.commands.cli import main

@@ -22,7 +22,7 @@ from hocket import config as config_module
 from hocket.cluster import launch
 from hocket.commands import doctor
 from hocket.common import shell
-from hocket.common.files import unused
+from hocket.common.files import make_unused
 from hocket.common.processes import nobody_reads
 from hocket.common.redaction import redacted
 from hocket.config import Config, read_settings
@@ -104,7 +104,8 @@ def _sentence(error: Exception) -> str:
         return str(error)
     fix = remedy(error)
     if fix and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
-        return f"{error}; {fix}"
+        where = "" if getattr(error, "filename", None) else " (in run.dir, in TMPDIR, or where the output goes)"
+        return f"{error}{where}; {fix}"
     place = f"printed by --traceback (or {TRACEBACK}=1)"
     with contextlib.suppress(OSError):  # the disk is full, too
         with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False, encoding="utf-8") as file:
@@ -155,9 +156,16 @@ TRACEBACKS = _option("--traceback", action="store_true", help="with an error, sh
 @_command(SETTINGS)
 def _quickstart(args: argparse.Namespace) -> int:
     named = any(one.startswith("run.dir=") for one in args.arguments)  # if it is taken, that is said
-    if not (named or args.config.checkpoint.resume):
-        args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused(args.config.run_dir)}"])
-    status = launch.launch(args.config, args.arguments)
+    if named or args.config.checkpoint.resume:
+        status = launch.launch(args.config, args.arguments)
+    else:
+        folder = make_unused(args.config.run_dir)
+        args.config, args.arguments = read_settings([*args.arguments, f"run.dir={folder}"])
+        try:
+            status = launch.launch(args.config, args.arguments)
+        finally:
+            with contextlib.suppress(OSError):  # it holds a run
+                folder.rmdir()
     if status == 0:
         print(launch.what_next(args.config.run_dir, args.arguments))
     return status

@@ -57,7 +57,7 @@ def packages() -> Iterator[Finding]:
     have = ", ".join(f"{name} {environment.version_of(name) or 'is missing'}" for name in names)
     yield Finding("build", f"{build}: {have}")
     if lacks := environment.missing(build, "serve"):
-        fix = "packages are missing: run `python3 run.py doctor` with a network, or delete .venv and run it again"
+        fix = "packages are missing: run `python3 run.py install` with a network"
         yield Finding("", f"missing: {', '.join(lacks)}", False, fix)
 
 

@@ -140,8 +140,10 @@ def _stay(command: str, users: Sequence[str]) -> None:
     lacks = missing(builds()[0], command)
     if users and (lacks or command == "install"):
         cause = f"lacks {', '.join(lacks[:5])}" if lacks else f"was made by an earlier {wanted}"
-        raise SetupError(f"{VENV} {cause} and {users[0]}{others} uses it: end that first, then run this again")
-    reason = f"as {users[0]}{others} uses it" if users else "as this command changes nothing; `install` would"
+        raise SetupError(f"{VENV} {cause}, and is in use by {users[0]}{others}: end these first, then run this again")
+    reason = "as this command changes nothing: `python3 run.py install` does"
+    if users:
+        reason = f"as it is in use by {users[0]}{others}"
     print(f"run.py: {VENV} is not what requirements/{wanted} lists, and stays so, {reason}", file=sys.stderr)
 
 

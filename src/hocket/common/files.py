@@ -72,6 +72,15 @@ def unused(path: Path) -> Path:
     return next(one for one in itertools.chain([path], others) if not one.exists())
 
 
+def make_unused(path: Path) -> Path:
+    """Make the folder `unused` returns: of two processes that ask at the same time, each gets another."""
+    while True:
+        folder = unused(path)
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
 def partial_of(path: Path) -> Path:
     """Return the hidden name of what is not complete."""
     return path.with_name(f".{path.name}.partial")

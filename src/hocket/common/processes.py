@@ -38,6 +38,10 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
         for stream in (1, 2):  # or Python flushes once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         status = 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"error: the output can't be written: {error.strerror}; free space where it goes", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 1
     # Quickstart may interrupt a command that is ending: libraries' exit handlers would print tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ending = threading.Timer(EXIT_S, os._exit, [status])

@@ -18,6 +18,7 @@ from hocket.errors import SetupError
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # lower case, too
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+HUB = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEFT_OVER = f"if no launcher such as torchrun starts this: unset {' '.join(RANKS)}"
 MOST_FILES = 1 << 16  # of this process: some programs go through all that they might have
@@ -25,8 +26,18 @@ LONGEST_FOLDER = 107 - 37  # bytes of the path: those of a socket in it, without
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
-def restart() -> None:
-    """Start this command once more, with its id, where variables had Python begin as libraries can't use it."""
+def begin() -> list[str]:
+    """Have Python run as libraries need it, before they are imported; return notes."""
+    _restart()
+    open_streams()
+    unused = _search_packages_first()
+    if not unused:
+        return []
+    return [f"PYTHONPATH has {', '.join(unused)}: not used, as Python or its environment has modules of these names"]
+
+
+def _restart() -> None:
+    """Start this command once more, with its id, where variables had Python begin otherwise."""
     lacks_docstrings = sys.flags.optimize > 1 and os.environ.pop("PYTHONOPTIMIZE", "")  # transformers reads them
     lacks_names = sys.getfilesystemencoding() == "ascii"  # of files: those with an umlaut could not be written down
     if lacks_names:
@@ -36,8 +47,8 @@ def restart() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def search_packages_first() -> list[str]:
-    """Have modules in PYTHONPATH replace none of Python and of this environment; return those that would."""
+def _search_packages_first() -> list[str]:
+    """Search PYTHONPATH after Python and this environment; return its modules that these have, too."""
     places = sysconfig.get_paths()
     kept = {str(Path(__file__).resolve().parents[2]), f"{places['platstdlib']}/lib-dynload", *places.values()}
     inherited = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path} - kept
@@ -49,7 +60,8 @@ def search_packages_first() -> list[str]:
 def _modules(folder: str) -> Iterator[Path]:
     with contextlib.suppress(OSError):  # there is no such folder
         for file in sorted(Path(folder).iterdir()):
-            if file.suffix == ".py" or (file / "__init__.py").is_file():
+            is_module = file.suffix == ".py" and file.name != "__init__.py"
+            if is_module or (file / "__init__.py").is_file():
                 yield file
 
 
@@ -63,11 +75,12 @@ def _is_elsewhere(module: str, *, before: str) -> bool:
 
 
 def mend() -> list[str]:
-    """Mend variables, limits and streams; return a sentence for each that was set wrongly.
+    """Mend variables and limits; return a sentence for each that was set wrongly.
 
     Raises SetupError where no temporary folder can be written.
     """
-    open_streams()
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:{errors or 'replace'}"  # of children
     bypass_proxies(LOOPBACK)
     _raise_file_limit()
     return [*_drop_proxies(), *_drop_certificates(), *_drop_threads(), *_choose_tmpdir()]
@@ -83,8 +96,6 @@ def open_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
-    os.environ["PYTHONIOENCODING"] = f"{encoding}:{errors or 'replace'}"  # of children
 
 
 def bypass_proxies(hosts: Iterable[str]) -> None:
@@ -113,6 +124,14 @@ def proxy_of(url: str) -> str:
             name = next(name for name in (f"{kind}_proxy", f"{kind}_proxy".upper()) if name in os.environ)
             return f"{name}={_without_password(proxies[kind])}"
     return ""
+
+
+def hub_variables() -> str:
+    """Return what decides how the hub is asked, as "; set here: HF_HUB_OFFLINE=1", or nothing."""
+    values = [f"{name}={os.environ[name]}" for name in HUB if os.environ.get(name)]
+    if proxy := proxy_of(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
+        values.append(proxy)
+    return f"; set here: {', '.join(values)}" if values else ""
 
 
 def socket_folder() -> str | None:
@@ -163,12 +182,14 @@ def _raise_file_limit() -> None:
 
 
 def _drop_proxies() -> Iterator[str]:
+    dropped = dict[str, str]()
     for name in (*PROXIES, *map(str.lower, PROXIES)):
         value = os.environ.get(name)
-        cause = value and _unusable(value)
-        if value and cause:
+        if value and (cause := _unusable(value)):
             del os.environ[name]
-            yield f"{name}={_without_password(value)} {cause}; other machines are asked without this proxy"
+            dropped.setdefault(value, f"{name}={_without_password(value)} {cause}")
+    for sentence in dropped.values():
+        yield f"{sentence}; other machines are asked without this proxy"
 
 
 def _unusable(proxy: str) -> str:

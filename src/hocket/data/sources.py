@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.common.registry import Registry
+from hocket.common.shell import hub_variables
 from hocket.config import DataConfig
 from hocket.data import gym, verifiers
 from hocket.data.cache import sha256_of
@@ -83,7 +84,7 @@ def _hugging_face(data: DataConfig) -> Any:
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         what = f"can't load {data.source}, {data.section}.split={data.split}"
         cause = error.__cause__ or error  # a generator's own words are "an error occurred"
-        raise DataError(f"{what}: {cause}; choose another{data.otherwise}; without a network, name a file") from error
+        raise DataError(f"{what}: {cause}{hub_variables()}; choose another{data.otherwise}; without a network, name a file") from error
 
 
 @functools.lru_cache(1)  # asked for its identity, then for its rows

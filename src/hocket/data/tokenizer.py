@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.common.files import kind_of
+from hocket.common.shell import hub_variables
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, door
 
@@ -55,7 +56,7 @@ def check_is_model(path: str, setting: str) -> None:
     except Exception as error:
         missing = f"there is no such folder (paths are relative to {Path.cwd()})"
         raise ConfigError(
-            f"{setting}={path}: {missing}, and the hub has no such model, or is out of reach: {error}"
+            f"{setting}={path}: {missing}, and the hub has no such model, or is out of reach: {error}{hub_variables()}"
         ) from error
 
 

@@ -16,6 +16,7 @@ from hocket.common.files import last_lines
 from hocket.common.processes import SECRET_NAME, kill_with_parent
 from hocket.common.redaction import secret
 from hocket.common.registry import need, options_of
+from hocket.common.shell import proxy_of
 from hocket.common.tasks import retrieve, run
 from hocket.config.sections import Names
 from hocket.envs.base import LostError, Tool
@@ -180,7 +181,9 @@ class Session:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         why = " | ".join(filter(None, [f"{type(error).__name__}: {error}", last_lines(self._stderr, NUM_LINES)]))
-        return (UnaskedError if unasked else LostError)(f"{self._server} is lost: {why}")
+        proxy = proxy_of(self._server.url or "")
+        through = proxy and f" (asked through the proxy {proxy})"
+        return (UnaskedError if unasked else LostError)(f"{self._server} is lost{through}: {why}")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hocket.common.shell import LEFT_OVER
 from hocket.common.tasks import in_own_thread
 from hocket.errors import TrainerError, cause_of
 from hocket.protocol.weight_group import why_broken
@@ -22,6 +23,7 @@ from hocket.trainer.attention import WHOLE
 T = TypeVar("T")
 FAILURE = "hocket/failure"  # the store's key for why the first rank failed
 WATCH_S = 2.0
+PATIENCE_S = 15.0  # before it is said that others have not started
 GRACE_S = 15.0  # to notice another one's failure by itself; NCCL may wait forever
 _NO_DEADLINE = datetime.timedelta(days=365)  # for a command: generation takes any time
 
@@ -61,15 +63,24 @@ class Ranks:
         self.use_this_thread()
         with self.deadline("waiting for the other ranks to start"):
             if self.size > 1:  # one alone needs no port
+                waiting = threading.Timer(PATIENCE_S, self._tell_waiting)
+                waiting.daemon = True
+                waiting.start()
                 self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
                 if self._store.add(f"hocket/rank_{self.rank}", 1) > 1:  # Kubernetes does so with a lost pod
                     raise TrainerError(f"rank {self.rank} was started again, and the others wait for the first one")
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
+            if self.size > 1:
+                waiting.cancel()
             self._reports = dist.new_group(backend="gloo", timeout=timeout)
             self._commands = dist.new_group(backend="gloo", timeout=timeout if self.is_main else _NO_DEADLINE)
         if self.size > 1:
             self._watcher.start()
             atexit.register(self._stop_watching)  # a thread within the store's C++ would abort the process
+
+    def _tell_waiting(self) -> None:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        print(f"hocket: rank {self.rank} of {self.size} waits for others at {place}; {LEFT_OVER}", file=sys.stderr)
 
     def use_this_thread(self) -> None:
         """Set what torch keeps per thread."""
