@@ -46,7 +46,7 @@ def test_help_lists_every_command_without_any_package(args: list[str], tmp_path:
     answer = run(*args, cwd=tmp_path)
     assert answer.returncode == 0
     listed = {line.split()[0] for line in answer.stdout.splitlines() if line.startswith("  ") and line.strip()}
-    assert listed == {"test", *commands_of_the_parser()}
+    assert listed == {"install", "test", *commands_of_the_parser()}
 
 
 @pytest.mark.parametrize("args", [["quikstart"], ["--steps"], ["--local_rank=0"]])
@@ -82,7 +82,7 @@ def test_children_find_the_source_and_the_environments_programs(
 
 def test_the_test_command_runs_the_suite_with_its_arguments(door: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
-    monkeypatch.setattr("hocket.common.environment.ensure", lambda command, install: None)
+    monkeypatch.setattr("hocket.common.environment.ensure", lambda command, **how: None)
     monkeypatch.setattr("suite.main", lambda argv: given.append(argv) or 3)
     assert door.main(["test", "--rest", "-k", "resume"]) == 3
     assert given == [["--rest", "-k", "resume"]]

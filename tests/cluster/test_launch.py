@@ -17,7 +17,7 @@ import pytest
 from hocket import config
 from hocket.cluster import launch
 from hocket.cluster.launch import Child
-from hocket.common.files import unused
+from hocket.common.files import make_unused, unused
 from hocket.errors import ConfigError, ServerError
 from support.processes import is_gone, wait_for
 from support.programs import SOURCE, write_program
@@ -102,7 +102,7 @@ sys.exit(launch.launch(config.load(None, [f"run.dir={folder}"]), []))
 """
 PYTHON = """#!{python}
 import signal, sys, time; from pathlib import Path
-command = Path("{folder}", sys.argv[3])
+command = Path("{folder}", sys.argv[4])
 def end(*_):
     command.with_suffix(".ended").touch()
     sys.exit(130)
@@ -241,18 +241,27 @@ def test_too_few_gpus_are_refused(gpus: str, settings: list[str], reason: str) -
 
 
 def test_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5")
     assert launch.visible_gpus() == ["2", "5"]
     for none in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
         assert launch.visible_gpus() == []
+    monkeypatch.delenv("HOCKET_DEVICE")
+    monkeypatch.setattr(launch.environment, "has_cuda", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # as a login node shares its user's shell
+    assert launch.visible_gpus() == []
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.environment, "nvidia_smi", lambda column: ["0", "1"])
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7,1")
     with pytest.raises(ConfigError, match="names GPU 7, which nvidia-smi does not show: correct it, or set HOCKET_DEV"):
         launch.launch(config.load(), [], dry_run=True)
+    for nonsense in ("abc", "0;1", "GPU0"):
+        with pytest.raises(ConfigError, match=f"names '{nonsense}', which is no GPU's number or UUID: correct it"):
+            launch.refuse_missing(["0", nonsense])
     launch.refuse_missing(["1", "0", "MIG-1f2e", "GPU-8932f937"])
     monkeypatch.setattr(launch.environment, "nvidia_smi", lambda column: [])
     launch.refuse_missing(["7"])  # a container may have GPUs without nvidia-smi
@@ -270,6 +279,7 @@ def test_a_page_that_would_let_other_machines_in_ends_a_launch_before_anything_s
 def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(launch.environment, "nvidia_smi", lambda column: ["0", "1", "2", "3"])
     ports = [8100, 8101]
@@ -299,6 +309,7 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
 def test_a_launch_of_sides_that_share_their_gpus_gives_its_processes_settings_that_they_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(launch.environment, "nvidia_smi", lambda column: ["0", "1"])
     settings = ["launch.share_gpu=true", "launch.trainers=2", f"run.dir={tmp_path}/a"]
@@ -358,10 +369,26 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
         held.listen()
         assert launch.free_port("127.0.0.1", port) != port
         for first in (port, 65534):  # or after the last one
-            ports = launch.free_ports("127.0.0.1", first, 4)
+            ports, claims = launch.free_ports("127.0.0.1", first, 4)
+            claims.close()
             assert port not in ports
             assert len(set(ports)) == 4
             assert max(ports) < 1 << 16
+
+
+def test_a_port_for_a_server_that_does_not_listen_yet_is_given_to_no_other_launch() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (first,), claim = launch.free_ports("127.0.0.1", port, 1)
+    others, more = launch.free_ports("127.0.0.1", port, 2)
+    assert first == port
+    assert port not in others
+    more.close()
+    claim.close()
+    (again,), claim = launch.free_ports("127.0.0.1", port, 1)
+    claim.close()
+    assert again == port
 
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:
@@ -370,3 +397,4 @@ def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     run_dir.mkdir()
     (tmp_path / "quickstart-2").mkdir()
     assert unused(run_dir) == tmp_path / "quickstart-3"
+    assert [make_unused(run_dir).name for _ in range(2)] == ["quickstart-3", "quickstart-4"]  # of two processes

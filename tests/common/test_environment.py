@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -136,6 +137,80 @@ def test_the_build_follows_the_gpu_but_a_chosen_one_stays(place: Place, monkeypa
     monkeypatch.setattr(environment, "has_cuda", lambda: False)  # as where the GPU is not visible
     place.ensure_inside("serve", monkeypatch)
     assert len(place.calls()) == 2
+
+
+def test_a_look_leaves_the_environment_as_it_is_and_says_what_it_lacks(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    environment.ensure("doctor", install=False, update=False)  # there is none: the doctor says what is missing
+    assert not place.venv.exists()
+    place.ensure()
+    before = place.state()
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
+    monkeypatch.setattr(environment, "driver", lambda: None)
+    for install in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "prefix", str(place.venv))
+            environment.ensure("config", install=install, update=False)
+        words = (
+            "is not what requirements/cuda.lock lists, and stays so, as this command changes nothing: `python3 run.py"
+        )
+        assert words in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="exec"):  # from outside it goes on within
+        environment.ensure("config", install=True, update=False)
+    assert (place.calls(), place.state()) == (["cpu.lock"], before)
+
+
+def test_an_environment_that_a_process_uses_is_not_changed(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place.ensure()
+    before = place.state()
+    (place.root / "requirements/cpu.txt").write_text("pytest>=1\n")
+    (place.root / "requirements/cpu.lock").write_text("a-package==2\n")
+    (place.venv / "lib/busy.so").write_bytes(bytes(4096))
+    code = "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, access=1); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, place.venv / "lib/busy.so"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as user:
+        assert user.stdout is not None
+        user.stdout.readline()
+        place.ensure_inside("serve", monkeypatch)  # what is there is enough
+        assert f"stays so, as it is in use by process {user.pid} (" in capfd.readouterr().err
+        for command, device, problem in (
+            ("install", "cpu", r"was made by an earlier cpu\.lock, and is in use by process"),
+            ("serve", "cuda", r"lacks vllm==0\.99, not-on-this-machine>=1, and is in use by process"),
+        ):
+            monkeypatch.setenv("HOCKET_DEVICE", device)
+            with pytest.raises(SetupError, match=problem):
+                place.ensure_inside(command, monkeypatch)
+        assert (place.calls(), place.state()) == (["cpu.lock"], before)
+        user.communicate(b"\n")
+    place.ensure_inside("serve", monkeypatch)
+    assert place.calls() == ["cpu.lock", "cuda.lock"]
+
+
+def test_packages_that_another_build_leaves_behind_are_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place.root / "requirements/cpu.lock").write_text("a-package==2 \\\n    --hash=sha256:0\n")
+    place.ensure()
+    for name in ("a_package-2", "pip-25.0", "My.Package-1.5"):
+        folder = place.venv / f"lib/python3.11/site-packages/{name}.dist-info"
+        folder.mkdir(parents=True)
+        words = name.split("-")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {words[0]}\nVersion: {words[1]}\n")
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
+    monkeypatch.setattr(environment, "driver", lambda: None)
+    place.ensure_inside("serve", monkeypatch)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1].endswith(f"to have it again: {place.venv}/bin/python -m pip install my-package==1.5")
+
+
+def test_another_pythons_home_is_not_handed_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/usr")  # .venv's Python would look for its packages there
+    place.ensure()
+    assert "PYTHONHOME" not in os.environ
 
 
 def test_what_cannot_be_installed_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hocket.common.shell import proxy_of
 from hocket.envs import Agent, Task, agent
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
@@ -33,6 +34,11 @@ TASK = Task(
 @agent("number_of_tests")
 async def number(task: Task) -> float:
     return task.meta["level"] == 3
+
+
+@agent("proxy_of_tests")
+def proxy(task: Task) -> str | None:
+    return proxy_of(task.base_url) or None  # as any client reads it
 
 
 @agent("text_of_tests")
@@ -79,6 +85,14 @@ def test_options_that_can_not_be_are_refused_with_the_fix(options: dict[str, Any
         bind("agent", options)
 
 
+async def test_the_client_of_a_function_asks_the_model_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert await Agent(function="proxy_of_tests").run(TASK) is None
+
+
 def program(tmp_path: Path, code: str) -> Agent:
     file = tmp_path / "my agent.py"
     file.write_text(code)
@@ -89,11 +103,12 @@ async def test_a_program_has_the_task_on_its_stdin_and_the_model_in_its_environm
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("HOCKET_TOKEN", "the servers' own")
     code = """
 import json, os, sys
 assert "HOCKET_TOKEN" not in os.environ
-names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "NO_PROXY")
+names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "NO_PROXY", "no_proxy")
 print("thinking", file=sys.stderr)
 print("thinking")
 print(json.dumps([json.load(sys.stdin), [os.environ[name] for name in names], sys.argv[1:]]))
@@ -104,7 +119,7 @@ print()
     task, environment, arguments = json.loads(answer)
     chat = [{"role": "user", "content": "Sort: ba"}]
     assert task == {"messages": chat, "text": "Sort: ba", "answer": "ab", "meta": {"level": 3}, "seed": 9}
-    assert environment == [TASK.base_url, "secret", "m", "example.org,10.0.0.7"]
+    assert environment == [TASK.base_url, "secret", "m", *["example.org,10.0.0.7"] * 2]
     assert arguments == ["--fast"]
 
 

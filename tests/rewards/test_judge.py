@@ -56,6 +56,22 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
     assert service.most <= 16
 
 
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_proxy_between_a_judge_and_this_machine_is_named_in_what_goes_wrong(
+    scores_of: Scores, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    for name in ("NO_PROXY", "no_proxy", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    judge = {"base_url": "http://judge.example/v1", "model": "m", "rubric": "r", "retries": 0, "key_env": None}
+    async with Saying((502, {}, "no such host")).open() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:word@") if answers else "http://127.0.0.1:9")
+        (score,) = await scores_of({"judge": judge}, "abcd")
+    through = f"through the proxy HTTP_PROXY={proxy.url if answers else 'http://127.0.0.1:9'}: "
+    assert through in (score.error or "")
+    assert "; if the proxy does not reach that host, set NO_PROXY=judge.example" in (score.error or "")
+    assert "word" not in (score.error or "")
+
+
 async def test_an_answer_in_the_cache_that_is_no_verdict_is_asked_for_again(scores_of: Scores, tmp_path: Path) -> None:
     verdicts = [f'{{"score": {number}}}' for number in (1, 2, 3, 4)]
     path = tmp_path / "cache.db"

@@ -97,6 +97,23 @@ def test_the_user_s_environment_stays_and_run_py_sets_other_variables(monkeypatc
     assert {"VLLM_NO_USAGE_STATS", "TOKENIZERS_PARALLELISM"} <= by_server | set(os.environ)
 
 
+def test_what_kubernetes_or_a_long_temporary_folder_would_break_in_the_engine_is_set_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_PORT", "tcp://10.0.0.1:8000")  # of a service called vllm
+    monkeypatch.setattr("tempfile.tempdir", "/" + "x" * 70)
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    main.prepare_environment(1, threads=3)
+    assert "VLLM_PORT" not in os.environ
+    assert len(os.environ["VLLM_RPC_BASE_PATH"]) < 20
+    monkeypatch.setenv("VLLM_PORT", "5000")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path)[:70])
+    del os.environ["VLLM_RPC_BASE_PATH"]
+    main.prepare_environment(1, threads=3)
+    assert os.environ["VLLM_PORT"] == "5000"
+    assert "VLLM_RPC_BASE_PATH" not in os.environ
+
+
 def test_torch_is_imported_only_while_the_engine_s_process_imports_it_too() -> None:
     script = "import sys, hocket.server.main; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": SOURCE}).returncode == 0

@@ -116,6 +116,16 @@ async def test_a_foreign_page_can_not_use_a_server_without_a_token(headers: dict
     assert status == 200 or response.json()["error"]["code"] == "foreign_page"
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0:8000", "[::]:8000", "0.0.0.0"])
+async def test_a_client_that_takes_a_servers_wildcard_for_its_address_is_told_which_to_ask(host: str) -> None:
+    async with client(guard(token=None)) as http:
+        response = await http.get("/generate", headers={"host": host})
+        page = await http.get("/generate", headers={"host": host, "origin": "https://attacker.example"})
+    assert (response.status_code, page.status_code) == (403, 403)
+    assert response.json()["error"]["hint"] == "ask 127.0.0.1 in its place"
+    assert page.json()["error"]["hint"] == "set server.token to let it"
+
+
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
 WHOLE = HALF + b"y\r\n\r\n"
 REFUSED = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"

@@ -232,6 +232,27 @@ def test_torch_s_compiler_is_hidden_while_vllm_is_imported_on_cpus(cpu: bool, mo
     assert compiler not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", "lots", "'lots': invalid literal for int() with base 10: 'lots'; unset it"),
+        ("VLLM_ENGINE_ITERATION_TIMEOUT_S", "1m", "'1m': invalid literal for int()"),
+        ("VLLM_HOST_IP", "192.0.2.7", "VLLM_HOST_IP=192.0.2.7 is no address of this machine: unset it"),
+        ("VLLM_HOST_IP", "127.0.0.1", None),
+    ],
+)
+def test_a_variable_that_vllm_can_not_use_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str | None
+) -> None:
+    monkeypatch.setenv(name, value)
+    if problem is None:
+        return vllm_arguments.refuse_variables()
+    with pytest.raises(ConfigError) as refused:
+        vllm_arguments.refuse_variables()
+    assert name in str(refused.value)
+    assert problem in str(refused.value)
+
+
 def test_the_engine_gets_what_vllm_s_own_command_line_would_give_it(model: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -104,7 +104,8 @@ def _sentence(error: Exception) -> str:
         return str(error)
     fix = remedy(error)
     if fix and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
-        where = "" if getattr(error, "filename", None) else " (in run.dir, in TMPDIR, or where the output goes)"
+        is_unnamed = fix.endswith("there") and getattr(error, "filename", None) is None
+        where = " in run.dir, in TMPDIR, or where the output goes" if is_unnamed else ""
         return f"{error}{where}; {fix}"
     place = f"printed by --traceback (or {TRACEBACK}=1)"
     with contextlib.suppress(OSError):  # the disk is full, too

@@ -135,9 +135,12 @@ def missing(build: str, command: str) -> list[str]:
 
 def _stay(command: str, users: Sequence[str]) -> None:
     """Say that .venv stays as it is. Raises SetupError where processes use it and the command lacks packages."""
-    wanted = _lock(builds()[0]).name
+    build = _state()["build"]
+    if build not in builds():
+        build = builds()[0]
+    wanted = _lock(build).name
     others = f" and {len(users) - 1} others" if len(users) > 1 else ""
-    lacks = missing(builds()[0], command)
+    lacks = missing(build, command)
     if users and (lacks or command == "install"):
         cause = f"lacks {', '.join(lacks[:5])}" if lacks else f"was made by an earlier {wanted}"
         raise SetupError(f"{VENV} {cause}, and is in use by {users[0]}{others}: end these first, then run this again")
@@ -165,8 +168,7 @@ def _users() -> list[str]:
 
 def _added(build: str) -> list[str]:
     """Return what .venv has besides its lock's packages, as "name==version"."""
-    locks = _lock(build).read_text("utf-8") + (FOLDER / "installer.lock").read_text("utf-8")
-    listed = {"pip", "setuptools", *re.findall(r"(?m)^([\w.-]+?)={2,3}", locks)}
+    listed = {"pip", "setuptools", "uv", *re.findall(r"(?m)^([\w.-]+?)={2,3}", _lock(build).read_text("utf-8"))}
     folders = map(str, VENV.glob("lib/python*/site-packages"))
     packages = {
         re.sub(r"[-_.]+", "-", package.name).lower(): package.version

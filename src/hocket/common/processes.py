@@ -32,7 +32,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def exit_with(main: Callable[[list[str]], int]) -> None:
     """Exit with a command line's status; quietly where its output is closed (`| head`)."""
     try:
-        status = main(sys.argv[1:])
+        status = _status_of(main)
         sys.stdout.flush()
     except BrokenPipeError:
         for stream in (1, 2):  # or Python flushes once more at its end
@@ -50,6 +50,15 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
     gc.freeze()  # else Python searches all of torch for garbage once more, for a second
     sys.unraisablehook = _unless_finalizing
     sys.exit(status)
+
+
+def _status_of(main: Callable[[list[str]], int]) -> int:
+    try:
+        return main(sys.argv[1:])
+    except SystemExit as end:  # of --help, say
+        if isinstance(end.code, str):
+            raise
+        return end.code or 0
 
 
 def _unless_finalizing(

@@ -107,7 +107,8 @@ def bypass_proxies(hosts: Iterable[str]) -> None:
             value = next(filter(None, values), "")
         listed = [host.strip() for host in value.split(",") if host.strip()]
         if listed != ["*"]:
-            os.environ[name] = ",".join(dict.fromkeys([*listed, *hosts]))
+            listed += [host for host in hosts if host not in listed]
+        os.environ[name] = ",".join(listed)
 
 
 def proxy_of(url: str) -> str:

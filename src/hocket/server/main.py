@@ -21,7 +21,7 @@ from hocket.common.shell import socket_folder
 from hocket.common.tasks import starting
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import ConfigError, ServerError, door
+from hocket.errors import ConfigError, ServerError, door, remedy
 from hocket.protocol import CURABLE, meaning
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
@@ -89,7 +89,8 @@ def _load(config: Config) -> tuple[Namespace, Any]:
         args = vllm_arguments.engine_arguments(config)
         return args, vllm_api.start_engine(args)
     except (ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(f"vLLM can't run this model: {error}; start the server with {OTHER_SETTINGS}") from error
+        cure = remedy(error) or f"start the server with {OTHER_SETTINGS}"
+        raise ConfigError(f"vLLM can't run this model: {error}; {cure}") from error
 
 
 def prepare_environment(tensor_parallel_size: int, threads: int) -> None:

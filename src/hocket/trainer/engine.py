@@ -58,7 +58,7 @@ class Setup:
 
 
 def load_deepspeed(ranks: Ranks) -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
+    os.environ["DS_ACCELERATOR"] = ranks.device.type  # whatever a shell has
     deepspeed = importlib.import_module("deepspeed")
     # It would be compiled at first start, and is for tensor-parallel inference.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
