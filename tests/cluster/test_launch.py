@@ -319,6 +319,17 @@ def test_a_launch_of_sides_that_share_their_gpus_gives_its_processes_settings_th
     config.load(None, typed[typed.index("train") + 1 :])  # the server has GPU 0, the ranks have both
 
 
+def test_a_trainer_takes_the_url_of_a_server_on_ipv6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOCKET_DEVICE", "cpu")
+    settings = ["server.host=::1", f"run.dir={tmp_path}/a"]
+    launch.launch(config.load(None, settings), settings, dry_run=True)
+    typed = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    (url,) = config.load(None, typed[typed.index("train") + 1 :]).server.urls
+    assert url.startswith("http://[::1]:")
+
+
 def test_a_dead_server_is_reported_once_and_the_last_one_ends_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

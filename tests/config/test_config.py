@@ -301,7 +301,7 @@ def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(mo
         (["server.urls=[]", "server.port=9"], ("http://127.0.0.1:9",)),
         (["server.urls=http://0.0.0.0:8000/"], ("http://127.0.0.1:8000",)),  # TRL's default host
         (
-            ["server.urls=[http://[::]:9, http://0.0.0.0.example/0.0.0.0]"],
+            ["server.urls=['http://[::]:9', http://0.0.0.0.example/0.0.0.0]"],
             ("http://[::1]:9", "http://0.0.0.0.example/0.0.0.0"),
         ),
         (["server.discover=server:65535"], ()),

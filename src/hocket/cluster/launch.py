@@ -110,7 +110,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     checkpoints.refuse_taken(config.run_dir, resume=config.checkpoint.resume)
     plan = place(config.launch, config.server.tensor_parallel_size, gpus)
     ports, taken = free_ports(config.server.host, config.server.port, len(plan.servers))
-    urls = ",".join(map(config.url_at, ports))
+    urls = ",".join(f"'{url}'" if "[" in url else url for url in map(config.url_at, ports))  # YAML's lists have []
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
     if plan.ranks and not config.launch.share_gpu:
         arguments.append(f"launch.gpus_apart={str(plan.apart).lower()}")
