@@ -84,7 +84,8 @@ def _hugging_face(data: DataConfig) -> Any:
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         what = f"can't load {data.source}, {data.section}.split={data.split}"
         cause = error.__cause__ or error  # a generator's own words are "an error occurred"
-        raise DataError(f"{what}: {cause}{hub_variables()}; choose another{data.otherwise}; without a network, name a file") from error
+        advice = f"choose another{data.otherwise}; without a network, name a file"
+        raise DataError(f"{what}: {cause}{hub_variables()}; {advice}") from error
 
 
 @functools.lru_cache(1)  # asked for its identity, then for its rows
