@@ -129,7 +129,7 @@ def start_engine(args):
     with contextlib.suppress(BaseException):  # "Exception ignored in ...", as Python does within some callbacks
         signal.raise_signal(signal.SIGINT)
 
-main.tokenizers.load = main.vllm_arguments.engine_arguments = lambda _: None
+main.model_folder.examine = main.tokenizers.said_end = main.vllm_arguments.engine_arguments = lambda *_, **__: None
 main.vllm_api.start_engine = start_engine
 main.serve(config.load(None, sys.argv[1:]))
 """

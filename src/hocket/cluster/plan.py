@@ -17,6 +17,7 @@ from hocket.cluster.launch import Placement, place, visible_gpus
 from hocket.common import environment, machine
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
+from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.trainer import flops, memory
@@ -276,6 +277,9 @@ def report(
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
+    if model_folder.has_weights(config.model.path):
+        uses_logits = stage is None or stage.kind.uses_logits
+        model_folder.examine(config.model, head="logits" if uses_logits else None)
     if num_gpus == 0:
         yield from on_cpu(config, stage)
         return

@@ -16,6 +16,7 @@ from hocket.client.server import ServerClient
 from hocket.cluster.launch import Child, stop, visible_gpus
 from hocket.commands.sources import EachScorer, PromptSource, reward_calls
 from hocket.config import Config
+from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.data.cache import Prompts
 from hocket.data.mixture import MixedStream, unlike
@@ -110,17 +111,27 @@ class Servers:
 
 
 class Parts(AbstractContextManager["Parts"]):
-    """Makes the parts of a run; leaving it closes them. `rewards`: names of those that are called, of each source."""
+    """Makes the parts of a run; leaving it closes them.
+
+    rewards: names of those that are called, of each source.
+    trains: whether a trainer is among the parts.
+    """
 
     def __init__(
-        self, config: Config, console: Console, rewards: Callable[[Config], Iterable[str]] = lambda view: ()
+        self,
+        config: Config,
+        console: Console,
+        rewards: Callable[[Config], Iterable[str]] = lambda view: (),
+        *,
+        trains: bool = True,
     ) -> None:
         self.config = config.chosen(on_gpu=bool(visible_gpus()))
         self.servers = Servers(self.config)
         self.console = console
         with ExitStack() as stack:
             self.calls = reward_calls(stack, self.config, rewards)  # their processes start meanwhile
-            self.tokenizer = tokenizers.load(config.model.path)
+            # A server of its own examines the model for commands that only ask servers.
+            self.tokenizer = model_folder.examine(config.model) if trains else tokenizers.load(config.model.path)
             longest = tokenizers.longest_sequence(config.model, self.config.trainer)
             self.longest, _ = longest
             views = self.config.views.items()
@@ -185,7 +196,9 @@ class Parts(AbstractContextManager["Parts"]):
         return prompts, held_out, stream
 
     def _show(self, prompts: Mapping[str, Prompts]) -> None:
-        """Show the first prompts, and say what is odd about their number."""
+        """Show the first prompts, and say what is odd about their number, and where answers end."""
+        if added := tokenizers.said_end(self.config.model.path, self.tokenizer):
+            self.console.say(added)
         num = sum(map(len, prompts.values()))
         num_asked = self.config.rollout.prompts_per_step
         step = f"rollout.prompts_per_step={num_asked}"

@@ -287,7 +287,7 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
-        parts = stack.enter_context(Parts(config, console, lambda view: [view.eval_reward]))
+        parts = stack.enter_context(Parts(config, console, lambda view: [view.eval_reward], trains=False))
         held_out = parts.held_out()
         if not held_out:
             raise ConfigError(f"nothing to evaluate: {NO_ROWS}; eval.num_prompts must not be 0")
@@ -311,7 +311,7 @@ def roll_out(arguments: Sequence[str]) -> None:
     with (
         Console(config.trainer.steps) as console,
         owning(config.run_dir, console.say, wait=False),
-        Parts(config, console, lambda view: view.rewards.functions) as parts,
+        Parts(config, console, lambda view: view.rewards.functions, trains=False) as parts,
     ):
         checkpoints.make_room(config.run_dir, console.say)
         _, _, stream = parts.load(compare=False)

@@ -10,11 +10,12 @@ from typing import Any
 from hocket.common.files import kind_of
 from hocket.common.shell import hub_variables
 from hocket.config import ModelConfig, TrainerConfig
+from hocket.data.template import end_of_turn
 from hocket.errors import ConfigError, door
 
 
 def load(path: str, setting: str = "model.path") -> Any:
-    """Return the tokenizer of a model folder or hub name. Raise ConfigError without one."""
+    """Return the tokenizer of a model folder or hub name. Raise ConfigError without one, or one of another model."""
     from transformers import AutoTokenizer
 
     check_is_model(path, setting)
@@ -23,7 +24,7 @@ def load(path: str, setting: str = "model.path") -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
     unused = (tokenizer.pad_token_id, tokenizer.unk_token_id)  # transformers adds them
-    config = _config(path, setting)
+    config = config_of(path, setting)
     tokenizer.placeholder = getattr(config, "image_token_id", None)  # of a model that takes images
     size = getattr(config.get_text_config(), "vocab_size", math.inf)
     largest = max((id_ for id_ in tokenizer.get_vocab().values() if id_ not in unused), default=-1)
@@ -40,6 +41,7 @@ def load(path: str, setting: str = "model.path") -> Any:
 def check_is_model(path: str, setting: str) -> None:
     """Raise ConfigError unless `path` is a model's folder or known to the hub."""
     from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     folder = Path(path)
     if folder.exists():
@@ -50,21 +52,29 @@ def check_is_model(path: str, setting: str) -> None:
         if kind != "model":
             raise ConfigError(f"{setting}={path} is no model: it has no config.json")
         return
+    missing = f"{setting}={path}: there is no such folder (paths are relative to {Path.cwd()})"
     try:
         if try_to_load_from_cache(path, "config.json") is None:
             HfApi().model_info(path, timeout=10)
+    except HFValidationError as error:  # a path, which can't be a name there
+        raise ConfigError(f"{missing}; name the folder that has the model's config.json") from error
+    except RepositoryNotFoundError as error:
+        advice = "correct the path or the name, or set HF_TOKEN for a private model"
+        raise ConfigError(f"{missing}, and the hub shows no such model; {advice}") from error
     except Exception as error:
-        missing = f"there is no such folder (paths are relative to {Path.cwd()})"
+        advice = "correct the path, or download the model where the hub can be reached"
         raise ConfigError(
-            f"{setting}={path}: {missing}, and the hub has no such model, or is out of reach: {error}{hub_variables()}"
+            f"{missing}, and the hub is out of reach, if a model there is meant ({type(error).__name__}"
+            f"{hub_variables()}); {advice}"
         ) from error
 
 
-def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:
-    tokens = {id_: token for token, id_ in load(path, setting).get_vocab().items()}
+def check_same_ids(tokenizer: Any, what: str, model: ModelConfig) -> None:
+    """Raise ConfigError where the tokenizer of `what` has other tokens for the ids of the model's."""
+    tokens = {id_: token for token, id_ in tokenizer.get_vocab().items()}
     if any(tokens.get(id_, token) != token for token, id_ in load(model.path).get_vocab().items()):
         raise ConfigError(
-            f"{setting}={path} has another vocabulary than model.path={model.path}: the same ids are other tokens; "
+            f"{what} has another vocabulary than model.path={model.path}: the same ids are other tokens; "
             "name one with the same tokenizer"
         )
 
@@ -84,7 +94,8 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(f"{content}\n{special}".encode()).hexdigest()
 
 
-def _config(path: str, setting: str) -> Any:
+def config_of(path: str, setting: str = "model.path") -> Any:
+    """Return transformers' config of a model. Raise ConfigError without one."""
     from transformers import AutoConfig
 
     try:
@@ -94,24 +105,90 @@ def _config(path: str, setting: str) -> Any:
 
 
 def end_ids(path: str, tokenizer: Any) -> set[int]:
-    """Return the ids that end an answer, of tokenizer, config and generation config."""
+    """Return the ids that end an answer: those of the model, and the end of its chat template's turns."""
+    ends = _own_ends(path, tokenizer) | {added_end(path, tokenizer)}
+    return {id_ for id_ in ends if id_ is not None}
+
+
+def added_end(path: str, tokenizer: Any) -> int | None:
+    """Return the token that ends turns in the chat template, if it is no end of the model; else None.
+
+    A base model with a template is such a case: its answers would never end.
+    """
+    end = end_of_turn(tokenizer)
+    return None if end in _own_ends(path, tokenizer) else end
+
+
+def said_end(path: str, tokenizer: Any) -> str:
+    """Say which token is added to the model's ends; "" for none."""
+    end = added_end(path, tokenizer)
+    if end is None:
+        return ""
+    token = tokenizer.convert_ids_to_tokens(end)
+    return (
+        f"the chat template ends turns with {token!r}, which is no end of {path} (its eos is {tokenizer.eos_token!r}): "
+        "answers end there, too, and the generation_config.json of what is written says so"
+    )
+
+
+def _own_ends(path: str, tokenizer: Any) -> set[int | None]:
+    """Return the ids that tokenizer, config and generation config name."""
     from transformers import GenerationConfig
 
-    config = _config(path, "model.path").get_text_config()
+    config = config_of(path).get_text_config()
     named = [tokenizer.eos_token_id, tokenizer.placeholder, getattr(config, "eos_token_id", None)]
     with contextlib.suppress(OSError):  # many models have none
         named.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    return {one for ids in named for one in (ids if isinstance(ids, list) else [ids])}
+    return {id_ for ids in named for id_ in (ids if isinstance(ids, list) else [ids])}
 
 
 def context_length(model: ModelConfig) -> int:
-    """Return the longest prompt + completion in tokens."""
+    """Return the longest prompt + completion in tokens. Raise ConfigError where the model has fewer positions."""
+    positions = check_positions(model)
     if model.max_length is not None:
         return model.max_length
-    length = getattr(_config(model.path, "model.path").get_text_config(), "max_position_embeddings", None)
-    if not isinstance(length, int):
+    if positions is None:
         raise ConfigError(f"the config of {model.path} names no context length; set model.max_length")
-    return length
+    return positions
+
+
+def check_positions(model: ModelConfig, setting: str = "model.path") -> int | None:
+    """Return max_position_embeddings of the config; None: it names none.
+
+    Raise ConfigError for a model.max_length beyond it, and beyond what scaled rotary positions reach.
+    """
+    config = config_of(model.path, setting).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return None
+    rotary = _rotary(config)
+    reach = max([positions, *(_reach(one, positions) for one in rotary)])
+    if model.max_length is None or model.max_length <= reach or getattr(config, "alibi", False):
+        return positions
+    advice = f"lower model.max_length to {reach} or less"
+    if rotary:
+        factor = math.ceil(model.max_length / positions)
+        scaling = f"rope_type: yarn, factor: {factor}, original_max_position_embeddings: {positions}"
+        advice += f", or scale its rotary positions: rope_parameters in config.json with {scaling}"
+    beyond = f"model.max_length={model.max_length} is beyond the {reach} positions"
+    raise ConfigError(f"{beyond} of {setting}={model.path}; {advice}")
+
+
+def _rotary(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of rotary positions, which a config may have per kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        return [parameters]
+    return [one for one in parameters.values() if isinstance(one, dict)]
+
+
+def _reach(rotary: dict[str, Any], positions: int) -> float:
+    """Return how many positions scaling reaches; vLLM computes alike where the config's number is not scaled yet."""
+    factor = rotary.get("factor") or 1.0
+    original = rotary.get("original_max_position_embeddings")
+    if rotary["rope_type"] in ("linear", "dynamic"):
+        original = original or positions
+    return int(factor * original) if original else positions
 
 
 def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> tuple[int, str]:

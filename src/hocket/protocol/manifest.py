@@ -10,9 +10,9 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hocket.protocol import Manifest, TensorSpec
+from hocket.protocol import Manifest, TensorSpec, model_files
 
 if TYPE_CHECKING:
     import torch
@@ -43,18 +43,14 @@ class ModelShapes(NamedTuple):
 @functools.cache
 def model_shapes(path: str) -> ModelShapes:
     """Return what the trainer publishes of a model, which it loads and writes in this way, too; no data is read."""
-    import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    transformers.utils.logging.disable_progress_bar()
-    # Code of its own is not run: None, the default, asks on the terminal.
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    sees = hasattr(config, "vision_config")
-    auto: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
-    model = auto.from_pretrained(path, device_map="meta", trust_remote_code=False, local_files_only=True)
+    files, _ = model_files.weight_files(path)
+    shapes, _ = model_files.read_headers(files)
+    model, _ = model_files.load_on_meta(path, shapes)
     published = revert_weight_conversion(model, model.state_dict())
-    shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
-    return ModelShapes(shapes, dict(model.all_tied_weights_keys), type(model).__name__)
+    named = {name: tuple(tensor.shape) for name, tensor in published.items()}
+    return ModelShapes(named, dict(model.all_tied_weights_keys), type(model).__name__)
 
 
 def tensor_checksum(tensor: "torch.Tensor") -> str:

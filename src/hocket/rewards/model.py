@@ -10,7 +10,9 @@ from transformers import AutoConfig
 from transformers import AutoModelForSequenceClassification as Classifier
 
 from hocket.common.tasks import run_in_thread
+from hocket.config import ModelConfig
 from hocket.config.sections import Dtype
+from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.rewards.base import reward
 from hocket.rewards.runners import clock, clocked
@@ -41,6 +43,7 @@ class ModelReward:
         kinds = str(config.architectures)
         if "ForSequenceClassification" not in kinds:  # transformers would give it a head of random weights
             raise ValueError(f"{self.path} is no sequence classifier: config.json names the architectures {kinds}")
+        model_folder.examine(ModelConfig(path=self.path), f"{SECTION}.path", trains=False, head="score")
         if self.label not in range(labels) and (labels, self.label) != (1, None):
             raise ValueError(f"{self.path} has {labels} labels: set label to the index of one, {config.id2label}")
         text = config.get_text_config()

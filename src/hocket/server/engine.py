@@ -110,6 +110,7 @@ class Engine:
         versions.remove_left()
         self.llm = llm
         llm.require_ready = admitted
+        llm.ends = sorted(tokenizers.end_ids(model, tokenizer) - {tokenizer.placeholder})
         self.model = model
         self.version = 0  # that new tokens are sampled with
         self.sampler = Sampler(llm, tokenizer, admitted, template)

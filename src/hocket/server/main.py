@@ -20,6 +20,7 @@ from hocket.common.machine import bound_nccl, cpu_threads, holder, refuse_open
 from hocket.common.shell import socket_folder
 from hocket.common.tasks import starting
 from hocket.config import Config
+from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, door, remedy
 from hocket.protocol import CURABLE, meaning
@@ -85,7 +86,9 @@ def serve(config: Config) -> None:
 def _load(config: Config) -> tuple[Namespace, Any]:
     """Return the engine's arguments and the engine, with the model."""
     try:
-        tokenizers.load(config.model.path)  # what is wrong with the folder is said before the engine starts
+        tokenizer = model_folder.examine(config.model, trains=False)  # what is wrong is said before the engine starts
+        if added := tokenizers.said_end(config.model.path, tokenizer):
+            print(f"hocket: {added}", flush=True)
         args = vllm_arguments.engine_arguments(config)
         return args, vllm_api.start_engine(args)
     except (ValueError, RuntimeError, OSError) as error:

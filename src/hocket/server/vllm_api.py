@@ -134,7 +134,8 @@ def _admitting_llm(num_slots: int) -> Any:
 
     class AdmittingLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         require_ready: Callable[[], None] = staticmethod(lambda: None)
-        stops: Sequence[int] = ()  # further tokens that end each answer
+        ends: Sequence[int] = ()  # tokens that end an answer, some of which vLLM does not know
+        stops: Sequence[int] = ()  # those that end it even where a request ignores ends
         sample: Sample = staticmethod(lambda ask, prompt, params, request_id: ask(params, request_id))
         last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
@@ -146,7 +147,8 @@ def _admitting_llm(num_slots: int) -> Any:
 
             def ask(params: Any, request_id: str) -> AsyncGenerator[Any, None]:
                 self.require_ready()
-                params.stop_token_ids = [*(params.stop_token_ids or ()), *self.stops]
+                ends = self.stops if params.ignore_eos else [*self.ends, *self.stops]
+                params.stop_token_ids = [*(params.stop_token_ids or ()), *ends]
                 return self.admitted(generate(prompt, params, request_id, **kwargs))
 
             return self.sample(ask, prompt, sampling_params, request_id)

@@ -16,6 +16,7 @@ from hocket.common.files import atomic_folder, kind_of
 from hocket.common.registry import load_plugins
 from hocket.common.tasks import seed_of
 from hocket.config import Config, DataConfig, ModelConfig
+from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import SHORT, Console
@@ -84,7 +85,7 @@ def run(config: Config, command: str, *, dry_run: bool = False) -> None:
     load_plugins(config.plugins)  # data.source may be a task of one
     with owning(config.run_dir, print, wait=config.checkpoint.resume and not dry_run):
         saved = checkpoints.find(config, print, command=command, dry_run=dry_run)
-        rows, held_out = _load(stage, config)
+        rows, held_out = _load(stage, config, uses_logits=objective.kind.uses_logits)
         if dry_run:
             _check(config, command, stage, objective, rows, held_out)
         else:
@@ -130,6 +131,8 @@ def _outlook(
 ) -> Iterator[str]:
     """Yield lines on what is trained: the first row, the number of steps, the learning rate."""
     yield f"the first one, with what is taught in [[ ]]: {_shown(rows[0], tokenizer)}"
+    if added := tokenizers.said_end(config.model.path, tokenizer):
+        yield added
     section = getattr(config, command)
     setting = _decides(config, command)
     takes_all = ""
@@ -209,9 +212,9 @@ def _train(
             console.say(f"wrote {output}")
 
 
-def _load(stage: Stage, config: Config) -> tuple[list[Row], list[Row]]:
+def _load(stage: Stage, config: Config, *, uses_logits: bool) -> tuple[list[Row], list[Row]]:
     """Return the rows to train on, and those held out."""
-    tokenizer = tokenizers.load(config.model.path)
+    tokenizer = model_folder.examine(config.model, head="logits" if uses_logits else None)
     longest = tokenizers.context_length(config.model)
     rows = stage.load(config.data, tokenizer, longest)
     data = config.held_out_data

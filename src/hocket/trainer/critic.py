@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hocket.algorithm.choices import choose
 from hocket.algorithm.losses import LossOutput
 from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig
+from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
@@ -38,7 +39,8 @@ def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig)
         return None
     own = model.beside(critic.path)
     if critic.path is not None:
-        tokenizers.check_same_ids(critic.path, "critic.path", model)
+        tokenizer = model_folder.examine(own, "critic.path", head=None)
+        tokenizers.check_same_ids(tokenizer, f"critic.path={critic.path}", model)
     load = functools.partial(_load, critic, own)
     return Extra(model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
 

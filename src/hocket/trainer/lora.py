@@ -17,19 +17,19 @@ from torch import Tensor
 from hocket.common.files import atomic_folder
 from hocket.common.registry import need
 from hocket.config import ModelConfig
-from hocket.data import tokenizer as tokenizers
+from hocket.data import model_folder
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig, manifest
 from hocket.trainer.weights import (
     SCORE,
     Weights,
-    copy_processor,
     empty_model,
     linear_layers,
     load_model,
     part_of,
     published_name,
     sees,
+    write_beside,
 )
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -55,6 +55,11 @@ class Adapter(Weights):
         settings = self._lora
         linear = [name for name, _ in linear_layers(model) if part_of(name) == "language"]  # servers adapt no other
         known = sorted({name.rpartition(".")[2] for name in linear})
+        if not known:
+            raise ConfigError(
+                f"model.lora: {path} has no linear layer besides its output head (GPT-2's are Conv1D, which vLLM can't "
+                "adapt); leave model.lora out and train the whole model"
+            )
         targets = known if settings.targets == "all-linear" else sorted(settings.targets)
         for target in targets:
             if not any(f".{name}".endswith(f".{target}") for name in linear):
@@ -134,8 +139,9 @@ def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> 
 
 def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) -> None:
     """Write the model at `path` with W + scale · B A in place of W, and whole tensors as they are."""
-    tokenizer = tokenizers.load(path)
-    model = load_model(path, scores=f"{_FILE_PREFIX}{SCORE}" in tensors, dtype="auto")
+    scores = f"{_FILE_PREFIX}{SCORE}" in tensors
+    tokenizer = model_folder.examine(ModelConfig(path=path), head=None if scores else "logits")
+    model = load_model(path, scores=scores, dtype="auto")
     left = dict(tensors)
     for name, parameter in model.named_parameters():
         layer = f"{_FILE_PREFIX}{published_name(model, name.removesuffix('.weight'))}"
@@ -155,6 +161,7 @@ def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) ->
             "name it with model.path="
         )
     with atomic_folder(output) as partial:
+        generation, model.generation_config = model.generation_config, transformers.GenerationConfig()
         model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        copy_processor(model, path, partial)
+        model.generation_config = generation
+        write_beside(partial, model, tokenizer, path)

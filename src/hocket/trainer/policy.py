@@ -46,6 +46,7 @@ class Policy(nn.Module):
     """
 
     scores = False
+    uses_logits = True
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Policy(nn.Module):
         }
         torch.manual_seed(seed)
         if loads:
-            model = load_model(config.path, random_init=config.random_init, **options)
+            model = load_model(config.path, random_init=config.random_init, head=self.uses_logits, **options)
         else:
             model = empty_model(config.path, **options)
         for module in model.modules():
@@ -192,6 +193,8 @@ class Policy(nn.Module):
 
 class ScalarModel(Policy):
     """A model whose head has one output: it gives positions one number each, as critics and reward models do."""
+
+    uses_logits = False
 
     def forward(self, batch: TrainBatch) -> Any:  # in place of log-probs and entropies
         """Return values_bt, float32, of what is read before a token; 0 where the batch's mask is false."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hocket.client.server import ServerClient
 from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig
+from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError
 from hocket.protocol.messages import Request
@@ -41,9 +42,9 @@ def reference(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConf
 
 def frozen(path: str | None, setting: str, model: ModelConfig) -> Extra:
     """Return the log-probs of the whole model at `path`, or that the run starts from."""
-    if path is not None:
-        tokenizers.check_same_ids(path, setting, model)
     own = model.beside(path)
+    if path is not None:
+        tokenizers.check_same_ids(model_folder.examine(own, setting), f"{setting}={path}", model)
 
     def load(models: Models) -> Column:
         frozen = FrozenModel(models.load(own, Policy), models.setup)

@@ -1,6 +1,7 @@
 """The weights that a run trains, their published names, and their folders."""
 
 import contextlib
+import copy
 import functools
 import shutil
 from collections.abc import Mapping
@@ -14,13 +15,21 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    cached_file,
+)
 
 from hocket.common.files import atomic_folder
 from hocket.config import ModelConfig
+from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
+from hocket.data.template import end_of_turn
 from hocket.errors import ConfigError, TrainerError
-from hocket.protocol import AdapterConfig
+from hocket.protocol import AdapterConfig, model_files
 
 # By part of a model, what transformers calls it; a projector may be within the vision tower.
 PARTS = {
@@ -67,9 +76,8 @@ class Weights:
         """Write published parameters, and what loads them."""
         model.config.architectures = [type(model).__name__]
         model.config.dtype = dtype  # ZeRO-0's live parameters are float32
-        for part in filter(None, (model.config, getattr(model, "generation_config", None), tokenizer)):
-            part.save_pretrained(folder)
-        copy_processor(model, self.config.path, folder)
+        model.config.save_pretrained(folder)
+        write_beside(folder, model, tokenizer, self.config.path)
         save_torch_state_dict(published, folder)
 
     def make_model(self, tensors: dict[str, Tensor], dtype: torch.dtype, output: Path) -> None:
@@ -122,8 +130,31 @@ def attending(config: Any, how: str) -> str | dict[str, str]:
     return {"text_config": how, "vision_config": "sdpa"} if sees(config) else how
 
 
-def copy_processor(model: Any, path: str, folder: Path) -> None:
-    """Copy to a folder what a model that sees has beside its tokenizer."""
+def write_beside(folder: Path, model: Any, tokenizer: Any, path: str) -> None:
+    """Write what a model has beside its weights and config: tokenizer, processor, and how it generates.
+
+    path: the model that training began with.
+    """
+    tokenizer.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation = copy.deepcopy(generation)
+        generation.eos_token_id = _ends(generation.eos_token_id, tokenizer)
+        # save_pretrained refuses fields that contradict each other, as those of Llama 2 do.
+        generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+    _copy_processor(model, path, folder)
+
+
+def _ends(named: int | list[int] | None, tokenizer: Any) -> int | list[int] | None:
+    """Add the end of the chat template's turns, which was taught, to the ids that end an answer."""
+    end = end_of_turn(tokenizer)
+    ends = named if isinstance(named, list) else [tokenizer.eos_token_id if named is None else named]
+    if end is None or end in ends:
+        return named
+    return [*(id_ for id_ in ends if id_ is not None), end]
+
+
+def _copy_processor(model: Any, path: str, folder: Path) -> None:
     for file in _processor_files(path) if sees(model.config) else ():
         shutil.copy(file, folder)
 
@@ -150,9 +181,14 @@ def empty_model(path: str, **options: Any) -> Any:
         return load_model(path, random_init=True, **options)
 
 
-def load_model(path: str, *, random_init: bool = False, scores: bool = False, **options: Any) -> Any:
-    """Load a language model or, with `scores`, a sequence classifier with one output, a new one where path has none."""
+def load_model(path: str, *, random_init: bool = False, scores: bool = False, head: bool = True, **options: Any) -> Any:
+    """Load a language model or, with `scores`, a sequence classifier with one output, a new one where path has none.
+
+    Raise ConfigError for a model whose files are of another one: nothing else is drawn at random. `head`: whether the
+    logits are used; without, files may lack them.
+    """
     tokenizers.check_is_model(path, "model.path")
+    model_folder.refuse(model_folder.adapter_beside(path), path, "model.path")
     auto: Any = transformers.AutoModelForCausalLM
     changes: dict[str, Any] = {}  # of its config
     verbosity = transformers.utils.logging.get_verbosity()
@@ -167,9 +203,12 @@ def load_model(path: str, *, random_init: bool = False, scores: bool = False, **
             options["attn_implementation"] = attending(architecture, options.get("attn_implementation", "sdpa"))
         if random_init:
             return auto.from_config(architecture, trust_remote_code=False, **options)
-        return auto.from_pretrained(path, trust_remote_code=False, **changes, **options)
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, report = auto.from_pretrained(path, trust_remote_code=False, **changes, **options)
     except (OSError, ValueError, SafetensorError) as error:
         advice = "copy or download it again, if files lack or are cut off"
         raise ConfigError(f"can't load the model at model.path={path}: {error}; {advice}") from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
+    model_folder.refuse(model_files.differences(report, head=head and not scores), path, "model.path")
+    return model
