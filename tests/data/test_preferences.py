@@ -32,7 +32,6 @@ def sides(pair: Preference) -> list[tuple[list[int], list[int]]]:
         {"prompt": ASKED, "chosen": "c", "rejected": [says("d e")]},
         {"prompt": ASKED, **BOTH},
         {"prompt": "a b", **BOTH},
-        {"prompt": "a b", **BOTH, "tools": [{"name": "add"}]},  # which this template leaves out
         WHOLE,
         {"prompt": "another text", **WHOLE},  # as in UltraFeedback
     ],

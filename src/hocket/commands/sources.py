@@ -12,7 +12,7 @@ from hocket.data.curriculum import bind
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.stream import PromptStream
 from hocket.envs import base as environments
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
 from hocket.rewards.base import REWARDS
 from hocket.rewards.scorer import RewardCalls, RewardScorer
@@ -20,6 +20,8 @@ from hocket.rollout.collect import Play
 from hocket.rollout.episode import Limits
 from hocket.rollout.players import player
 from hocket.types import Prompt, Rollout, Score
+
+RETURNED = "0123456789"  # a made-up result of a tool
 
 
 def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Iterable[str]]) -> dict[str, RewardCalls]:
@@ -68,9 +70,24 @@ class PromptSource:
         """Return the training prompts."""
         _refuse_unanswered(self.config.data, self.config.rewards.functions)
         answer = self.config.rollout.max_tokens
+        self._check_results()
         prompts, length = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
         self.needed = length + self.example.thinking_tokens + answer
         return prompts
+
+    def _check_results(self) -> None:
+        """Raise DataError where the chat template can't show the model what its tools returned."""
+        if not self._tools or self.config.env.max_turns == 1:
+            return
+        renderer = renderer_of(self.config.data, self._tokenizer, self._tools)
+        returned = {"role": "tool", "name": self._tools[0]["function"]["name"], "content": RETURNED}
+        advice = "take a model whose template renders tools' results behind an answer, or set env.max_turns=1"
+        try:
+            shown = renderer.decode(renderer.following([returned], ended=None))
+        except ValueError as error:
+            raise DataError(f"no turn can follow a tool's result: {error}; {advice}") from error
+        if RETURNED not in shown:
+            raise DataError(f"the chat template leaves out what tools return; {advice}")
 
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation, maybe none."""

@@ -12,11 +12,10 @@ from typing import Any
 
 from hocket.config import DataConfig
 from hocket.data.columns import answer_of, checked, column, unmarked
+from hocket.data.template import ASKED, PROBE, SYSTEM, TURN, shows
 from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
 
-PROBE = "hocket-0123456789"  # the made-up turn that shows what the template writes around one
-TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 Tools = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
@@ -67,6 +66,11 @@ class Renderer:
             setting = f"{self._data.section}.chat_template=false"
             advice = f"put one as chat_template.jinja into its folder, or set {setting}"
             raise DataError(f"the tokenizer has no chat template: {advice} for plain text")
+        try:
+            self.render(self.chat("?"))
+        except ValueError as error:
+            if self._tools or self._data.system_prompt is not None:  # else the rows tell it
+                raise DataError(str(error)) from error
 
     def row(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return a row's text and the fields of its Prompt."""
@@ -152,7 +156,10 @@ class Renderer:
         return encoded
 
     def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
-        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
+        """Return the chat as text, up to where the model's next turn begins.
+
+        Raise ValueError if it can't be, or if the template leaves tools or a system message out.
+        """
         from jinja2 import TemplateError
 
         given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
@@ -162,7 +169,23 @@ class Renderer:
         # A template is a program: besides its own refusals it fails in these ways.
         except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
+        self._check_shown(text, messages, options, given | more)
         return text
+
+    def _check_shown(self, text: str, messages: Sequence[Message], options: Options, given: Mapping[str, Any]) -> None:
+        """Raise ValueError where the template leaves out what the model is to know."""
+        if given["tools"]:
+            without = {name: given[name] for name in ("add_generation_prompt", "tokenize")}
+            if text == self.render(messages, options, **without, tools=None):
+                advice = "take one that does (chat_template.jinja in the model's folder), or leave the tools out"
+                raise ValueError(f"the chat template does not show the model its tools; {advice}")
+        if not self._shows_system and any(message["role"] == "system" for message in messages):
+            advice = "write their text into the user's message, or take a template that shows them"
+            raise ValueError(f"the chat template leaves system messages (data.system_prompt) out; {advice}")
+
+    @functools.cached_property
+    def _shows_system(self) -> bool:
+        return shows(self._tokenizer, [SYSTEM, ASKED])
 
     def missing_opening(self) -> str:
         """Return what stands before a model's turn, if the template ignores `add_generation_prompt`."""

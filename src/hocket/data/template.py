@@ -7,6 +7,7 @@ from typing import Any
 PROBE = "hocket-0123456789"  # the content of a made-up message
 ASKED = {"role": "user", "content": "?"}
 TURN = (ASKED, {"role": "assistant", "content": PROBE})
+SYSTEM = {"role": "system", "content": PROBE}
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -19,6 +20,14 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
     except (TemplateError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     return text
+
+
+def shows(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether the template writes the probe in messages; True where it refuses them, as it says that itself."""
+    for written in (messages, [in_parts(message) for message in messages]):
+        with contextlib.suppress(ValueError):
+            return PROBE in rendered(tokenizer, written)
+    return True
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
