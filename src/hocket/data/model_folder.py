@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from hocket.config import ModelConfig
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, cause_of
 from hocket.protocol import model_files
 
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "generation_config.json")
@@ -93,10 +93,11 @@ def _weights(model: ModelConfig, setting: str, *, trains: bool, head: Head) -> l
         return problems
     try:
         loaded = model_files.load_on_meta(path, shapes, classifier=head == "score")
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever config.json leads transformers to
         if not trains:  # vLLM knows more architectures than transformers
             return problems
-        return [*problems, f"transformers can't load it: {error}"]
+        advice = "take the config.json that belongs to the files"
+        return [*problems, f"transformers can't build its model ({cause_of(error)}); {advice}"]
     problems += model_files.differences(loaded.report, head=head is not None)
     if head == "logits":
         problems += model_files.untied(loaded, files, shapes)

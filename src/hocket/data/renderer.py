@@ -69,7 +69,10 @@ class Renderer:
         try:
             self.render(self.chat("?"))
         except ValueError as error:
-            if self._tools or self._data.system_prompt is not None:  # else the rows tell it
+            if self._data.system_prompt is not None and not self._tools:
+                setting = f"{self._data.section}.system_prompt"
+                raise DataError(f"{setting}: {error}; leave it out, or write it into the prompts") from error
+            if self._tools:  # else the rows tell it
                 raise DataError(str(error)) from error
 
     def row(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -180,8 +183,7 @@ class Renderer:
                 advice = "take one that does (chat_template.jinja in the model's folder), or leave the tools out"
                 raise ValueError(f"the chat template does not show the model its tools; {advice}")
         if not self._shows_system and any(message["role"] == "system" for message in messages):
-            advice = "write their text into the user's message, or take a template that shows them"
-            raise ValueError(f"the chat template leaves system messages (data.system_prompt) out; {advice}")
+            raise ValueError("the chat template leaves system messages out; take one that shows them")
 
     @functools.cached_property
     def _shows_system(self) -> bool:
