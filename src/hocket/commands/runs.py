@@ -115,9 +115,9 @@ def _check(parts: Parts, saved: Saved | None, run_there: RunThere) -> None:
     else:
         up = run_there(parts.servers.up(say))
     if replay is None and not (up or config.names_servers):
-        from hocket.server.vllm_arguments import cpu_kv_cache, engine_arguments
+        from hocket.server.vllm_arguments import cpu_kv_cache, engine_arguments, is_cpu_build
 
-        if not visible_gpus():
+        if is_cpu_build():
             cpu_kv_cache(config)
         if config.server.engine:
             with suppress(ImportError):  # vLLM is not on this machine

@@ -167,28 +167,36 @@ def _build_defaults(config: Config) -> dict[str, Any]:
 def cpu_kv_cache(config: Config) -> int:
     """Return the bytes of a CPU server's KV cache: server.kv_cache_mib, or what the longest sequence takes.
 
-    Raise ConfigError where this machine's memory has no room for that sequence.
+    Raise ConfigError where that sequence has no room in it, or in this machine's memory.
     """
-    if config.server.kv_cache_mib is not None:
-        return config.server.kv_cache_mib << 20
-    from transformers import AutoConfig
-
-    model = config.model
-    text = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
-    heads = getattr(text, "num_attention_heads", 0)  # 0: a model without attention keeps no keys and values
-    if not heads:
-        return CPU_KV_CACHE_MIB << 20
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    itemsize = 4 if model.dtype in ("auto", "float32") else 2
-    token = 2 * text.num_hidden_layers * key_heads * head_size * itemsize
-    context = tokenizers.context_length(model)
+    mib = config.server.kv_cache_mib
+    token = _kv_bytes(config)
+    context = tokenizers.context_length(config.model)
     needed = token * CPU_BLOCK * (1 + math.ceil(context / CPU_BLOCK))  # vLLM keeps one block for itself
-    free = machine.free_memory()
-    has_windows = getattr(text, "sliding_window", None) is not None  # then vLLM needs less
-    if needed > free and not has_windows:
-        raise ConfigError(
-            f"a sequence of {context:,} tokens takes {needed / 2**30:.1f} GiB of the server's KV cache, and {free / 2**30:.1f} "
-            f"GiB of this machine's memory are left: set model.max_length to what prompt and completion need"
-        )
-    return max(CPU_KV_CACHE_MIB << 20, min(needed, free))
+    room = machine.free_memory() if mib is None else mib << 20
+    if needed > room:
+        fits = (room // token // CPU_BLOCK - 1) * CPU_BLOCK
+        where = "this machine's free memory" if mib is None else f"server.kv_cache_mib={mib}"
+        advice = f"set model.max_length={max(fits, 1)} or lower"
+        if mib is not None:
+            advice += f", or server.kv_cache_mib={math.ceil(needed / 2**20)}"
+        what = f"the KV cache of a sequence of {context:,} tokens, the context of {config.model.path}, takes"
+        raise ConfigError(f"{what} {needed >> 20:,} MiB, more than {where} has, {room >> 20:,} MiB: {advice}")
+    return max(CPU_KV_CACHE_MIB << 20, needed) if mib is None else room
+
+
+def _kv_bytes(config: Config) -> int:
+    """Return the bytes per token of the layers whose keys and values are kept for the whole context; 0 if unknown."""
+    server = config.server
+    text = tokenizers.config_of(config.model.path).get_text_config()
+    heads = getattr(text, "num_key_value_heads", None)
+    is_other = {"num_gpu_blocks_override", "kv_cache_dtype"} & server.engine.keys() or getattr(text, "kv_lora_rank", None)
+    if heads is None or is_other:
+        return 0
+    kinds = getattr(text, "layer_types", None)
+    layers = text.num_hidden_layers if kinds is None else kinds.count("full_attention")
+    if kinds is None and getattr(text, "sliding_window", None):
+        return 0
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = 2 if config.model.dtype in ("bfloat16", "float16") else 4
+    return int(2 * layers * math.ceil(heads / server.tensor_parallel_size) * head * itemsize)
