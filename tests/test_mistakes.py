@@ -92,7 +92,7 @@ config trainer.max_seq_length=512 | here that is model.max_length
 config actor_rollout_ref.actor.use_kl_loss=true | here that is algorithm.kl
 config fine.yaml plugins=[a, b] | a bracket is left open: quote the whole setting, as a shell splits it at blanks
 config rewards.functions={exact_match: 1} | a bracket is left open: quote the whole setting, as a shell splits it
-config data.system_prompt=Be very kind | one config file at most, got very, kind; settings look like section.key=value, and
+config data.system_prompt=Be very kind | one config file at most, got very, kind; settings look like
 config data.system_prompt=Be very kind | a value with blanks needs quotes
 config 'rewards.functions={exact_match}' | must be a mapping of key: value, got None ({NAME: weight} or {NAME: {weight:
 config trainer.steps=ten | trainer.steps: must be a whole number, got 'ten' (Steps, each with one batch of rollouts
@@ -194,7 +194,7 @@ plan --gpus -1 | --gpus -1: a plan needs 1 or more, or 0 for this machine's CPU
 plan --gpus 0 model.max_length=800000000 | set model.max_length to what prompt and completion need
 check model.max_length=800000000 | set model.max_length to what prompt and completion need
 plan sft.epochs=2 rm.epochs=2 | a plan is of one command: leave all but one of the sections rm, sft out
-plan --gpus 8 launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0: take more, or
+plan --gpus 8 launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0
 config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
 config checkpoint.best=eval/reward | checkpoint.best=eval/reward is no metric of this evaluation, which has eval/greedy
 config 'rewards.functions={exact_match: {clip: [1, 1]}}' | must be [lowest, highest], the first below the second

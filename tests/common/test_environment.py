@@ -169,7 +169,13 @@ def test_an_environment_that_a_process_uses_is_not_changed(
     (place.root / "requirements/cpu.txt").write_text("pytest>=1\n")
     (place.root / "requirements/cpu.lock").write_text("a-package==2\n")
     (place.venv / "lib/busy.so").write_bytes(bytes(4096))
-    code = "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, access=1); print(1, flush=True); input()"
+    code = """
+import mmap, sys
+file = open(sys.argv[1], "rb")
+mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+print(1, flush=True)
+input()
+"""
     with subprocess.Popen(
         [sys.executable, "-c", code, place.venv / "lib/busy.so"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as user:

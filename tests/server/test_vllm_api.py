@@ -368,6 +368,7 @@ SUM = {"expression": "1+2"}
     ("parser", "text", "calls"),
     [
         ("hermes", CALL % ("calculate", json.dumps(SUM)) + CALL % ("other", "{}"), [("calculate", SUM), ("other", {})]),
+        ("hermes", (CALL % ("calculate", json.dumps(SUM))).rstrip()[:-1], [("calculate", SUM)]),  # a stop string's rest
         ("hermes", "no call at all", []),
         ("hermes", '<tool_call>{"name": "calculate", "argum', []),
         ("hermes", "<tool_call>[1]</tool_call>", []),

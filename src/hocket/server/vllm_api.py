@@ -13,6 +13,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import secrets
 import signal
 import sys
@@ -260,6 +261,8 @@ def load() -> dict[str, Any]:
     return found
 
 
+CUT_TAG = re.compile(r"</?[\w|]*\Z")
+"""The beginning of a tag at the end of a text."""
 SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
 """Parameters that have one name here and in vLLM."""
 
@@ -416,14 +419,18 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
         raise invalid(message, f"vLLM has the parsers {known}; each tool is as in OpenAI's API") from error
     request = parser.adjust_request(request)
 
-    def find(token_ids: Sequence[int]) -> list[ToolCall]:
-        text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
+    def parse(text: str) -> Any:
         try:
-            calls = parser.extract_tool_calls(text, request=request).tool_calls
+            return parser.extract_tool_calls(text, request=request).tool_calls
         # Some parsers raise where what a model wrote is malformed: then there is no call in it.
         except Exception:
             logger.exception("vLLM's tool parser %s failed on %.200r", tools.parser, text)
             return []
+
+    def find(token_ids: Sequence[int]) -> list[ToolCall]:
+        text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
+        # A call is whole where only the tag that closes it was cut off.
+        calls = parse(text) or parse(CUT_TAG.sub("", text))
         return [
             ToolCall(
                 name=encodable(call.function.name),
