@@ -76,6 +76,20 @@ def test_losses_by_hand(options: dict[str, Any], expected: float) -> None:
     )
 
 
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "cdpo", "robust"])
+def test_a_policy_that_is_the_reference_but_for_rounding_orders_no_pair_and_learns_all_the_same(loss: str) -> None:
+    sums = {"chosen": [-0.1, -0.2, -3.3], "rejected": [-7.7, -0.3]}  # float32 has none of them, nor their sums
+    both = {"chosen": sequence((1, 2, 3, 4)), "rejected": sequence((1, 2, 5))}
+    [[batch]] = pack([pairs.sample(both[side], ref_logprobs=math.fsum(sums[side])) for side in both], unit=2)
+    logprobs = torch.tensor([[*sums["chosen"], *sums["rejected"]]], dtype=torch.float64, requires_grad=True)
+    output = dpo.pair_loss(logprobs, logprobs, batch, dpo.DpoOptions(loss=loss))  # type: ignore[arg-type]
+    told = [float(output.metrics[f"rewards/{name}"]) for name in ("accuracies", "margins", "chosen", "rejected")]
+    assert told == [0.0] * 4
+    output.loss.backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    assert logprobs.grad[0, 0] < 0 < logprobs.grad[0, 3]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -109,6 +123,8 @@ def test_a_run_prefers_what_is_chosen_and_keeps_its_reference(
     slope = 0.1 / 2  # of −log σ(beta h) where h is 0
     assert before["eval/loss"] == pytest.approx(math.log(2), abs=slope * pair_rounding(model, kept))
     assert first["train/loss"] == pytest.approx(math.log(2), abs=slope * pair_rounding(model, kept))
+    # The policy is the reference yet: rounding orders no pair.
+    assert (before["eval/rewards/accuracies"], before["eval/rewards/margins"]) == (0.0, 0.0)
     assert last["train/loss"] < 0.5
     assert last["rewards/accuracies"] == last["eval/rewards/accuracies"] == 1.0
     after = [sum(own) for own in logprobs_of(tmp_path / "run" / "model", sequences[:8])]

@@ -67,7 +67,9 @@ def pair_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch, option
     logps_p2 = pairs.sums(logprobs_bt, batch)
     ratios_p2 = logps_p2
     if REFERENCE in batch.columns:
-        ratios_p2 = logps_p2 - pairs.sums(batch.columns[REFERENCE], batch)
+        reference_p2 = pairs.sums(batch.columns[REFERENCE], batch)
+        is_equal_p2 = logps_p2.float() == reference_p2.float()  # columns are float32: their rounding is no difference
+        ratios_p2 = logps_p2 - logps_p2.detach().where(is_equal_p2, reference_p2)
     compared_p2 = ratios_p2
     if options.length_normalized or options.loss in ("ipo", "simpo"):
         compared_p2 = ratios_p2 / pairs.sums(batch.mask_bt, batch)

@@ -15,14 +15,11 @@ def sample(sequence: TokenSequence, **numbers: float) -> TrainSample:
 
 
 def sums(values_bt: Tensor, batch: TrainBatch) -> Tensor:
-    """Return the sums over sequences of numbers that are 0 where no token is trained: [pairs, (chosen, rejected)].
-
-    They are rounded to float32, as those in columns are: what is equal beside a reference is equal here, too.
-    """
+    """Return the sums over sequences of numbers that are 0 where no token is trained: [pairs, (chosen, rejected)]."""
     values_t = values_bt[0].double()
     sums_n = torch.zeros_like(values_t).index_add(0, batch.sample_bt[0], values_t)
     num = len(batch.places)  # 0 in a rank's last micro-batch; a rehearsal's may be odd
-    return sums_n[: num + num % 2].float().double().view(-1, 2)
+    return sums_n[: num + num % 2].view(-1, 2)
 
 
 def mean(values_p: Tensor, batch: TrainBatch) -> Tensor:
