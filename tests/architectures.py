@@ -98,8 +98,11 @@ FAMILIES: dict[
     "gemma": ("Gemma 1", {}),
     "gemma2": ("Gemma 2", {}),
     "gemma3_text": ("Gemma 3", MASKED),
-    "gemma3n_text": ("Gemma 3n", MASKED | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4}),
-    "gemma4_text": ("Gemma 4", MASKED | {"head_dim": None, "global_head_dim": None, "num_kv_shared_layers": 0}),
+    "gemma3n_text": (
+        "Gemma 3n",
+        MASKED | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 2},
+    ),
+    "gemma4_text": ("Gemma 4", MASKED | {"global_head_dim": 16, "num_kv_shared_layers": 0}),
     "vaultgemma": ("VaultGemma", {}),
     "phi": ("Phi 1, 1.5 and 2", {}),
     "phi3": ("Phi 3 and 4", {}),
@@ -313,8 +316,12 @@ def try_family(family: str, folder: str) -> Result:
     notes = {}
     try:
         adapted = Policy(settings.model_copy(update={"lora": LoraConfig(rank=4)}), dtype=torch.float32, temperature=1.0)
-    except HocketError:
-        notes["LoRA"] = "no"
+    except (HocketError, ValueError):
+        adapted = None
+    layers = adapted.model.named_modules() if adapted else []
+    bases = [layer.get_base_layer() for _, layer in layers if hasattr(layer, "lora_A")]
+    if adapted is None or not all(isinstance(base, torch.nn.Linear) for base in bases):
+        notes["LoRA"] = "no"  # nothing to adapt, or experts in one tensor, of which export makes no whole model
     else:
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:

@@ -194,7 +194,7 @@ def _compare(model: Any, row: Row, alone: Sequence[Tensor]) -> str:
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{ITS_OWN} ({_short(error)})"
     if "groups" not in vars(row.segments):  # no layer has asked for them
-        return ITS_OWN
+        return "does not tell its attention where the sequences of a row begin: it keeps keyword arguments to itself"
     with torch.no_grad():
         again_brh = hidden(row.ids_br)
         changed_brh = hidden(row.changed_br)
