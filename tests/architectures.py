@@ -78,6 +78,7 @@ SIZES: dict[str, Any] = {
     "attention_chunk_size": 7,
 }
 MASKED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+SPARSE = {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 2}
 MLA = {"head_dim": None, "num_key_value_heads": 4}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 FAMILIES: dict[
@@ -100,7 +101,7 @@ FAMILIES: dict[
     "gemma3_text": ("Gemma 3", MASKED),
     "gemma3n_text": (
         "Gemma 3n",
-        MASKED | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 2},
+        MASKED | SPARSE,
     ),
     "gemma4_text": ("Gemma 4", MASKED | {"global_head_dim": 16, "num_kv_shared_layers": 0}),
     "vaultgemma": ("VaultGemma", {}),
@@ -321,7 +322,7 @@ def try_family(family: str, folder: str) -> Result:
     layers = adapted.model.named_modules() if adapted else []
     bases = [layer.get_base_layer() for _, layer in layers if hasattr(layer, "lora_A")]
     if adapted is None or not all(isinstance(base, torch.nn.Linear) for base in bases):
-        notes["LoRA"] = "no"  # nothing to adapt, or experts in one tensor, of which export makes no whole model
+        notes["LoRA"] = "untried" if adapted else "no"
     else:
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:

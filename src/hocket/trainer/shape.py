@@ -35,6 +35,8 @@ class Shape(NamedTuple):
         heads = size("num_attention_heads", 1)
         head = size("head_dim", text.hidden_size // heads)
         inner = size("intermediate_size", 4 * text.hidden_size)
+        if isinstance(inner, list):  # by layer (Gemma 3n)
+            inner = max(inner)
         experts = size("num_experts_per_tok", 0)
         kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
         window = size("sliding_window", ALL)
