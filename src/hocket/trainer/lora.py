@@ -161,7 +161,9 @@ def _merge(tensors: dict[str, Tensor], scale: float, path: str, output: Path) ->
             "name it with model.path="
         )
     with atomic_folder(output) as partial:
-        generation, model.generation_config = model.generation_config, transformers.GenerationConfig()
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            model.generation_config = transformers.GenerationConfig()  # save_pretrained refuses some
         model.save_pretrained(partial)
         model.generation_config = generation
         write_beside(partial, model, tokenizer, path)
