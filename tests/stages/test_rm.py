@@ -62,7 +62,7 @@ def rows(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("settings", [[], ["model.lora={}", "trainer.zero_stage=3"], ["data.chat_template=false"]])
 async def test_the_trainer_transformers_and_the_reward_give_the_same_scores(
-    rows: Path, tmp_path: Path, settings: list[str]
+    rows: Path, tmp_path: Path, settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = Path(shutil.copytree(TINY, tmp_path / "start"))
     common = (f"data.source={rows}", "data.chat_template=true", "rm.center_coef=0.01", "trainer.steps=8")
@@ -73,7 +73,9 @@ async def test_the_trainer_transformers_and_the_reward_give_the_same_scores(
             run("rm", str(start), tmp_path, *common, *held_out, *settings)
         (start / "chat_template.jinja").unlink()
     verbosity = transformers.logging.get_verbosity()
+    capsys.readouterr()
     records = run("rm", str(start), tmp_path, *common, *held_out, *settings)
+    assert "the model has no score.weight: the stage adds this head" in capsys.readouterr().out
     assert transformers.logging.get_verbosity() == verbosity
     folder = tmp_path / "run" / "model"
     assert records[-1]["train/loss"] < records[1]["train/loss"]

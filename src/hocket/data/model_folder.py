@@ -136,3 +136,10 @@ def has_weights(path: str) -> bool:
     """Return whether weights lie there: a plan needs none."""
     files, problems = model_files.weight_files(path)
     return bool(files or problems)
+
+
+def has_tensor(path: str, name: str) -> bool:
+    """Return whether the weight files hold a tensor of this name."""
+    files, _ = model_files.weight_files(path)
+    shapes, _ = model_files.read_headers(files)
+    return name in shapes

@@ -30,6 +30,7 @@ from hocket.trainer.models import Objective
 from hocket.trainer.policy import compute_dtype
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
+from hocket.trainer.weights import SCORE
 from hocket.types import Metrics, TrainSample
 
 NUM_LINES = 20  # of progress in a whole run
@@ -113,7 +114,7 @@ def _check(
     num_parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
     print(f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}")
     steps, _ = _length(config, command, rows)
-    for line in _outlook(config, command, stage, rows, steps, tokenizers.load(config.model.path)):
+    for line in _outlook(config, command, stage, objective, rows, steps, tokenizers.load(config.model.path)):
         print(line)
     print("nothing stands in the way of a run, as far as is seen without the weights")
 
@@ -128,10 +129,18 @@ def _length(config: Config, command: str, rows: Sequence[Row]) -> tuple[int, int
 
 
 def _outlook(
-    config: Config, command: str, stage: Stage, rows: Sequence[Row], steps: int, tokenizer: Any
+    config: Config,
+    command: str,
+    stage: Stage,
+    objective: Objective,
+    rows: Sequence[Row],
+    steps: int,
+    tokenizer: Any,
 ) -> Iterator[str]:
     """Yield lines on what is trained: the first row, the number of steps, the learning rate."""
     yield f"the first one, with what is taught in [[ ]]: {_shown(rows[0], tokenizer)}"
+    if objective.kind.scores and not model_folder.has_tensor(config.model.path, SCORE):
+        yield f"the model has no {SCORE}: the stage adds this head, drawn at random by trainer.seed"
     if added := tokenizers.said_end(config.model.path, tokenizer):
         yield added
     section = getattr(config, command)
@@ -185,7 +194,7 @@ def _train(
             saved.restore(parts)
         trainer.check_fits([*flat(rows), *measured])
         console.say(f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}")
-        for line in _outlook(config, command, stage, rows, steps, trainer.tokenizer):
+        for line in _outlook(config, command, stage, objective, rows, steps, trainer.tokenizer):
             console.say(line)
         if saved is None and held_out:
             before = stage.held_out(trainer, measured)
