@@ -131,7 +131,7 @@ def test_a_base_with_code_of_its_own_is_not_run_whatever_a_terminal_would_answer
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     adapter = AdapterConfig(base_model_name_or_path=str(base), r=1, lora_alpha=1, target_modules=["q_proj"])
     lora.save(tmp_path / "adapter", adapter, {})
-    with pytest.raises(ConfigError, match="can't load the model"):
+    with pytest.raises(ConfigError, match="can't build its model"):
         export(tmp_path / "adapter", tmp_path / "model", base=None)
 
 

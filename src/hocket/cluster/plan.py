@@ -277,7 +277,7 @@ def report(
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
-    if model_folder.has_weights(config.model.path):
+    if model_folder.has_weights(config.model.path):  # a plan takes a config.json alone
         uses_logits = stage is None or stage.kind.uses_logits
         model_folder.examine(config.model, head="logits" if uses_logits else None)
     if num_gpus == 0:

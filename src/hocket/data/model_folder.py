@@ -15,7 +15,14 @@ OTHER_FORMATS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 Head = Literal["logits", "score"] | None
 
 
-def examine(model: ModelConfig, setting: str = "model.path", *, trains: bool = True, head: Head = "logits") -> Any:
+def examine(
+    model: ModelConfig,
+    setting: str = "model.path",
+    *,
+    trains: bool = True,
+    head: Head = "logits",
+    needs_weights: bool = True,
+) -> Any:
     """Return the tokenizer of a model whose folder can be used as it is. Raise ConfigError with all that is wrong.
 
     No weights are read, but those of heads that are in the files although config.json ties them. Of a name of the hub,
@@ -23,12 +30,15 @@ def examine(model: ModelConfig, setting: str = "model.path", *, trains: bool = T
 
     trains: whether the trainer loads it; else vLLM does, which takes more formats.
     head: what is used of its head, beside the body: its logits, as a classifier its score, or nothing.
+    needs_weights: whether there must be any; the plan of a run with a reference takes none.
     """
     path = model.path
     tokenizers.check_is_model(path, setting)
     problems = _pointers(path)
     if not problems:  # else config.json or the tokenizer can't be read
         problems += adapter_beside(path) + _weights(model, setting, trains=trains, head=head)
+        if needs_weights and not (problems or model.random_init):
+            problems += _without_weights(path, trains=trains)
     tokenizer = None
     if not _pointers(path):
         try:
@@ -87,9 +97,7 @@ def _weights(model: ModelConfig, setting: str, *, trains: bool, head: Head) -> l
     problems += broken + damaged
     if broken or damaged:
         return problems
-    if not files:
-        return problems + _without_weights(path, trains=trains)
-    if quantised:  # vLLM knows its formats
+    if quantised or not files:  # vLLM knows its formats
         return problems
     try:
         loaded = model_files.load_on_meta(path, shapes, classifier=head == "score")
@@ -122,7 +130,7 @@ def _ties(path: str) -> list[str]:
 
 def _without_weights(path: str, *, trains: bool) -> list[str]:
     folder = Path(path)
-    if not folder.is_dir():  # the hub's: not downloaded yet
+    if model_files.weight_files(path)[0] or not folder.is_dir():  # of the hub, they are not downloaded yet
         return []
     others = [file.name for kind in OTHER_FORMATS for file in sorted(folder.glob(kind))]
     if others and not trains:  # vLLM reads some of them
@@ -133,7 +141,7 @@ def _without_weights(path: str, *, trains: bool) -> list[str]:
 
 
 def has_weights(path: str) -> bool:
-    """Return whether weights lie there: a plan needs none."""
+    """Return whether a folder has weights, or what is left of them."""
     files, problems = model_files.weight_files(path)
     return bool(files or problems)
 

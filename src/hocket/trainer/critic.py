@@ -39,7 +39,7 @@ def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig)
         return None
     own = model.beside(critic.path)
     if critic.path is not None:
-        tokenizer = model_folder.examine(own, "critic.path", head=None)
+        tokenizer = model_folder.examine(own, "critic.path", head=None, needs_weights=False)
         tokenizers.check_same_ids(tokenizer, f"critic.path={critic.path}", model)
     load = functools.partial(_load, critic, own)
     return Extra(model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)

@@ -44,7 +44,7 @@ def frozen(path: str | None, setting: str, model: ModelConfig) -> Extra:
     """Return the log-probs of the whole model at `path`, or that the run starts from."""
     own = model.beside(path)
     if path is not None:
-        tokenizers.check_same_ids(model_folder.examine(own, setting), f"{setting}={path}", model)
+        tokenizers.check_same_ids(model_folder.examine(own, setting, needs_weights=False), f"{setting}={path}", model)
 
     def load(models: Models) -> Column:
         frozen = FrozenModel(models.load(own, Policy), models.setup)
