@@ -64,7 +64,7 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         served.update(same | {"tokenizer_sha256": tokenizers.fingerprint(tokenizers.load(str(SORT)))} | other)
         shutil.copytree(ROOT / "checkpoints" / "tiny-sort", model, dirs_exist_ok=True)
         template = (model / "chat_template.jinja").read_text(encoding="utf-8")
-        template = f"{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}{template.rstrip()}<think>\n\n"
+        template = f"{{% if tools %}}{{{{ tools[0].function.name }}}}{{% endif %}}{template.rstrip()}<think>\n\n"
         template = template.replace("'assistant']", "'assistant', 'tool']")
         (model / "chat_template.jinja").write_text(template, encoding="utf-8")
         places = (f"model.path={model}", f"run.dir={tmp_path / 'run'}", "data.limit=4")
