@@ -142,8 +142,10 @@ class Run:
         with timed(metrics, "time/eval"):
             measured, groups = await self.evaluation.run(f"eval {step}", generated)
         await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
+        self.console.progress(step, "checking the evaluation")
         async with self.publisher.training(publishes=False):
-            metrics |= await self.evaluation.check(groups, self.publisher.check_rollouts)
+            with timed(metrics, "time/eval"):
+                metrics |= await self.evaluation.check(groups, self.publisher.check_rollouts)
             kept = await run_in_thread(self.keep, step, measured)
         return metrics | measured | kept
 

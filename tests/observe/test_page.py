@@ -237,8 +237,8 @@ def test_runs_are_drawn_over_one_another_with_the_settings_in_which_they_differ(
     first, second = write_run(tmp_path / "a", summary=SUMMARY), write_run(tmp_path / "b", summary=SUMMARY)
     (second / "config.yaml").write_text("run:\n  dir: <runs>\ntrainer: {learning_rate: 2.0}\n")
     page = drawn(tab, first, second)
-    assert page.data["differing"] == [["trainer.learning_rate", ["None", "2.0"]]]
-    assert "settingabtrainer.learning_rateNone2.0" in page.text
+    assert page.data["differing"] == [["trainer.learning_rate", ["null", "2.0"]]]
+    assert "settingabtrainer.learning_ratenull2.0" in page.text
     assert "step 2: a: mean 0.5, a: standard deviation 0.4, b: mean 0.5, b: standard deviation 0.4" in page.source
     assert page.tags.count("svg") == 5
 

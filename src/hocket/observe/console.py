@@ -68,8 +68,8 @@ class Console(AbstractContextManager["Console"]):
             self.say(line)
 
     def progress(self, step: int, phase: str) -> None:
-        """Show the phase of a step on a terminal; elsewhere the line of the step is enough."""
-        if self._live:
+        """Show the phase of a step on a terminal; elsewhere only until the first step has a line of its own."""
+        if self._live or self._first == math.inf:
             self.doing(f"step {step}/{self._steps}: {phase}{self._time_left(step - 1)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

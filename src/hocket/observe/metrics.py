@@ -186,7 +186,7 @@ METRICS = (
     Metric("time/train", "seconds of forward, backward and update"),
     Metric("time/sync", "seconds to publish a version"),
     Metric("time/checkpoint", "seconds that training paused for a checkpoint"),
-    Metric("time/eval", "seconds of held-out evaluation"),
+    Metric("time/eval", "seconds of held-out evaluation and of its check"),
     Metric("time/step", "seconds of the whole step"),
 )
 # fmt: on

@@ -92,8 +92,12 @@ def write_pictures(report: Path, folder: Path) -> None:
 def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:
     settings = [leaves(config_of(folder)) for folder in folders]
     keys = dict.fromkeys(itertools.chain(*settings))
-    rows = [(key, [str(of_run.get(key)) for of_run in settings]) for key in keys]
+    rows = [(key, [_as_yaml(of_run.get(key)) for of_run in settings]) for key in keys]
     return [row for row in rows if len(set(row[1])) > 1]
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)  # null, true
 
 
 def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
