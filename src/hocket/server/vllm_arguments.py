@@ -190,10 +190,9 @@ def _kv_bytes(config: Config) -> int:
     server = config.server
     text = tokenizers.config_of(config.model.path).get_text_config()
     heads = getattr(text, "num_key_value_heads", None)
-    is_other = {"num_gpu_blocks_override", "kv_cache_dtype"} & server.engine.keys() or getattr(
-        text, "kv_lora_rank", None
-    )
-    if heads is None or is_other:
+    if heads is None or getattr(text, "kv_lora_rank", None):
+        return 0
+    if {"num_gpu_blocks_override", "kv_cache_dtype"} & server.engine.keys():
         return 0
     kinds = getattr(text, "layer_types", None)
     layers = text.num_hidden_layers if kinds is None else kinds.count("full_attention")
