@@ -153,8 +153,8 @@ rollout plugins=[mine.py] 'rewards.functions={my_array: 1}' | my_array: returned
 rollout plugins=[mine.py] 'rewards.functions={my_none: 1}' | my_none: returned None instead of a number; rewards can be
 rollout plugins=[mine.py] 'rewards.functions={my_none: 1}' | reward-test CONFIG --samples RUN/rollouts/FILE
 rollout plugins=[mine.py] 'rewards.functions={my_hangs: 1}' | no result within 1 s; its worker process was ended
-sft model.path=no/such/model | no such folder (paths are relative to HERE), and the hub has no such model
-check model.path=no/model | no such folder (paths are relative to HERE), and the hub has no such model
+sft model.path=no/such/model | no such folder (paths are relative to HERE)
+check model.path=no/model | no such folder (paths are relative to HERE)
 check model.path=lora | model.path=lora/weights/v000002 holds one adapter, not a model; make one of it:
 sft model.path=lora/checkpoints/step_000003 | python3 ../clone/run.py export lora/checkpoints/step_000003 OUTPUT
 rollout model.path=empty | model.path=empty is no model: it has no config.json
@@ -166,10 +166,10 @@ serve whole | whole is a run, not a config file; as a model: model.path=whole
 sft model.max_length=5 data.limit=9 | shorten them, or raise model.max_length, at most to the model's context
 sft data.source=sharegpt.jsonl | must be {'role': text, 'content': text}, got {'from': 'human', 'value': 'a'}
 sft model.path=many | the tokenizer has ids up to 5
-sft model.path=cut | can't load the model at model.path=cut: Error while deserializing header
-sft model.path=cut | ; copy or download it again, if files lack or are cut off
+sft model.path=cut | model.path=cut: model.safetensors is cut off or damaged (its header promises
+sft model.path=cut | ; copy or download it again
 sft model.path=mute | model.path=mute has no tokenizer: put the model's tokenizer.json beside its config.json
-plan model.path=no/model | no such folder (paths are relative to HERE), and the hub has no such model
+plan model.path=no/model | no such folder (paths are relative to HERE)
 report plain | plain is no run: it has no config.yaml; give the run folder
 check model.path=plain | put one as chat_template.jinja into its folder, or set data.chat_template=false
 check rollout.max_tokens=512 | rollout.max_tokens=512 leaves no prompt room in the con
@@ -191,8 +191,8 @@ launch --dry-run sync.root=empty | runs/default must lie under sync.root=HERE/em
 launch --dry-run launch.share_gpu=true launch.servers=2 | launch.share_gpu is for one server; give several GPUs of
 quickstart fine.yaml run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
 plan --gpus -1 | --gpus -1: a plan needs 1 or more, or 0 for this machine's CPU
-plan --gpus 0 model.max_length=800000000 | set model.max_length to what prompt and completion need
-check model.max_length=800000000 | set model.max_length to what prompt and completion need
+plan --gpus 0 model.max_length=800000000 | is beyond the 512 positions of model.path=sort; lower model.max_length to 512
+check model.max_length=800000000 | is beyond the 512 positions of model.path=sort; lower model.max_length to 512
 plan sft.epochs=2 rm.epochs=2 | a plan is of one command: leave all but one of the sections rm, sft out
 plan --gpus 8 launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0
 config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section

@@ -377,7 +377,7 @@ def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_mem
         done.append("put to sleep")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.delenv("HOCKET_DEVICE", raising=False)
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")  # else a machine without a driver has no GPU
     monkeypatch.setattr(parts.Servers, "pool", lambda *_: Pool())
     monkeypatch.setattr(parts, "put_to_sleep", put_to_sleep)
     asyncio.run(parts.Servers(load(None, settings)).clear_gpu())
@@ -405,6 +405,6 @@ def test_with_gpus_apart_batches_overlap_and_weights_are_broadcast(
     gpus: str, settings: list[str], ahead: int, broadcasts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.delenv("HOCKET_DEVICE", raising=False)
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")  # else a machine without a driver has no GPU
     config = load(None, settings).chosen(on_gpu=bool(visible_gpus()))
     assert (config.pipeline.max_staleness, config.sync.backend) == (ahead, "nccl" if broadcasts else "disk")

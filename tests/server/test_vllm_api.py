@@ -236,7 +236,7 @@ def test_torch_s_compiler_is_hidden_while_vllm_is_imported_on_cpus(cpu: bool, mo
     ("name", "value", "problem"),
     [
         ("VLLM_CPU_KVCACHE_SPACE", "lots", "'lots': invalid literal for int() with base 10: 'lots'; unset it"),
-        ("VLLM_RPC_TIMEOUT", "1m", "'1m': invalid literal for int()"),
+        ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "1m", "'1m': invalid literal for int()"),
         ("VLLM_HOST_IP", "192.0.2.7", "VLLM_HOST_IP=192.0.2.7 is no address of this machine: unset it"),
         ("VLLM_HOST_IP", "127.0.0.1", None),
     ],

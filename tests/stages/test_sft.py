@@ -161,6 +161,7 @@ def test_a_stage_uses_freed_memory_again_on_cpus_alone(
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     keep = Mock()
     monkeypatch.setattr("hocket.common.machine.keep_freed_memory", keep)
+    monkeypatch.setattr(driver, "_load", lambda *_, **__: ([], []))
     monkeypatch.setattr(driver, "_train", lambda *_: None)
     driver.run(stages.make_config("sft", model, tmp_path), "sft")
     assert keep.call_count == (not has_gpu)

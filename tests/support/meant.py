@@ -126,9 +126,9 @@ MEANT = (
     ),
     Row(
         "algorithm/credit.py",
-        "same-turn",
-        "same_turn = [(group_n[owner], place) for",
-        "same_turn = [place for",
+        "to-the-end",
+        "return sum(rewards[min(place, last) :])",
+        "return rewards[min(place, last)]",
         "turns compared over all groups",
     ),
     Row(
