@@ -121,7 +121,7 @@ def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tab: B
     assert "0.200 → 0.700held-out accuracy, sampled, before and after" in page.text
     assert "steps 2training 2:22 minseed 3weight version 4" in page.text
     assert "rollout/truncated = 0.5 (> 0.05): share of rollouts cut off" in page.text
-    assert "; raise rollout.max_tokens, or reward shorter answers1 step, last in step 1" in page.text
+    assert "learned to end its turn1 step, last in step 1" in page.text
     # of 2 × 4 seconds: 2 generating, 4 training, the other 2 unnamed
     for row in ("generate2.0 s25 %1.00 s", "train4.0 s50 %2.00 s", "other2.0 s25 %1.00 s"):
         assert row in page.text
@@ -145,7 +145,8 @@ def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_h
     assert "0.300 → 0.500mean reward, before and after" in page.text
     assert "stopped" in page.text
     assert HOSTILE[0] in page.text
-    assert page.tags.count("svg") == 5
+    assert page.tags.count("svg") == 4
+    assert "0 in every step: Entropy" in page.text
     assert "NaN" not in page.source
     for text in HOSTILE[3::-1]:
         tab.click(".prompt")
@@ -153,6 +154,67 @@ def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_h
         page = Page(tab.run("document.documentElement.outerHTML"))
         assert (page.active, page.tags.count("script")) == ([], 2)
         tab.run("[...document.querySelectorAll('button')].find(one => one.textContent == '‹').click()")
+
+
+@pytest.mark.parametrize(
+    ("records", "headline"),
+    [
+        (
+            METRICS[:1],
+            "0.250held-out accuracy, greedy, before training0.200held-out accuracy, sampled, before training",
+        ),
+        (METRICS[1:2], "0.300mean reward, in step 1"),
+        ([], "no step has ended"),
+    ],
+)
+def test_a_run_that_was_measured_once_has_one_figure_and_one_without_a_step_says_so(
+    tab: Browser, tmp_path: Path, records: list[Any], headline: str
+) -> None:
+    folder = write_run(tmp_path / "run")
+    write_rows(folder / "metrics.jsonl", *records)
+    assert headline in drawn(tab, folder).text
+
+
+def test_the_evaluation_before_the_first_step_is_no_share_of_the_steps_time(tab: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_rows(folder / "metrics.jsonl", {"step": 0, "time/eval": 40.0}, {"step": 1, "time/train": 3, "time/step": 4})
+    text = drawn(tab, folder).text
+    assert "train3.0 s75 %3.00 s" in text
+    assert "eval40" not in text
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_plots_of_a_row_align_and_nothing_is_cut_or_beside_the_screen(tab: Browser, tmp_path: Path, width: int) -> None:
+    folder = write_run(tmp_path / "run", one_group(0.5, 1.0, text="a word and " * 12, id="step 1/0"))
+    server = {"url": "http://10.20.30.40:8000", "up": True, "version": 3, "in_flight": 12, "waiting": 0, "kv_tokens": 9}
+    write_rows(folder / "timeline.jsonl", {"step": 1, "time": 1.0, "servers": [server]})
+    report(folder)
+    tab.open((folder / "report.html").as_uri(), width=width)
+    tab.wait("document.querySelector('.prompt').tagName")
+    boxes = (
+        "[...document.querySelectorAll('.cards figure')].map(one => [one, one.querySelector('svg')].map("
+        "part => Math.round(part.getBoundingClientRect().top)))"
+    )
+    tops: dict[int, set[int]] = {}
+    for card, plot in tab.run(boxes):
+        tops.setdefault(card, set()).add(plot)
+    assert all(len(plots) == 1 for plots in tops.values())
+    assert len(tops) < 5 if width == 1280 else len(tops) == 5
+    beside = (
+        "[...document.querySelectorAll('td, .prompt, figure')].filter("
+        "one => one.getBoundingClientRect().right > innerWidth || one.scrollWidth > one.clientWidth + 1).length"
+    )
+    assert tab.run(beside) == 0
+    shown = (
+        "(span => width => width == 390 ? span.scrollWidth <= span.clientWidth : true)"
+        f"(document.querySelector('.prompt span'))({width})"
+    )
+    assert tab.run(shown)
+    tab.click(".prompt")
+    tab.wait("document.querySelector('article').tagName")
+    text = tab.text()
+    assert "step 1, prompt 0" in text
+    assert "ended by itself" in text
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -235,10 +297,11 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
 
 def test_runs_are_drawn_over_one_another_with_the_settings_in_which_they_differ(tab: Browser, tmp_path: Path) -> None:
     first, second = write_run(tmp_path / "a", summary=SUMMARY), write_run(tmp_path / "b", summary=SUMMARY)
-    (second / "config.yaml").write_text("run:\n  dir: <runs>\ntrainer: {learning_rate: 2.0}\n")
+    (second / "config.yaml").write_text("run:\n  dir: <runs>\ntrainer: {learning_rate: 2.0, share_prefixes: true}\n")
     page = drawn(tab, first, second)
-    assert page.data["differing"] == [["trainer.learning_rate", ["null", "2.0"]]]
-    assert "settingabtrainer.learning_ratenull2.0" in page.text
+    differing = [["trainer.learning_rate", ["null", "2.0"]], ["trainer.share_prefixes", ["null", "true"]]]
+    assert page.data["differing"] == differing
+    assert "settingabtrainer.learning_ratenull2.0trainer.share_prefixesnulltrue" in page.text
     assert "step 2: a: mean 0.5, a: standard deviation 0.4, b: mean 0.5, b: standard deviation 0.4" in page.source
     assert page.tags.count("svg") == 5
 
