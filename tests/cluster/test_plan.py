@@ -191,6 +191,26 @@ def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, 
         list(plan.report(settings, 8, "90GB"))
 
 
+def test_a_plan_is_of_the_gpus_that_are_here_and_of_the_cpu_without_one(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [f"model.path={models['0.5B']}", "model.max_length=32768"]
+    monkeypatch.setattr(plan, "visible_gpus", list)
+    monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 40 * GIB)
+    first, servers, ranks, whole = plan.report(settings, None, None)
+    assert "494,032,768 parameters; this machine's CPU, 40.0 GiB of memory are free" in first
+    # 24 layers, 2 heads of keys and values of 64 numbers, in float32; 257 blocks of 128 tokens
+    assert servers == f"servers  1: weights 1.84 GiB, KV cache {2 * 24 * 2 * 64 * 4 * 257 * 128 / GIB:.2f} GiB each"
+    assert "ranks    1: about" in ranks
+    assert whole.startswith("in all ")
+    monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 4 * GIB)
+    assert "does not fit: " in [*plan.report(settings, 0, None)][-1]
+    assert "8 x 24GB (4090)" in next(plan.report(settings, None, "24GB"))
+    monkeypatch.setattr(plan, "visible_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr("hocket.common.environment.nvidia_smi", lambda column: ["46068", "MiB"] * 3)
+    assert "3 x 48GB (L40S)" in next(plan.report(settings, None, None))
+
+
 @pytest.mark.parametrize(("size", "what"), [(3, "4 ranks"), (4, "14 attention heads of .*")])
 def test_ranks_that_can_not_divide_rows_are_refused_before_they_are_rented(
     size: int, what: str, models: dict[str, str]

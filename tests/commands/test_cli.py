@@ -43,6 +43,28 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "select", "watch", "report"))
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("train --num_generations 8", "--num_generations 8; here that is rollout.group_size; settings have no dashes"),
+        (
+            "train --max-steps=8 trainer.seed=1",
+            "here that is trainer.steps; settings have no dashes: section.key=value",
+        ),
+        ("sft --trainer.steps=5", "--trainer.steps=5; settings have no dashes: trainer.steps=5"),
+        ("serve --nothing_known 8", "--reference` lists all; settings have no dashes: section.key=value"),
+        ("report --num_generations 8 runs/a", "unrecognized arguments: --num_generations"),
+    ],
+)
+def test_an_option_of_another_program_is_answered_by_the_setting(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(typed.split())
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from hocket.trainer.lora import Adapter
 

@@ -54,6 +54,21 @@ def test_the_first_line_may_be_of_step_0_and_without_a_terminal_an_activity_is_p
     assert (before.endswith("left"), first.endswith("left")) == (False, True)
 
 
+def test_without_a_terminal_phases_are_said_until_the_first_step_has_its_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Console(steps=10) as console:
+        console.progress(0, "held-out evaluation")
+        console.step(0, {"eval/sampled": 0.25})
+        console.progress(1, "generating, 0/4 groups scored")
+        console.progress(1, "generating, 3/4 groups scored")
+        console.step(1, {"time/step": 1.0})
+        console.progress(2, "training")
+    assert [line[:24] for line in capsys.readouterr().out.splitlines()] == [
+        "step 0/10: held-out eval", "step 0/10  held-out samp", "step 1/10: generating, 0", "step 1/10  1.00 s  0:09 "
+    ]  # fmt: skip
+
+
 def test_a_line_that_counts_seconds_is_one_activity(capsys: pytest.CaptureFixture[str]) -> None:
     with Console(steps=10) as console:
         for second in range(5):

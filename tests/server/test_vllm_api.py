@@ -17,6 +17,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from hocket.config import load
 from hocket.data import tokenizer
@@ -261,6 +262,28 @@ def test_the_engine_gets_what_vllm_s_own_command_line_would_give_it(model: str) 
     parsed = vars(AsyncEngineArgs.from_cli_args(vllm_arguments.app_arguments(given)))
     differ = {name for name in alone if alone[name] != parsed[name]}
     assert differ <= {"mm_device_do_normalize", "reasoning_parser_plugin"}  # of images; None in place of ""
+
+
+def test_the_kv_cache_of_a_cpu_holds_the_longest_sequence_or_the_lack_of_memory_is_said(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def size(*settings: str) -> int:
+        return vllm_arguments.cpu_kv_cache(load(None, [f"model.path={model}", *settings]))
+
+    config = AutoConfig.from_pretrained(model)
+    heads, layers = config.num_key_value_heads, config.num_hidden_layers
+    token = 2 * layers * heads * (config.hidden_size // config.num_attention_heads) * 4  # bytes
+    length = (1 << 30) // token  # a GiB, with a block that vLLM keeps
+    monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 2 << 30)
+    assert size("model.max_length=64") == 256 << 20
+    assert size("server.kv_cache_mib=17") == 17 << 20
+    blocks = -(-length // 128) + 1
+    assert size(f"model.max_length={length}") == blocks * 128 * token
+    assert size(f"model.max_length={length}", "model.dtype=bfloat16") == blocks * 128 * token // 2
+    with pytest.raises(
+        ConfigError, match=r"takes 3\.0 GiB of the server's KV cache, and 2\.0 GiB .* model\.max_length"
+    ):
+        size(f"model.max_length={3 * length}")
 
 
 def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any
     assert math.isfinite(cross_entropy(output))
 
 
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_stage_uses_freed_memory_again_on_cpus_alone(
     has_gpu: bool, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

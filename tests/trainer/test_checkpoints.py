@@ -106,8 +106,13 @@ def test_there_may_be_none_and_without_resume_a_run_is_not_written_over(tmp_path
     (tmp_path / "runs/a").mkdir(parents=True)
     metrics = tmp_path / "runs/a/metrics.jsonl"
     metrics.write_text('{"step": 0}\n{"step": 1}\n')
-    with pytest.raises(ConfigError, match=r"holds a run of 1 steps already; .*it kept no checkpoint"):
+    none_kept = "holds a run of 1 steps already; choose another run.dir; it kept no checkpoint"
+    with pytest.raises(ConfigError, match=none_kept):
         checkpoints.find(make_config(tmp_path), print)
+    said: list[str] = []
+    assert checkpoints.find(make_config(tmp_path, "checkpoint.resume=true"), said.append, dry_run=True) is None
+    assert "the run begins again, and what is there is moved to" in said[0]
+    assert [*(tmp_path / "runs/a").iterdir()] == [metrics]  # a dry run moves nothing
     metrics.unlink()
     train(make_config(tmp_path))
     with pytest.raises(ConfigError, match=r"holds a run of 10 steps already; .*checkpoint\.resume=true"):

@@ -93,7 +93,7 @@ class ServerConfig(Section):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of GPU memory; with launch.share_gpu leave 2 GiB."""
     kv_cache_mib: int | None = Field(None, ge=16)
-    """KV cache in MiB. Default: what a GPU's share allows, 256 on a CPU."""
+    """KV cache in MiB. Default: what a GPU's share allows; on a CPU 256, or what the longest sequence takes."""
     engine: dict[str, Any] = Field({})
     """Other arguments of vLLM: {enforce_eager: true, max_num_seqs: 256}."""
 

@@ -108,8 +108,8 @@ def _check(
     dtype = compute_dtype(config.model, device)
     estimate = memory.check(models, settings, dtype, device, int(os.environ.get("WORLD_SIZE", "1")))
     if settings.micro_batch_tokens != "auto":
-        share = math.inf if settings.share_prefixes else 0.0
         samples = [*flat(rows), *flat(held_out)]
+        share = math.inf if settings.share_prefixes else 0.0  # where a run may share less, it says so itself
         batching.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, share=share)
     num_parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
     print(f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}")
