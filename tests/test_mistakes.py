@@ -55,7 +55,7 @@ FILES = {
     "@reward('my_text')\ndef text():\n    return 'good'\n"
     "@reward('my_none')\ndef none(completion):\n    len(completion)\n"
     "@reward('my_hangs')\ndef hangs():\n    time.sleep(60)\n"
-    "@reward('my_array')\ndef array():\n    import numpy\n    return numpy.ones(2)\n"
+    "import numpy\n@reward('my_array')\ndef array():\n    return numpy.ones(2)\n"
     "def forgotten(completion):\n    return 1.0\n"
     "@reward('my_solution')\ndef solution(completion, solution):\n    return 1.0\n"
     "@reward('my_response')\ndef response(prompt, response):\n    return 1.0\n"

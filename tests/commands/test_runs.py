@@ -233,8 +233,8 @@ def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_ru
 REWARDS_OF_USERS = """
 from hocket.rewards import reward
 
-@reward("raises", inline=True)
-def raises(completion, meta):
+@reward("needs_level", inline=True)
+def needs_level(completion, meta):
     return meta["level"]
 
 @reward("says", inline=True)
@@ -261,11 +261,11 @@ def test_a_dry_run_fails_where_a_reward_has_no_score_and_calls_no_service(
     (tmp_path / "mine.py").write_text(REWARDS_OF_USERS)
     plugin = f"plugins=[{tmp_path}/mine.py]"
     write_rows(tmp_path / "other.jsonl", {"prompt": "a", "answer": "b"})
-    other = f"data.sources=[task:sort, {{source: {tmp_path}/other.jsonl, rewards: {{raises: 1}}}}]"
+    other = f"data.sources=[task:sort, {{source: {tmp_path}/other.jsonl, rewards: {{needs_level: 1}}}}]"
     for settings, said in (
-        (["rewards.functions={raises: 1}"], "raises: KeyError: 'level'"),
+        (["rewards.functions={needs_level: 1}"], "needs_level: KeyError: 'level'"),
         (["rewards.functions={exact_match: 1, says: 1}"], "says: returned str instead of a number"),
-        (["rewards.functions={exact_match: 1}", other, "eval.num_prompts=0"], "raises: KeyError: 'level'"),
+        (["rewards.functions={exact_match: 1}", other, "eval.num_prompts=0"], "needs_level: KeyError: 'level'"),
     ):
         with pytest.raises(RewardError, match=r"has no score, as said above; mend .*reward-test --samples FILE CONFIG"):
             dry_run("server.urls=[http://up]", plugin, *settings)
