@@ -13,11 +13,10 @@ from support.training import sequence
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven pairs, or five demonstrations of six tokens; loading weights is an error."""
+    """Seven pairs, or five demonstrations of six tokens; a trainer, which loads weights, is an error."""
     stages.patch_rows(monkeypatch, stages.make_pairs(7))
     taught = [sequence([1, 2, 3, 4, 5, 63], 3, logprob=0.0)] * 5
     monkeypatch.setattr("hocket.stages.sft.load_demonstrations", lambda data, *_: taught[: data.limit])
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", Mock(side_effect=AssertionError("weights")))
     monkeypatch.setattr(driver, "Trainer", Mock(side_effect=AssertionError("a trainer")))
 
 
