@@ -67,6 +67,7 @@ SMOKES = {  # script: (marks, arguments, lines that it prints; #: a positive num
         {"rollout_s": *, "rollout_token_s": #, "step_token_s": #}"""),
     "rewards": ([], "--number 64", """exact_match: bare #/s, scored #/s, *
         math: bare #/s, scored #/s, *"""),
+    "real_model": (WHOLE, "checkpoints/tiny-sort --only look", "look (# s): nothing stands in the way of a run*"),
     "simulate": ([], "predict prompts=4 steps=2", """# steps per hour
         # seconds per step"""),
     "stages": (WHOLE, f"{TINY} --without-trl --shapes 8/4 --pairs 2 --trl-batch 2 --steps 3",
