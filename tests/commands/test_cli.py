@@ -46,7 +46,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("train --num_generations 8", "--num_generations 8; here that is rollout.group_size; settings have no dashes"),
+        ("train --num_generations 8", "--num_generations; here that is rollout.group_size; settings have no dashes"),
         (
             "train --max-steps=8 trainer.seed=1",
             "here that is trainer.steps; settings have no dashes: section.key=value",

@@ -116,8 +116,8 @@ def refuse_taken(run_dir: Path, *, resume: bool) -> int:
     """Return how many steps the run in a folder has; raise ConfigError for any, but to `resume`."""
     with reading(run_dir / METRICS):
         rows = read_lines(run_dir / METRICS)
-        steps: int = max([0, *numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE), *(row["step"] for row in rows)])
-    kept = complete(run_dir / FOLDER)
+        kept = numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE)
+        steps: int = max([0, *kept, *(row["step"] for row in rows)])
     if steps and not resume:
         advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
         if not kept:
