@@ -419,6 +419,16 @@ async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path)
     assert [line["step"] for line in metrics if "eval/greedy" in line] == [0, 2, 4, 5]
 
 
+async def test_the_time_of_an_evaluation_has_that_of_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(*_: object) -> dict[str, float]:
+        await asyncio.sleep(0.1)
+        return {}
+
+    monkeypatch.setattr("hocket.rollout.evaluate.Evaluation.check", check)
+    _, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1")
+    assert all(line["time/eval"] > 0.09 for line in metrics)
+
+
 async def test_a_run_whose_rewards_mostly_fail_stops_with_the_cause(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"4 of 4 scores failed.*broke"):
         await trained(tmp_path, lambda step, j: None if step == 1 else 1.0)
