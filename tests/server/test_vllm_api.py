@@ -265,25 +265,25 @@ def test_the_engine_gets_what_vllm_s_own_command_line_would_give_it(model: str) 
 
 
 def test_the_kv_cache_of_a_cpu_holds_the_longest_sequence_or_the_lack_of_memory_is_said(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def size(*settings: str) -> int:
-        return vllm_arguments.cpu_kv_cache(load(None, [f"model.path={model}", *settings]))
+    def size(path: str | Path, *settings: str) -> int:
+        return vllm_arguments.cpu_kv_cache(load(None, [f"model.path={path}", *settings]))
 
     config = AutoConfig.from_pretrained(model)
     heads, layers = config.num_key_value_heads, config.num_hidden_layers
     token = 2 * layers * heads * (config.hidden_size // config.num_attention_heads) * 4  # bytes
     length = (1 << 30) // token  # a GiB, with a block that vLLM keeps
+    config.max_position_embeddings = 3 * length
+    config.save_pretrained(tmp_path)
     monkeypatch.setattr("hocket.common.machine.free_memory", lambda: 2 << 30)
-    assert size("model.max_length=64") == 256 << 20
-    assert size("server.kv_cache_mib=17") == 17 << 20
+    assert size(model, "model.max_length=64") == 256 << 20
+    assert size(model, "server.kv_cache_mib=17") == 17 << 20
     blocks = -(-length // 128) + 1
-    assert size(f"model.max_length={length}") == blocks * 128 * token
-    assert size(f"model.max_length={length}", "model.dtype=bfloat16") == blocks * 128 * token // 2
-    with pytest.raises(
-        ConfigError, match=r"takes 3\.0 GiB of the server's KV cache, and 2\.0 GiB .* model\.max_length"
-    ):
-        size(f"model.max_length={3 * length}")
+    assert size(tmp_path, f"model.max_length={length}") == blocks * 128 * token
+    assert size(tmp_path, f"model.max_length={length}", "model.dtype=bfloat16") == blocks * 128 * token // 2
+    with pytest.raises(ConfigError, match=r"takes 3,072 MiB, more than .*, 2,048 MiB: set model\.max_length="):
+        size(tmp_path)
 
 
 def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,26 +61,30 @@ class Ranks:
                 torch.set_num_threads(cpu_threads)
         self._num_threads = torch.get_num_threads()
         self.use_this_thread()
-        with self.deadline("waiting for the other ranks to start"):
+        with self.deadline("waiting for the other ranks to start"), self._patience():
             if self.size > 1:  # one alone needs no port
-                waiting = threading.Timer(PATIENCE_S, self._tell_waiting)
-                waiting.daemon = True
-                waiting.start()
                 self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
                 if self._store.add(f"hocket/rank_{self.rank}", 1) > 1:  # Kubernetes does so with a lost pod
                     raise TrainerError(f"rank {self.rank} was started again, and the others wait for the first one")
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
-            if self.size > 1:
-                waiting.cancel()
             self._reports = dist.new_group(backend="gloo", timeout=timeout)
             self._commands = dist.new_group(backend="gloo", timeout=timeout if self.is_main else _NO_DEADLINE)
         if self.size > 1:
             self._watcher.start()
             atexit.register(self._stop_watching)  # a thread within the store's C++ would abort the process
 
-    def _tell_waiting(self) -> None:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        print(f"hocket: rank {self.rank} of {self.size} waits for others at {place}; {LEFT_OVER}", file=sys.stderr)
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Say after PATIENCE_S which ranks are waited for, and where."""
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        line = f"hocket: rank {self.rank} of {self.size} waits for others at {place}; {LEFT_OVER}"
+        timer = threading.Timer(PATIENCE_S, print, [line], {"file": sys.stderr})
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def use_this_thread(self) -> None:
         """Set what torch keeps per thread."""
