@@ -58,3 +58,14 @@ def test_a_dry_run_refuses_rows_that_no_micro_batch_holds_and_memory_that_is_not
     monkeypatch.setattr("hocket.trainer.memory.available_bytes", lambda device: 1)
     with pytest.raises(ConfigError, match=r"a step needs about .* there are 0\.00"):
         driver.run(stages.make_config(stage, model, tmp_path), stage, dry_run=True)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
+@pytest.mark.usefixtures("rows")
+def test_a_stage_refuses_to_keep_the_best_evaluation_which_it_would_ignore(
+    stage: str, model: str, tmp_path: Path
+) -> None:
+    settings = ("checkpoint.best=eval/greedy", "eval.data.source=held.jsonl")
+    config = stages.make_config(stage, model, tmp_path, *settings)
+    with pytest.raises(ConfigError, match=rf"checkpoint\.best is for train: {stage} would keep nothing by it"):
+        driver.run(config, stage, dry_run=True)

@@ -126,6 +126,17 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
 
 
+def test_checkpoints_are_copied_to_another_folder(model: str, rows: list[Any], tmp_path: Path) -> None:
+    settings = ("trainer.steps=3", "checkpoint.every_steps=2", f"checkpoint.copy_to={tmp_path}/away")
+    run(model, tmp_path, *settings)
+    for step in ("step_000002", "step_000003"):
+        here = tmp_path / "run" / "checkpoints" / step
+        away = tmp_path / "away" / "run" / step
+        assert {path.name: path.read_bytes() for path in away.iterdir()} == {
+            path.name: path.read_bytes() for path in here.iterdir()
+        }
+
+
 def test_a_run_does_not_go_on_with_other_demonstrations(
     model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,7 @@ from hocket.rollout.transcript import Transcript
 from hocket.trainer import checkpoints
 from hocket.trainer.best import Best
 from hocket.trainer.checkpoints import Checkpoints, Saved
-from hocket.trainer.second_tier import copy_to
+from hocket.trainer.second_tier import copying
 from hocket.types import Group, Metrics, Prompt, Rollout, Score
 
 if TYPE_CHECKING:
@@ -218,11 +218,7 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         folder.ledger(0, [*stream.sizes(), *stream.entries()])
 
     plays = parts.plays(servers)
-    copies = list[Callable[[Path], None]]()
-    if config.checkpoint.copy_to is not None:
-        other = Path(config.checkpoint.copy_to, folder.path.name)
-        copies.append(partial(copy_to, other, config.checkpoint.keep, console.say))
-    keeper = Checkpoints(config, trainer.state, kept, last=last, after=copies)
+    keeper = Checkpoints(config, trainer.state, kept, last=last, after=copying(config, console.say))
     parts.stack.enter_context(keeper)
     measure = trainer.numbers if config.observe.tokens else None
     run = Run(

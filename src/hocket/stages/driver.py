@@ -28,6 +28,7 @@ from hocket.trainer.batching import keys
 from hocket.trainer.checkpoints import Checkpoints, Part, Saved
 from hocket.trainer.models import Objective
 from hocket.trainer.policy import compute_dtype
+from hocket.trainer.second_tier import copying
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.trainer.weights import SCORE
@@ -80,6 +81,9 @@ def run(config: Config, command: str, *, dry_run: bool = False) -> None:
         return
     if config.data.sources:
         raise ConfigError(f"data.sources is for train: {command} has one data.source; join the rows to one file")
+    if config.checkpoint.best is not None:
+        advice = "leave it out, and raise checkpoint.keep to choose among the checkpoints by metrics.jsonl"
+        raise ConfigError(f"checkpoint.best is for train: {command} would keep nothing by it; {advice}")
     output = config.run_dir / "model"
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
@@ -202,7 +206,7 @@ def _train(
             console.say(f"step 0/{steps}  {_said(before)}, of {len(held_out)} {stage.rows}")
         order = itertools.islice(in_epochs(rows, config.trainer.seed), last * size, most)
         start = time.perf_counter()
-        with Checkpoints(config, trainer.state, parts, last=last) as written:
+        with Checkpoints(config, trainer.state, parts, last=last, after=copying(config, console.say)) as written:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
                 metrics = trainer.step(flat(itertools.islice(order, size)), keep=folder.skipped(step))

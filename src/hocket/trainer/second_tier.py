@@ -3,10 +3,20 @@
 import filecmp
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from hocket.common.files import atomic_folder, remove_folder
+from hocket.config import Config
 from hocket.trainer.checkpoints import complete
+
+
+def copying(config: Config, say: Callable[[str], None]) -> list[Callable[[Path], None]]:
+    """Return what copies each complete checkpoint to checkpoint.copy_to; [] without it."""
+    if config.checkpoint.copy_to is None:
+        return []
+    target = Path(config.checkpoint.copy_to, config.run_dir.name)
+    return [partial(copy_to, target, config.checkpoint.keep, say)]
 
 
 def copy_to(target: Path, keep: int, say: Callable[[str], None], folder: Path) -> None:
