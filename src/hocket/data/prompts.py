@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from hocket.config import DataConfig
 from hocket.data import cache
 from hocket.data import tokenizer as tokenizers
 from hocket.data.columns import check_characters, columns_of
+from hocket.data.day import DAY
 from hocket.data.renderer import PlainText, Renderer, Tools
 from hocket.data.sources import identity, read_rows
 from hocket.errors import DataError
@@ -46,8 +46,8 @@ def load_prompts(
     if content is not None:
         template = tokenizer.chat_template
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
-        today = time.strftime("%F") if "strftime_now" in str(template) else None
-        known = (source, content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
+        day = DAY.strftime("%F") if "strftime_now" in str(template) else None
+        known = (source, content, settings, template, day, list(tools), tokenizers.fingerprint(tokenizer))
         origin = *known, *renderer.origin(columns_of(row, [data.prompt_column]) for _, row in read_rows(data))
     return cache.load(origin, max_prompt_tokens, lambda: _prompts(data, renderer, source))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hocket.config import DataConfig
 from hocket.data.columns import answer_of, checked, column, unmarked
+from hocket.data.day import DAY
 from hocket.data.template import ASKED, PROBE, SYSTEM, TURN, shows
 from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
@@ -165,7 +166,8 @@ class Renderer:
         """
         from jinja2 import TemplateError
 
-        given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
+        given: dict[str, Any] = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
+        given["strftime_now"] = DAY.strftime
         given |= self._data.template_options if options is None else options
         try:
             text: str = self._tokenizer.apply_chat_template([*map(_as_read, messages)], **given | more)

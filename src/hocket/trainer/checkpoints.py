@@ -18,6 +18,7 @@ from hocket.common.files import complete_folder, numbered, partial_of, remove_fo
 from hocket.common.processes import first
 from hocket.common.tasks import note
 from hocket.config import Config
+from hocket.data.day import DAY
 from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.observe.rows import DAMAGED, GROWING, METRICS, read_lines, reading
 from hocket.protocol import TensorSpec, manifest
@@ -58,6 +59,7 @@ class Saved:
     metrics: Mapping[str, float]
     trainer: Mapping[str, Any]  # the trainer's state beside its tensors
     parts: Mapping[str, Mapping[str, Any]]  # name → state
+    day: str = ""  # on which the run began
 
     def restore(self, parts: Mapping[str, Part]) -> None:
         for name, part in parts.items():
@@ -89,6 +91,7 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, c
     folders = complete(config.run_dir / FOLDER)
     if not (folders and config.checkpoint.resume):
         make_room(config.run_dir, say, resume=config.checkpoint.resume, dry_run=dry_run)
+        DAY.begin()
         return None
     while True:
         try:
@@ -109,6 +112,7 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, c
             raise ConfigError(f"can't go on from {saved.folder}: {what}")
         line += f"; {key} was {before!r} and is {now!r}"
     say(line)
+    DAY.go_on(saved.day)
     return saved
 
 
@@ -223,6 +227,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         state = {
             "step": step,
             "config": self._config.as_dict(),
+            "day": str(DAY),
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
             "trainer": self._copied,
             "parts": {name: part.state() for name, part in self._parts.items()},
