@@ -111,6 +111,9 @@ def test_json_schema_wants_json_as_the_option_or_the_row_says(completion: str, v
 def test_countdown_wants_each_number_once_and_the_target(completion: str, value: float) -> None:
     assert builtin.countdown(completion, "55", {"nums": [1, 3, 5, 7]}, format_score=0.1) == value
     assert builtin.countdown(completion, "55", {"nums": "[1, 3, 5, 7]"}, format_score=0.1) == value
+    assert builtin.countdown(completion, "55", {"nums": ["1", "3", "5.0", "7"]}, format_score=0.1) == value
+    with pytest.raises(ValueError, match="could not convert string to float: 'one'"):
+        builtin.countdown(completion, "55", {"nums": ["one", 3, 5, 7]})
     with pytest.raises(ValueError, match="no list of numbers in the column 'given'"):
         builtin.countdown(completion, "55", {"nums": [1]}, numbers="given")
 

@@ -95,7 +95,7 @@ def countdown(
     completion: str, answer: str, meta: Mapping[str, Any], numbers: str = "nums", format_score: float = 0.0
 ) -> float:
     """Score the task of TinyZero; its `format_score` is 0.1."""
-    given = list_of("numbers", meta, numbers)
+    given = [float(number) for number in list_of("numbers", meta, numbers)]  # tables may hold text
     target = float(_reference(answer))
     said, _, _ = completion.rpartition("</answer>")
     _, opened, told = said.rpartition("<answer>")

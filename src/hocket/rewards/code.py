@@ -29,6 +29,8 @@ def code(
     sandbox: Literal["", "limits_only"] = "",
 ) -> Score:
     given = list_of("tests", meta, tests)
+    for number, test in enumerate(given, 1):
+        _check(test, f"test {number} of {len(given)} in the column {tests!r}")
     program = last_block(after_thought(completion, opening))
     counts = dict.fromkeys(("passed", "wrong", "failed", "late"), 0)
     if program is None:
@@ -47,10 +49,23 @@ def code(
     return Score(total=shares["passed"] if partial else float(not note), parts=shares, note=note)
 
 
+def _check(test: Any, what: str) -> None:
+    """Raise ValueError for a test that would be passed by any program, or by none."""
+    if isinstance(test, str):
+        return
+    if not isinstance(test, Mapping):
+        raise ValueError(f"{what} must be text or an object with input and output, got {test!r:.80}")
+    for name in ("input", "output"):
+        if not isinstance(test.get(name), str | int | float):
+            raise ValueError(f"{what}: its {name} must be text or a number, got {test.get(name)!r:.80}")
+    if test.get("fn_name") or test.get("testtype", "stdin") != "stdin":
+        raise ValueError(f"{what} calls a function, but here input is what a program reads: write it as an assert")
+
+
 def _verdict(program: str, test: Any, timeout_s: float, limits_only: bool) -> tuple[str, str]:
     """Run one test; return its verdict and the ends of what the program wrote."""
     if isinstance(test, Mapping):
-        ran = run(program, test["input"], timeout_s, limits_only=limits_only)
+        ran = run(program, str(test["input"]), timeout_s, limits_only=limits_only)
         passed = _lines(ran.stdout) == _lines(str(test["output"]))
     else:
         end = secrets.token_hex(8)  # a program that ends well before its assert has not passed it
