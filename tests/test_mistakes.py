@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from hocket.client.server import ServerClient
 from hocket.commands import parts
 from hocket.commands.cli import main
-from hocket.data import tokenizer
+from hocket.data import sources, tokenizer
 from hocket.errors import ServerError
 from hocket.observe.owner import owning
 from hocket.protocol import Health
@@ -213,6 +213,7 @@ MISTAKES = [line.split(" | ") for line in TABLE.strip().split("\n")]
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The current folder, with folders of every kind; servers that answer at some URLs, and no hub."""
     tmp_path, monkeypatch = tmp_path_factory.mktemp("mistakes"), pytest.MonkeyPatch()
+    monkeypatch.setattr(sources, "NUM_ROWS", 64)
     for name in (*MARKS.split(), *FILES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(FILES.get(name, ""))

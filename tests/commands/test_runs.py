@@ -84,7 +84,7 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert r": 'a thought\n</think>\n\n" in said
     assert "'think_format': 1.0" in said
     assert "nothing stands in the way of a run" in said
-    assert "4 prompts to train on, 256 held out" in said
+    assert "4 prompts to train on, 64 held out" in said
     assert "rollout.prompts_per_step=16 with 4 prompts: each step repeats some; lower it" in said
     assert not (tmp_path / "run").exists()
     assert "step=16 is no multiple of algorithm.minibatches=5: updates" in dry_run("algorithm.minibatches=5")

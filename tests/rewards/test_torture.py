@@ -17,6 +17,7 @@ from support.batches import scorer_of_all
 from support.episodes import Register, Scorers, make_rollout
 from support.processes import started, wait_for
 
+pytestmark = pytest.mark.long
 PLUGIN = """
 import ctypes, json, os, re, signal, sys, threading, time
 from hocket.rewards import reward

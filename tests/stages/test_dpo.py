@@ -17,7 +17,6 @@ from hocket.stages import dpo, pairs
 from hocket.trainer.reference import FrozenModel
 from hocket.trainer.trainer import Trainer
 from support.numbers import rounding
-from support.parameters import mostly_long
 from support.stages import assert_goes_on, make_config, make_pairs, patch_rows, run
 from support.training import additions, logprobs_of, pack, sequence
 
@@ -139,7 +138,8 @@ def test_a_run_prefers_what_is_chosen_and_keeps_its_reference(
     assert "held-out loss 0.6931  held-out accuracy " in said
 
 
-@pytest.mark.parametrize("loss", mostly_long(["ipo", "simpo"], "ipo"))
+@pytest.mark.long
+@pytest.mark.parametrize("loss", ["ipo", "simpo"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not_and_measures_its_reference_once(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:

@@ -12,10 +12,9 @@ from tests.trainer import worker
 from tests.trainer.conftest import make_model
 from tests.trainer.test_ranks import run_together
 
-from support.parameters import mostly_long
 from support.training import POSITIONS, additions, assert_near, untimed
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.long]
 MOVED = 1.5e-3
 """How far AdamW moves a weight at most: by the worker's SETTINGS half of the rate 1e-3, then the whole."""
 
@@ -36,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 @pytest.mark.parametrize("stage", ["dpo", "rm"])
 @pytest.mark.parametrize("cell", worker.PAIRS)
-@pytest.mark.parametrize("size", mostly_long([1, 2, 3], 1))
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_steps_on_pairs_are_the_same_whatever_the_micro_batches_the_ranks_and_the_zero_stage(
     runs: Callable[[int], Path], stage: str, cell: str, size: int
 ) -> None:

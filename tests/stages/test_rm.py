@@ -20,6 +20,7 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout
 from support.batches import scorer_of_all
 from support.numbers import rounding
+from support.parameters import mostly_long
 from support.processes import ROOT
 from support.stages import assert_goes_on, make_config, make_pairs, patch_rows, run, weights_of
 from support.training import additions, gradient_additions, pack, sequence
@@ -60,7 +61,9 @@ def rows(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("settings", [[], ["model.lora={}", "trainer.zero_stage=3"], ["data.chat_template=false"]])
+@pytest.mark.parametrize(
+    "settings", mostly_long([[], ["model.lora={}", "trainer.zero_stage=3"], ["data.chat_template=false"]], [])
+)
 async def test_the_trainer_transformers_and_the_reward_give_the_same_scores(
     rows: Path, tmp_path: Path, settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +147,9 @@ def test_a_step_can_be_rehearsed_on_any_number_of_sequences(model: str, tmp_path
         memory.rehearse(trainer.models.learners[0], 9, trainer.ranks, longest=4)  # raises where a weight moves
 
 
-@pytest.mark.parametrize("settings", [["model.dtype=bfloat16"], ["trainer.gradient_checkpointing=true"], []])
+@pytest.mark.parametrize(
+    "settings", mostly_long([["model.dtype=bfloat16"], ["trainer.gradient_checkpointing=true"], []], [])
+)
 def test_what_is_not_read_is_not_computed_behind_the_last_attention_and_changes_nothing(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:

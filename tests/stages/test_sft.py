@@ -16,6 +16,7 @@ from hocket.stages.driver import in_epochs
 from hocket.types import TokenSequence
 from support import stages
 from support.numbers import rounding
+from support.parameters import mostly_long
 from support.stages import assert_goes_on, weights_of
 from support.training import additions, logprobs_of, sequence
 
@@ -117,7 +118,7 @@ def test_epochs_take_each_sample_as_often_and_end_the_schedule_with_the_last(
     assert [record["train/learning_rate"] for record in records] == pytest.approx([0.02, 0.016, 0.012, 0.008, 0.004])
 
 
-@pytest.mark.parametrize("length", ["trainer.steps=5", "sft.epochs=3"])
+@pytest.mark.parametrize("length", mostly_long(["trainer.steps=5", "sft.epochs=3"], "sft.epochs=3"))
 def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
     model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: str
 ) -> None:

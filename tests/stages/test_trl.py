@@ -11,6 +11,7 @@ from tests.stages.record_trl import BATCH, PAIRS, RATE, REWARDS, SMOOTHING, STAR
 from hocket.stages import dpo, pairs, rm
 from hocket.trainer.batching import TrainBatch
 from support.numbers import rounding
+from support.parameters import mostly_long
 from support.stages import run
 from support.training import assert_near, gradient_additions, pack, sequence
 
@@ -92,7 +93,7 @@ def test_loss_gradients_and_metrics_of_rewards_equal_those_of_trl(name: str) -> 
     assert told["rewards/accuracies"] == pytest.approx(expected["metrics"]["accuracy"], rel=2**-24)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", mostly_long(TRAININGS, "dpo"))
 def test_a_training_has_the_losses_of_trls(name: str, tmp_path: Path) -> None:
     stage = "rm" if name == "rm" else "dpo"
     file = tmp_path / "rows.jsonl"

@@ -160,7 +160,7 @@ def train(trainer: Trainer, given: list[TrainSample]) -> None:
     assert published
 
 
-@pytest.mark.parametrize("preset", mostly_long(PRESETS, "grpo", "ppo"))
+@pytest.mark.parametrize("preset", mostly_long(PRESETS, "grpo"))
 def test_a_preset_waits_for_the_device_where_that_is_intended_alone(
     ranks: Ranks, model: str, waiting: Waiting, preset: str
 ) -> None:

@@ -76,7 +76,7 @@ def stuck(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def runs(stuck: dict[str, list[Rank]], tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def runs(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By number of ranks, the folder with one for each SCENARIO-MODEL of worker.py.
 
     All of them run among the same ranks, to pay the start of these once.
@@ -85,7 +85,7 @@ def runs(stuck: dict[str, list[Rank]], tied_model: str, tmp_path_factory: pytest
     folders = {size: root / str(size) for size in (1, 2)}  # where "resumes" finds them
     both = [("stages", tied_model), ("updates", tied_model)]
     run_together(1, folders[1], both)
-    run_together(2, folders[2], [*both, ("beside", tied_model)])
+    run_together(2, folders[2], both)
     return folders
 
 
@@ -99,6 +99,7 @@ def resumed(runs: dict[int, Path], tied_model: str) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def more_runs(
+    stuck: dict[str, list[Rank]],
     tied_model: str,
     untied_model: str,
     experts_model: str,
@@ -113,7 +114,7 @@ def more_runs(
     models = (tied_model, untied_model, experts_model)
     streams = [(scenario, model) for model in models for scenario in ("streams", "starts")]
     run_together(1, folders[1], both)
-    run_together(2, folders[2], [*both, *streams, ("reduces", tied_model)])
+    run_together(2, folders[2], [*both, *streams, ("beside", tied_model), ("reduces", tied_model)])
     for size in (3, 4):
         run_together(size, folders[size], [("splits", tied_model)])
     return folders
@@ -161,8 +162,9 @@ def test_two_ranks_train_like_one_at_every_zero_stage(runs: dict[int, Path], tie
         assert same(weights_of(runs, size, stage, "before"), masters_of(state))
 
 
-def test_two_ranks_measure_what_one_alone_would(runs: dict[int, Path], tied_model: str) -> None:
-    folder = runs[2] / "beside-tied"
+@pytest.mark.long
+def test_two_ranks_measure_what_one_alone_would(more_runs: dict[int, Path], tied_model: str) -> None:
+    folder = more_runs[2] / "beside-tied"
     samples = worker.make_samples(0)
     start = training.logprobs_of(tied_model, [sample.sequence for sample in samples])
     returns = [[float(trained) for trained in sample.sequence.mask] for sample in samples]
@@ -265,6 +267,7 @@ def test_a_failure_ends_all_ranks_with_the_reason(
     assert message in ranks[rank].output()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", STUCK)
 def test_a_rank_that_does_not_answer_ends_the_other_at_its_deadline(
     stuck: dict[str, list[Rank]], scenario: str

@@ -17,6 +17,7 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 from support import training
+from support.parameters import mostly_long
 from support.training import (
     assert_near,
     assert_same_states,
@@ -86,7 +87,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", mostly_long(ALGORITHMS, "corrected", "kl in the loss"))
 def test_several_updates_are_those_of_a_plain_loop(ranks: Ranks, untied_model: str, name: str) -> None:
     algorithm = ALGORITHMS[name]
     knobs = [f"algorithm.{key}={value}" for key, value in algorithm.items()]
@@ -131,12 +132,9 @@ def test_the_updates_of_a_step_end_at_stop_kl(ranks: Ranks, untied_model: str) -
 @pytest.mark.parametrize(
     ("schedule", "steps", "expected"),
     [
-        ("schedule=linear", "+++", [1.0, 0.75, 0.5]),
         ("schedule=linear", "+--+", [1.0, 0.25]),  # two steps without a signal
-        ("schedule=linear", "--+", [0.5]),
         ("schedule=cosine", "-+-+", [0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))]),
         ("warmup_steps=4", "-+-+", [0.5, 1.0]),
-        ("warmup_steps=2 trainer.schedule=linear", "--+-", [1.0]),
         ("warmup_steps=2 trainer.schedule=linear", "---+", [0.5]),
     ],
 )

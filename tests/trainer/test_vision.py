@@ -123,13 +123,12 @@ def together(policy: Policy, samples: list[TrainSample], **how: Any) -> dict[int
 @pytest.mark.parametrize(
     "how",
     [
-        {"micro_batch_tokens": 1},
-        {},
-        {"share": math.inf},
-        {"share": math.inf, "micro_batch_tokens": 90},
-        {"micro_batch_tokens": 100, "num_ranks": 4},
+        pytest.param({"micro_batch_tokens": 1}, id="alone", marks=pytest.mark.long),
+        pytest.param({}, id="packed", marks=pytest.mark.long),
+        pytest.param({"share": math.inf}, id="shared", marks=pytest.mark.long),
+        pytest.param({"share": math.inf, "micro_batch_tokens": 90}, id="shared in parts"),
+        pytest.param({"micro_batch_tokens": 100, "num_ranks": 4}, id="ranks", marks=pytest.mark.long),
     ],
-    ids=["alone", "packed", "shared", "shared in parts", "ranks"],
 )
 @torch.no_grad()
 def test_log_probs_are_those_that_transformers_computes_of_each_sequence_alone(model: str, how: dict[str, Any]) -> None:
