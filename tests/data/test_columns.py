@@ -268,6 +268,30 @@ def test_a_system_prompt_is_for_all_that_have_none_of_their_own(
         assert tokenizer.decode(list(row.token_ids)).startswith(f"{shown}b")
 
 
+def test_tools_of_a_row_are_shown_where_its_answer_is_taught_and_it_is_said_that_a_run_shows_its_own(
+    write_jsonl: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = [{"name": "add"}]
+    answers = {"response": "b", "chosen": "b", "rejected": "c", "answer": "b", "tools": json.dumps(tools)}
+    tokenizer = of_tags(STOCK)
+    shown = '<|im_start|>system\n[{"name": "add"}]<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
+    for prompt in ("a", [user("a")]):
+        data = DataConfig(source=write_jsonl({"prompt": prompt, **answers}, {"prompt": "a", **answers}))
+        rows = [*load_demonstrations(data, tokenizer, 99)]
+        rows += [pair.chosen for pair in load_preferences(data, tokenizer, 99)]
+        assert [tokenizer.decode(row.token_ids) for row in rows] == [f"{shown}b<|im_end|>"] * 4
+        plain = data.model_copy(update={"chat_template": False})
+        with pytest.raises(DataError, match=r"tools are shown by the chat template|messages need data\.chat_template"):
+            load_demonstrations(plain, tokenizer, 99)
+    assert not caplog.records
+    two, _ = load_prompts(data, tokenizer, max_prompt_tokens=99)
+    assert tokenizer.decode(two[0].token_ids) == shown.partition("<|im_end|>\n")[2]
+    assert json.loads(two[0].meta["tools"]) == tools
+    (record,) = caplog.records
+    assert "the column 'tools' of" in record.getMessage()
+    assert record.getMessage().endswith("shown the tools of env.tools alone, which the environment can call")
+
+
 def write(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path

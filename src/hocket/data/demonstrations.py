@@ -62,7 +62,7 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
         otherwise = f", or name its column in {data.section}.response_column"
         turns = renderer.introduced(turns_of(renderer, columns[whole[0]], whole[0], otherwise))
         return conversation(renderer, turns, tools_of(columns), end)
-    prompt, _ = renderer.prompt(columns)
+    prompt, _ = renderer.prompt(columns, tools_of(columns))
     hint = f", or {data.section}.prompt_column to one of whole conversations{data.otherwise}"
     response = column(columns, data, "response_column", hint)
     return [answered(prompt, response, data.response_column, end)]

@@ -18,6 +18,7 @@ from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
 
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+TOOLS_NEED_TEMPLATE = "tools are shown by the chat template; set data.chat_template: true"
 Tools = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
 Images = tuple[Image, ...]
@@ -59,7 +60,7 @@ class Renderer:
         self._data = data
         self._tokenizer = tokenizer
         self._tools = list(tools) or None
-        self._has_warned = False
+        self._warnings: set[str] = set()
         self.check()
 
     def check(self) -> None:
@@ -80,6 +81,9 @@ class Renderer:
         """Return a row's text and the fields of its Prompt."""
         data = self._data
         text, messages = self.prompt(columns)
+        if columns.get("tools"):
+            fact = f"the column 'tools' of {data.source} is for rewards and environments"
+            self._warn(f"{fact}: the model is shown the tools of env.tools alone, which the environment can call")
         said = columns[data.prompt_column]
         if messages is not None:
             said = text_of(next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])["content"])
@@ -92,22 +96,26 @@ class Renderer:
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
         }
 
-    def prompt(self, columns: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
-        """Return a row's prompt as text, and the chat that it renders; None: plain text."""
+    def prompt(self, columns: Mapping[str, Any], tools: Any = None) -> tuple[str, tuple[Message, ...] | None]:
+        """Return a row's prompt as text, and the chat that it renders; None: plain text.
+
+        tools: the row's own, which are shown beside no others.
+        """
+        shown = {"tools": tools} if tools else {}
         name = self._data.prompt_column
         value = column(columns, self._data, "prompt_column")
         if isinstance(value, str):
             if not value.strip():
                 raise ValueError(f"column {name!r} is empty")
-            return self.asked(value)
+            return self.asked(value, **shown)
         messages = self.introduced(checked(value, name, self.contents))
         if messages[-1]["role"] == "assistant":
             raise ValueError(f"column {name!r} ends with an assistant message: nothing is left to answer")
-        return self.render(messages), tuple(unmarked(message) for message in messages)
+        return self.render(messages, **shown), tuple(unmarked(message) for message in messages)
 
-    def asked(self, text: str) -> tuple[str, tuple[Message, ...] | None]:
+    def asked(self, text: str, **more: Any) -> tuple[str, tuple[Message, ...] | None]:
         messages = self.chat(text)
-        return self.render(messages), messages
+        return self.render(messages, **more), messages
 
     def chat(self, text: str) -> tuple[Message, ...]:
         return tuple(self.introduced([{"role": "user", "content": text}]))
@@ -121,11 +129,16 @@ class Renderer:
         others = [message for message in messages if message["role"] in ("system", "developer")]
         if not others:
             return [first, *messages]
-        if others != [first] and not self._has_warned:
-            self._has_warned = True
+        if others != [first]:
             kept = f"chats of {self._data.source} that have a system message of their own keep it"
-            log.warning("%s; %s.system_prompt is for the others", kept, self._data.section)
+            self._warn(f"{kept}; {self._data.section}.system_prompt is for the others")
         return messages
+
+    def _warn(self, text: str) -> None:
+        """Say a sentence once."""
+        if text not in self._warnings:
+            self._warnings.add(text)
+            log.warning(text)
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
         """Return columns without pictures, and the pictures."""
@@ -244,9 +257,11 @@ class PlainText(Renderer):
 
     def check(self) -> None:
         if self._tools:
-            raise DataError("tools are shown by the chat template; set data.chat_template: true")
+            raise DataError(TOOLS_NEED_TEMPLATE)
 
-    def asked(self, text: str) -> tuple[str, None]:
+    def asked(self, text: str, **more: Any) -> tuple[str, None]:
+        if more:
+            raise ValueError(TOOLS_NEED_TEMPLATE)
         return text, None
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
