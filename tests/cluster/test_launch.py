@@ -19,6 +19,7 @@ from hocket.cluster import launch
 from hocket.cluster.launch import Child
 from hocket.common.files import make_unused, unused
 from hocket.errors import ConfigError, ServerError
+from support.parameters import long
 from support.processes import is_gone, wait_for
 from support.programs import SOURCE, write_program
 
@@ -114,7 +115,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("signum", "ignored"), [("SIGINT", None), ("SIGTERM", None), ("SIGHUP", None), ("SIGTERM", "SIGHUP")]
+    ("signum", "ignored"), [("SIGINT", None), *long(("SIGTERM", None), ("SIGHUP", None)), ("SIGTERM", "SIGHUP")]
 )
 def test_a_launched_run_is_closed_when_it_is_interrupted_or_ended_or_its_terminal_is_closed_but_not_under_nohup(
     tmp_path: Path, signum: str, ignored: str | None

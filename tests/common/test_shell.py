@@ -14,6 +14,7 @@ import pytest
 
 from hocket.common import shell
 from hocket.errors import SetupError
+from support.parameters import long
 from support.programs import run_code
 
 ROOT = Path(__file__).parents[2]
@@ -193,11 +194,12 @@ def run(*arguments: str, streams: str = "", **variables: str) -> "subprocess.Com
     ("variables", "shown"),
     [
         ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "l?ufe ??"),
-        # It is not installed: Python takes UTF-8.
-        pytest.param({"LC_ALL": "xx_YY.ISO-8859-1"}, "läufe 日本", marks=pytest.mark.long),
-        pytest.param({"PYTHONIOENCODING": "ascii"}, "l?ufe ??", marks=pytest.mark.long),
-        pytest.param({"PYTHONOPTIMIZE": "2", "PYTHONWARNINGS": "error"}, "läufe 日本", marks=pytest.mark.long),
-        pytest.param({"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "1"}, "läufe 日本", marks=pytest.mark.long),
+        *long(
+            ({"LC_ALL": "xx_YY.ISO-8859-1"}, "läufe 日本"),  # it is not installed: Python takes UTF-8
+            ({"PYTHONIOENCODING": "ascii"}, "l?ufe ??"),
+            ({"PYTHONOPTIMIZE": "2", "PYTHONWARNINGS": "error"}, "läufe 日本"),
+            ({"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "1"}, "läufe 日本"),
+        ),
     ],
 )
 def test_a_command_runs_in_any_locale_and_replaces_what_the_terminal_can_not_show(

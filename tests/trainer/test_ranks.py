@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from support import training
 from support.numbers import rounding
+from support.parameters import long
 from support.processes import Process, free_port
 from support.training import assert_near, assert_same_metrics, assert_same_states, pack, read_state, same, untimed
 
@@ -253,10 +254,17 @@ def test_two_ranks_train_the_adapter_of_one(more_runs: dict[int, Path], tied_mod
     [
         ("main_fails", [1, 0], 0, "rank 0 has a problem of its own"),  # between steps: the follower is released
         ("rank_dies", [1, -9], 0, "TrainerError: rank 0 lost the other ranks while doing the common update"),
-        ("main_dies", [-9, 1], 1, "TrainerError: rank 1 lost the other ranks while waiting for work from rank 0"),
         ("rank_is_full", [1, 1], 0, "stopped while doing the common update, for rank 1 failed: TrainerError: out of"),
-        ("rank_waits_for_ever", [1, 1], 0, "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory"),
-        ("log_probs_differ", [1, 1], 0, "SyncError: the servers' log-probs of these rollouts are not the trainer's"),
+        *long(
+            ("main_dies", [-9, 1], 1, "TrainerError: rank 1 lost the other ranks while waiting for work from rank 0"),
+            ("rank_waits_for_ever", [1, 1], 0, "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory"),
+            (
+                "log_probs_differ",
+                [1, 1],
+                0,
+                "SyncError: the servers' log-probs of these rollouts are not the trainer's",
+            ),
+        ),
     ],
 )
 def test_a_failure_ends_all_ranks_with_the_reason(
