@@ -116,6 +116,7 @@ def test_fewer_gpus_per_node_than_none_are_refused() -> None:
         render("slurm", CASES["slurm"][1], -1)
 
 
+@pytest.mark.long
 def test_shellcheck_finds_nothing_in_the_batch_scripts_and_in_tests_deploy() -> None:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     shellcheck = shutil.which("shellcheck", path=programs)
@@ -165,6 +166,7 @@ def test_a_batch_script_for_one_node_has_a_token_too(own: dict[str, str], length
     assert said == f"{length} run.py launch {tmp_path}/config.yaml\n"
 
 
+@pytest.mark.long
 def test_kubernetes_objects_have_the_fields_of_its_schemas() -> None:
     schemas = json.loads((GOLDEN.parent / "kubernetes_1.30.json").read_text(encoding="utf-8"))
     kinds = []

@@ -40,6 +40,7 @@ def test_what_is_missing_is_an_error_with_a_fix(
     assert out.splitlines()[-1].endswith("to fix")
 
 
+@pytest.mark.long
 def test_torch_is_really_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert [(finding.label, finding.ok) for finding in doctor.devices()][:1] == [("device", True)]

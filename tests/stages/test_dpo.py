@@ -163,6 +163,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not_and_measures_its_refere
         run("sft", model, tmp_path, "model.lora={}", "checkpoint.resume=true")
 
 
+@pytest.mark.long
 def test_another_model_can_be_the_reference(
     model: str, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

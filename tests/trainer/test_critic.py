@@ -101,6 +101,7 @@ def test_a_critic_is_trained_and_explains_as_plain_torch_would(ranks: Ranks, unt
     assert math.isnan(explained_variance(alike))
 
 
+@pytest.mark.long
 def test_the_policy_waits_for_the_critic(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
     settings = ("critic.warmup_steps=2", "trainer.steps=4", "trainer.schedule=linear")
     start = load_file(Path(tied_model) / "model.safetensors")

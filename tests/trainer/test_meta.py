@@ -197,6 +197,7 @@ def test_a_rank_that_computes_a_part_of_each_row_does_so_too(
     assert waiting.met >= {"trainer.step.accumulate", "trainer.engine._step_without_zero"}
 
 
+@pytest.mark.long
 def test_the_size_of_micro_batches_is_found_without_a_wait_of_its_own(
     ranks: Ranks, model: str, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

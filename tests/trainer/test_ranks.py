@@ -84,9 +84,8 @@ def runs(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     """
     root = tmp_path_factory.mktemp("ranks")
     folders = {size: root / str(size) for size in (1, 2)}  # where "resumes" finds them
-    both = [("stages", tied_model), ("updates", tied_model)]
-    run_together(1, folders[1], both)
-    run_together(2, folders[2], both)
+    for size, folder in folders.items():
+        run_together(size, folder, [("stages", tied_model)])
     return folders
 
 
@@ -110,7 +109,7 @@ def more_runs(
     """The same for what takes minutes."""
     root = tmp_path_factory.mktemp("more-ranks")
     folders = {size: root / str(size) for size in (1, 2, 3, 4)}
-    both = [(scenario, tied_model) for scenario in ("matrix", "adapter", "splits")]
+    both = [(scenario, tied_model) for scenario in ("updates", "matrix", "adapter", "splits")]
     both.append(("sees", tiny_vlm))
     models = (tied_model, untied_model, experts_model)
     streams = [(scenario, model) for model in models for scenario in ("streams", "starts")]
@@ -136,16 +135,17 @@ def masters_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(begin): tensor for name, tensor in state.items() if name.startswith(begin)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2])
 def test_several_updates_are_those_of_a_plain_loop_at_every_zero_stage(
-    runs: dict[int, Path], tied_model: str, size: int
+    more_runs: dict[int, Path], tied_model: str, size: int
 ) -> None:
     expected = by_hand(tied_model, training.make_groups(tied_model), worker.CORRECTED)
     for stage in range(4):
-        folder = runs[size] / "updates-tied" / str(stage)
+        folder = more_runs[size] / "updates-tied" / str(stage)
         assert_same_states(read_state(folder), expected, tied_model, updates=6)
         metrics, first = (
-            json.loads((of / "metrics.json").read_text()) for of in (folder, runs[1] / "updates-tied" / "0")
+            json.loads((of / "metrics.json").read_text()) for of in (folder, more_runs[1] / "updates-tied" / "0")
         )
         assert metrics["train/updates"] == 6
         assert_same_metrics(untimed(metrics), untimed(first), tied_model)
