@@ -102,13 +102,13 @@ def turn(
             if row not in starts:
                 starts[row] = len(values)
                 rows += [starts[row]] * len(groups[group])
-                values += [_given(episodes[other], *row[1:]) for other in groups[group]]
+                values += [_counted(episodes[other], *row[1:]) for other in groups[group]]
             index_k.append(starts[row] + groups[group].index(owner))
     return _returns(compare(values, rows).double()[index_k], owner_k, discount)
 
 
-def _given(rewards: Sequence[float], place: int, to_the_end: bool) -> float:
-    """Return what counts of an episode where `turn` compares turns of this place."""
+def _counted(rewards: Sequence[float], place: int, to_the_end: bool) -> float:
+    """Return the reward with which `turn` compares an episode at this place."""
     last = len(rewards) - 1
     if to_the_end:
         return sum(rewards[min(place, last) :])

@@ -88,8 +88,9 @@ def _turns_differ(scored: Sequence[Rewarded], algorithm: AlgorithmConfig) -> boo
         return False
     compare = functools.partial(group_advantages, baseline=algorithm.baseline, scale="none")
     episodes = [one.turns for one in scored]
-    found = advantages(algorithm.credit, episodes, [one.reward for one in scored], [0] * len(scored), compare)
-    return any(abs(value) > ZERO_VARIANCE for of_turn in found for value in of_turn.values())
+    rewards = [rewarded.reward for rewarded in scored]
+    by_episode = advantages(algorithm.credit, episodes, rewards, [0] * len(scored), compare)
+    return any(abs(value) > ZERO_VARIANCE for by_turn in by_episode for value in by_turn.values())
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
@@ -233,10 +234,10 @@ def _by_token(rows: Sequence[_Row], one: Rewarded, algorithm: AlgorithmConfig, k
         rewards_n = -kl_coef * row.kl_n
         rewards_n[-1] += one.reward
         needed = {f"{name}_t": _sampled(row.columns[name], row.sequence) for name in choice.needs}
-        found, *returns = _of_steps(algorithm, choice(rewards_t=rewards_n, **needed), rewards_n, *needed.values())
+        values_n, *returns = _of_steps(algorithm, choice(rewards_t=rewards_n, **needed), rewards_n, *needed.values())
         for returns_n in returns:
             row.columns["returns"] = _whole(returns_n, row.sequence)
-        advantages.append(found)
+        advantages.append(values_n)
     return torch.cat(advantages)
 
 

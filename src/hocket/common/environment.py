@@ -167,7 +167,7 @@ def _users() -> list[str]:
 
 
 def _added(build: str) -> list[str]:
-    """Return what .venv has besides its lock's packages, as "name==version"."""
+    """Return the packages that .venv has besides its lock's, as "name==version"."""
     listed = {"pip", "setuptools", "uv", *re.findall(r"(?m)^([\w.-]+?)={2,3}", _lock(build).read_text("utf-8"))}
     folders = map(str, VENV.glob("lib/python*/site-packages"))
     packages = {

@@ -128,7 +128,7 @@ def proxy_of(url: str) -> str:
 
 
 def hub_variables() -> str:
-    """Return what decides how the hub is asked, as "; set here: HF_HUB_OFFLINE=1", or nothing."""
+    """Return the variables that decide how the hub is asked, as "; set here: HF_HUB_OFFLINE=1", or nothing."""
     values = [f"{name}={os.environ[name]}" for name in HUB if os.environ.get(name)]
     if proxy := proxy_of(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
         values.append(proxy)

@@ -25,8 +25,8 @@ def examine(
 ) -> Any:
     """Return the tokenizer of a model whose folder can be used as it is. Raise ConfigError with all that is wrong.
 
-    No weights are read, but those of heads that are in the files although config.json ties them. Of a name of the hub,
-    what is in the cache is examined.
+    No weights are read, but those of heads that are in the files although config.json ties them. A name of the hub is
+    examined as far as the cache has its files.
 
     trains: whether the trainer loads it; else vLLM does, which takes more formats.
     head: what is used of its head, beside the body: its logits, as a classifier its score, or nothing.
@@ -59,7 +59,7 @@ def refuse(problems: Sequence[str], path: str, setting: str) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0] if named in problems[0] else f"{named}: {problems[0]}")
     if problems:
-        raise ConfigError("\n".join([f"{named} can't be used as it is:", *(f"  - {one}" for one in problems)]))
+        raise ConfigError("\n".join([f"{named} can't be used as it is:", *(f"  - {problem}" for problem in problems)]))
 
 
 ADAPTER = (

@@ -42,7 +42,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def _behind(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the template writes behind the probe; "" where it does not show that."""
+    """Return the text that the template writes behind the probe; "" where it does not show that."""
     with contextlib.suppress(ValueError):  # it takes no such messages
         _, probe, behind = rendered(tokenizer, messages).rpartition(PROBE)
         return behind if probe else ""

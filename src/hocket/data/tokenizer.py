@@ -162,7 +162,7 @@ def check_positions(model: ModelConfig, setting: str = "model.path") -> int | No
     if not isinstance(positions, int):
         return None
     rotary = _rotary(config)
-    reach = max([positions, *(_reach(one, positions) for one in rotary)])
+    reach = max([positions, *(_reach(parameters, positions) for parameters in rotary)])
     if model.max_length is None or model.max_length <= reach or getattr(config, "alibi", False):
         return positions
     advice = f"lower model.max_length to {reach} or less"
@@ -179,7 +179,7 @@ def _rotary(config: Any) -> list[dict[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         return [parameters]
-    return [one for one in parameters.values() if isinstance(one, dict)]
+    return [kind for kind in parameters.values() if isinstance(kind, dict)]
 
 
 def _reach(rotary: dict[str, Any], positions: int) -> float:

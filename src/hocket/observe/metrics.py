@@ -376,7 +376,7 @@ class Alarms:
 
 
 def _sentence(name: str, value: float, bound: str) -> str:
-    (metric,) = (one for one in METRICS if one.name == name)
+    (metric,) = (known for known in METRICS if known.name == name)
     return f"{name} = {value:.4g} ({bound}): {metric.meaning}; {metric.advice}"
 
 

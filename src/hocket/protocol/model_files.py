@@ -176,7 +176,7 @@ def _by_name(model: Any, shapes: Shapes) -> dict[str, Any]:
     """Compare names and shapes with those that the model would be saved with."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    saved = {name: tuple(one.shape) for name, one in revert_weight_conversion(model, model.state_dict()).items()}
+    saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
     differ = [(name, shapes[name], saved[name]) for name in saved.keys() & shapes.keys() if shapes[name] != saved[name]]
     missing = saved.keys() - shapes.keys() - model.all_tied_weights_keys.keys()
     return {"missing_keys": missing, "unexpected_keys": (), "mismatched_keys": differ}
@@ -190,7 +190,7 @@ def differences(report: Mapping[str, Any], *, head: bool = True) -> list[str]:
     unused = () if head else HEADS
     missing = sorted(name for name in report["missing_keys"] if not name.endswith(unused))
     unexpected = sorted(name for name in report["unexpected_keys"] if not name.endswith(unused))
-    shapes = sorted(one for one in report["mismatched_keys"] if not one[0].endswith(unused))
+    shapes = sorted(triple for triple in report["mismatched_keys"] if not triple[0].endswith(unused))
     problems = []
     if missing:
         advice = "copy or download its files again, or take the config.json that belongs to them"
@@ -231,7 +231,9 @@ def untied(loaded: Loaded, files: Sequence[Path], shapes: Shapes) -> list[str]:
 
 def _stored(name: str, shapes: Shapes) -> str | None:
     """Find the name of a tensor in the files, which may have a prefix more or less."""
-    return next((one for one in shapes if f".{one}".endswith(f".{name}") or f".{name}".endswith(f".{one}")), None)
+    return next(
+        (tensor for tensor in shapes if f".{tensor}".endswith(f".{name}") or f".{name}".endswith(f".{tensor}")), None
+    )
 
 
 def _equal(files: Sequence[Path], first: Any, second: Any) -> bool:

@@ -71,13 +71,13 @@ class Service:
         except httpx.TransportError as error:
             kind = RefusedError if isinstance(error, httpx.ConnectError) else RetryError
             raise kind(f"{url} can't be reached{through}: {type(error).__name__}: {error}{advice}") from error
-        said = f"{url} answered {response.status_code}{through}: {text[:MAX_SHOWN]}{advice}"
+        message = f"{url} answered {response.status_code}{through}: {text[:MAX_SHOWN]}{advice}"
         if response.status_code in self.again:
-            raise RefusedError(said, retry_after(response.headers))
+            raise RefusedError(message, retry_after(response.headers))
         if response.has_redirect_location:
-            raise ValueError(f"{said} No redirect is followed: name {response.headers['location']} in its place")
+            raise ValueError(f"{message} No redirect is followed: name {response.headers['location']} in its place")
         if response.status_code != 200:
-            raise ValueError(said)
+            raise ValueError(message)
         return text
 
 

@@ -98,7 +98,7 @@ def sampled(groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
 def contradiction(
     sequence: TokenSequence, *, decode: Callable[..., str], ends: Collection[int], stop: Sequence[str]
 ) -> str:
-    """Return what an answer of one turn says of its tokens and is not so; "" if all is.
+    """Say where an answer of one turn contradicts its tokens; "" if nowhere.
 
     `ends` are the ids of the tokens that end an answer, `stop` strings that do: the engine's text ends before them.
     """
@@ -106,16 +106,16 @@ def contradiction(
     token_ids = list(sequence.token_ids[start:])  # after an environment's, if there are such
     stopped = sequence.finish_reason == "stop"
     ended = stopped and token_ids[-1] in ends
-    said = turn_text(decode, sequence.token_ids[:start], 0, token_ids[:-1] if ended else token_ids)
+    decoded = turn_text(decode, sequence.token_ids[:start], 0, token_ids[:-1] if ended else token_ids)
     by_string = stopped and not ended
     # A stop string may have special tokens, which the text does not.
-    if by_string and not any(string in written for string in stop for written in (said, decode(token_ids))):
+    if by_string and not any(string in written for string in stop for written in (decoded, decode(token_ids))):
         return f"it stopped by itself, but its last token, {token_ids[-1]}, ends no answer"
     text = sequence.text
     if any(sequence.mask[:start]):  # an environment closed a thought within the answer
-        text = "" if by_string else text[len(text) - min(len(said), len(text)) :]
-    if not (said.startswith(text) if by_string else said == text):
-        return f"its text is {sequence.text[:80]!r}, its tokens are {said[:80]!r}"
+        text = "" if by_string else text[len(text) - min(len(decoded), len(text)) :]
+    if not (decoded.startswith(text) if by_string else decoded == text):
+        return f"its text is {sequence.text[:80]!r}, its tokens are {decoded[:80]!r}"
     return ""
 
 

@@ -49,7 +49,7 @@ _tried: dict[str, Logits] = {}  # by config
 
 
 def try_small(config: Any) -> Logits:
-    """Return what becomes of the head's output. Raise TrainerError for an architecture that would train wrong here."""
+    """Return how logits follow from the head's output. Raise TrainerError for what would train wrong here."""
     text = config.get_text_config()
     key = f"{type(text).__name__} {text.to_json_string(use_diff=False)}"
     if key not in _tried:
@@ -177,7 +177,7 @@ def randomize(model: nn.Module) -> None:
 
 
 def _compare(model: Any, row: Row, alone: Sequence[Tensor]) -> str:
-    """Return what is wrong with a row, if anything is. `alone`: what eager attention gives its sequences."""
+    """Say what is wrong with a row; "" if nothing is. `alone`: what eager attention gives its sequences."""
     expected_brh = torch.cat([*alone[:2], alone[2][:, SHARED:]], dim=1)
     weights_brh = torch.randn_like(expected_brh)
     expected = _gradients(model, expected_brh, weights_brh)
@@ -227,7 +227,7 @@ def _gradients(model: nn.Module, hidden_brh: Tensor, weights_brh: Tensor) -> dic
 
 @torch.no_grad()
 def _logits(model: Any, ids_bt: Tensor, hidden_bth: Tensor) -> Logits | None:
-    """Return what logits are made of; None: of more."""
+    """Return how logits follow from the head's output; None if in another way than these."""
     if model.base_model is model:  # it has no head
         return Logits()
     logits = model(input_ids=ids_bt, use_cache=False).logits.double()
