@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,21 +91,64 @@ def run(config: Config, command: str, *, dry_run: bool = False) -> None:
     with owning(config.run_dir, print, wait=config.checkpoint.resume and not dry_run):
         saved = checkpoints.find(config, print, command=command, dry_run=dry_run)
         rows, held_out = _load(stage, config, uses_logits=objective.kind.uses_logits)
+        task = _Task(config, command, stage, objective, rows, held_out)
         if dry_run:
-            _check(config, command, stage, objective, rows, held_out)
+            _check(task)
         else:
-            _train(config, command, stage, objective, saved, rows, held_out)
+            _train(task, saved)
 
 
-def _check(
-    config: Config,
-    command: str,
-    stage: Stage,
-    objective: Objective,
-    rows: Sequence[Row],
-    held_out: Sequence[Row],
-) -> None:
+class _Task(NamedTuple):
+    """A stage and the rows that it is trained on."""
+
+    config: Config
+    command: str
+    stage: Stage
+    objective: Objective
+    rows: list[Row]
+    held_out: list[Row]
+
+    @property
+    def batch_size(self) -> int:
+        return int(getattr(self.config, self.command).batch_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are trained, counted in each epoch."""
+        epochs = getattr(self.config, self.command).epochs
+        return self.config.trainer.steps * self.batch_size if epochs is None else epochs * len(self.rows)
+
+    @property
+    def num_steps(self) -> int:
+        return math.ceil(self.num_rows / self.batch_size)
+
+    @property
+    def decides(self) -> str:
+        """The setting that decides on the number of steps."""
+        epochs = getattr(self.config, self.command).epochs
+        return "trainer.steps" if epochs is None else f"{self.command}.epochs"
+
+    def outlook(self, tokenizer: Any) -> Iterator[str]:
+        """Yield lines on what is trained: the first row, the number of steps, the learning rate."""
+        model = self.config.model.path
+        yield f"the first one, with what is taught in [[ ]]: {_shown(self.rows[0], tokenizer)}"
+        if self.objective.kind.scores and not model_folder.has_tensor(model, SCORE):
+            yield f"the model has no {SCORE}: the stage adds this head, drawn at random by trainer.seed"
+        if added := tokenizers.said_end(model, tokenizer):
+            yield added
+        takes_all = ""
+        if self.batch_size >= len(self.rows):
+            takes_all = f", all of them: lower {self.command}.batch_size for more updates"
+        steps = f"{self.num_steps} steps of {self.batch_size} {self.stage.rows}{takes_all}"
+        yield f"{self.decides} decides: {steps}"
+        if "learning_rate" not in self.config.trainer.model_fields_set:
+            rate = self.config.trainer.learning_rate
+            yield f"trainer.learning_rate={rate:g} is for GRPO; {self.stage.rate}"
+
+
+def _check(task: _Task) -> None:
     """Say what would be trained, and raise for what shows without weights: rows or memory that do not fit."""
+    config, _, stage, objective, rows, held_out = task
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = config.trainer if device.type == "cuda" else config.trainer.unmeasured()
     models = objective.models(config.model)
@@ -117,64 +160,17 @@ def _check(
         batching.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, share=share)
     num_parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
     print(f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}")
-    steps, _ = _length(config, command, rows)
-    for line in _outlook(config, command, stage, objective, rows, steps, tokenizers.load(config.model.path)):
+    for line in task.outlook(tokenizers.load(config.model.path)):
         print(line)
     print("nothing stands in the way of a run, as far as is seen without the weights")
 
 
-def _length(config: Config, command: str, rows: Sequence[Row]) -> tuple[int, int]:
-    """Return the numbers of steps and of rows, counted in each epoch, that are trained."""
-    section = getattr(config, command)
-    most = config.trainer.steps * section.batch_size
-    if section.epochs is not None:
-        most = section.epochs * len(rows)
-    return math.ceil(most / section.batch_size), most
-
-
-def _outlook(
-    config: Config,
-    command: str,
-    stage: Stage,
-    objective: Objective,
-    rows: Sequence[Row],
-    steps: int,
-    tokenizer: Any,
-) -> Iterator[str]:
-    """Yield lines on what is trained: the first row, the number of steps, the learning rate."""
-    yield f"the first one, with what is taught in [[ ]]: {_shown(rows[0], tokenizer)}"
-    if objective.kind.scores and not model_folder.has_tensor(config.model.path, SCORE):
-        yield f"the model has no {SCORE}: the stage adds this head, drawn at random by trainer.seed"
-    if added := tokenizers.said_end(config.model.path, tokenizer):
-        yield added
-    section = getattr(config, command)
-    setting = _decides(config, command)
-    takes_all = ""
-    if section.batch_size >= len(rows):
-        takes_all = f", all of them: lower {command}.batch_size for more updates"
-    yield f"{setting} decides: {steps} steps of {section.batch_size} {stage.rows}{takes_all}"
-    if "learning_rate" not in config.trainer.model_fields_set:
-        yield f"trainer.learning_rate={config.trainer.learning_rate:g} is for GRPO; {stage.rate}"
-
-
-def _decides(config: Config, command: str) -> str:
-    """Return the setting that decides on the number of steps."""
-    return "trainer.steps" if getattr(config, command).epochs is None else f"{command}.epochs"
-
-
-def _train(
-    config: Config,
-    command: str,
-    stage: Stage,
-    objective: Objective,
-    saved: Saved | None,
-    rows: list[Row],
-    held_out: list[Row],
-) -> None:
+def _train(task: _Task, saved: Saved | None) -> None:
+    config, command, stage, objective, rows, held_out = task
     output = config.run_dir / "model"
     last = saved.step if saved else 0
-    size = getattr(config, command).batch_size
-    steps, most = _length(config, command, rows)
+    size = task.batch_size
+    steps = task.num_steps
     with (
         Console(steps) as console,
         RunFolder(config, console.say) as folder,
@@ -198,13 +194,13 @@ def _train(
             saved.restore(parts)
         trainer.check_fits([*flat(rows), *measured])
         console.say(f"{len(rows)} {stage.rows}, {trainer.num_parameters:,} parameters; {trainer.memory}")
-        for line in _outlook(config, command, stage, objective, rows, steps, trainer.tokenizer):
+        for line in task.outlook(trainer.tokenizer):
             console.say(line)
         if saved is None and held_out:
             before = stage.held_out(trainer, measured)
             folder.finish(0, before)
             console.say(f"step 0/{steps}  {_said(before)}, of {len(held_out)} {stage.rows}")
-        order = itertools.islice(in_epochs(rows, config.trainer.seed), last * size, most)
+        order = itertools.islice(in_epochs(rows, config.trainer.seed), last * size, task.num_rows)
         start = time.perf_counter()
         with Checkpoints(config, trainer.state, parts, last=last, after=copying(config, console.say)) as written:
             for step in range(last + 1, steps + 1):
@@ -222,7 +218,7 @@ def _train(
             with atomic_folder(output) as partial:
                 trainer.export(partial)
             if last >= steps:
-                console.say(f"all {steps} steps are done; for more of them raise {_decides(config, command)}")
+                console.say(f"all {steps} steps are done; for more of them raise {task.decides}")
             console.say(f"wrote {output}")
 
 
