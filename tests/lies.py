@@ -199,9 +199,9 @@ def lie() -> None:
             output.logprobs.logprobs[:] = change(list(output.logprobs.logprobs))
         return output
 
-    def otherwise(sampling: Any, seed: int) -> Any:
+    def otherwise(sampling: Any, seed: int, begun: int = 0) -> Any:
         change = OF_SAMPLING.get(told.now())
-        return params(*change(sampling, seed)) if change else params(sampling, seed)
+        return params(*change(sampling, seed), begun) if change else params(sampling, seed, begun)
 
     async def told_answer(*args: Any) -> Any:
         job, completion = await answer(*args)
