@@ -229,7 +229,7 @@ def test_a_killed_launch_takes_its_server_and_ranks_along(tmp_path: Path) -> Non
         process.wait_for((run_dir / "rollouts" / "step_000001.jsonl").exists, "step_000001")
         members = process.members()
         assert sorted(ranks_of(members)) == ["0 of 2", "1 of 2"]
-        assert len([member for member in members if member.cmdline()[1:4] == ["-m", "hocket", "serve"]]) == 1
+        assert len([member for member in members if member.cmdline()[1:5] == ["-P", "-m", "hocket", "serve"]]) == 1
         process.kill()
         process.assert_gone()
 
