@@ -187,7 +187,7 @@ def evaluate(trial: Trial) -> str:
     """The model as it is, and what sft has made of it."""
     shown = []
     for name, model in (("as it is", trial.model), ("after sft", trial.folder / "sft" / "model")):
-        more = {"model__path": model, "data__source": trial.folder / "test.jsonl", "eval__num_prompts": 64}
+        more = {"model__path": model, "eval__data__source": trial.folder / "test.jsonl", "eval__num_prompts": 64}
         text = trial.run("eval", "eval", "--json", *trial.grpo("eval", **more))
         figures = json.loads(text.splitlines()[-1])
         shown.append(f"{name}: {figures}"[:200])
@@ -217,7 +217,7 @@ def lora(trial: Trial) -> str:
         wait_for(lambda: any((trial.folder / "killed" / "checkpoints").glob("*2")), "a checkpoint", 600, 0.01)
         process.signal(9)
         process.wait_end(60)
-    trial.run("resumed", "quickstart", *words, "run.resume=true")
+    trial.run("resumed", "quickstart", *words, "checkpoint.resume=true")
     keys = ("train/loss", "train/grad_norm", "train/reward", "reward/mean", "train/entropy")
     whole, resumed = ({s["step"]: [s.get(k) for k in keys] for s in trial.steps(name)} for name in ("whole", "killed"))
     if whole != resumed:
