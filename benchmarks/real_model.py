@@ -23,7 +23,9 @@ from typing import Any
 
 import httpx
 from shared import ROOT, parser
+from transformers.utils import get_json_schema
 
+from hocket.envs.tools import calculate
 from support.processes import Process, free_port, wait_for
 
 AGENT = '''
@@ -86,6 +88,14 @@ class Trial:
             wrong = str(int(row["answer"]) + rng.choice((-10, -1, 1, 10)))
             pairs.append({"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong})
         self.write("pairs.jsonl", pairs)
+        schema = get_json_schema(calculate)
+        calls = []
+        for row in rows[:256]:
+            sum_ = re.sub(r"^What is |\?.*$", "", row["prompt"])
+            call = {"name": "calculate", "arguments": {"expression": sum_}}
+            response = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+            calls.append({"prompt": row["prompt"], "response": response, "tools": [schema]})
+        self.write("calls.jsonl", calls)
         self.write("images.jsonl", [{**row, "image": "picture.png"} for row in rows[:4]])
         (folder / "agent.py").write_text(AGENT)
         (folder / "reward.py").write_text(REWARD)
@@ -207,10 +217,14 @@ def train(trial: Trial) -> str:
 
 
 def lora(trial: Trial) -> str:
-    """An adapter: killed with SIGKILL after its second step and resumed, it must go on as if nothing had been."""
-    adapter = {
-        "model__lora": "{rank: 8}", "trainer__steps": 4, "trainer__learning_rate": 1e-4, "checkpoint__every_steps": 2,
-    }  # fmt: skip
+    """An adapter on sft's model: killed after its second step and resumed, it must go on as if nothing had been."""
+    adapter: dict[str, Any] = {
+        "model__path": trial.folder / "sft" / "model",
+        "model__lora": "{rank: 8}",
+        "trainer__steps": 4,
+        "trainer__learning_rate": 1e-4,
+        "checkpoint__every_steps": 2,
+    }
     trial.run("whole", "quickstart", *trial.grpo("whole", **adapter))
     words = trial.grpo("killed", **adapter)
     with Process(["quickstart", *words], trial.folder / "killed.log") as process:
@@ -252,13 +266,18 @@ def export(trial: Trial) -> str:
 
 
 def tools(trial: Trial) -> str:
-    """A template that shows no tools is refused; with one that does, episodes call the calculator."""
+    """A template that shows no tools is refused; with one that does, the model learns to call the calculator."""
     env = {"env": "{name: tools, tools: [calculate], parser: hermes, max_turns: 2}", "rollout__max_tokens": 48}
     refusal = trial.run("tools_refused", "train", "--dry-run", *trial.grpo("tools", **env), fails=True)
     model = trial.variant("shows_tools", lambda template: TOOLS + template)
-    trial.run("tools", "quickstart", *trial.grpo("tools", model__path=model, **env))
-    calls = [step.get("env/tool/calculate/calls", step.get("env/tool/calls")) for step in trial.steps("tools")]
-    return f"refused: {refusal.splitlines()[-1][:120]}; with tools in the template: calls {calls}"
+    shown = {"data__source": trial.folder / "calls.jsonl", "sft__batch_size": 16, "trainer__learning_rate": 5e-5}
+    trial.run("calls", "sft", *trial.settings("calls", model__path=model, **shown, trainer__steps=12))
+    trial.run("tools", "quickstart", *trial.grpo("tools", model__path=trial.folder / "calls" / "model", **env))
+    calls = [step["tool/calculate/calls"] for step in trial.steps("tools")]
+    errors = [step["tool/calculate/errors"] for step in trial.steps("tools")]
+    if not min(calls) > 0.5:
+        raise PartError(f"after sft on calls, an episode has {calls} of them")
+    return f"refused: {refusal.splitlines()[-1][:120]}; after sft: calls per episode {calls}, errors {errors}"
 
 
 def agent(trial: Trial) -> str:
