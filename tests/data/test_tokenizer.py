@@ -27,6 +27,8 @@ def configure(folder: Path, file: str = "config.json", **values: Any) -> None:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+DYNAMIC = LINEAR | {"rope_type": "dynamic"}
+DYNAMIC_OF_SCALED = DYNAMIC | {"original_max_position_embeddings": 256}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,8 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     [
         ({"max_position_embeddings": 256}, 256, "rope_type: yarn, factor: 5, original_max_position_embeddings: 256"),
         ({"max_position_embeddings": 256, "rope_parameters": LINEAR}, 512, "rope_type: yarn"),
+        ({"max_position_embeddings": 256, "rope_parameters": DYNAMIC}, 256, "rope_type: yarn, factor: 5"),
+        ({"max_position_embeddings": 256, "rope_parameters": DYNAMIC_OF_SCALED}, 256, "rope_type: yarn, factor: 5"),
         ({"max_position_embeddings": 256, "rope_parameters": YARN}, 1024, "rope_type: yarn"),
         ({"max_position_embeddings": 1024, "rope_parameters": YARN}, 1024, "rope_type: yarn"),  # scaled already
     ],
