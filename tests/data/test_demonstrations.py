@@ -168,6 +168,17 @@ def test_without_a_template_the_tokenizers_own_token_ends_a_demonstration(
     assert read_and_taught(row) == ([0, 3, 4], [5, 6, 1])
 
 
+@pytest.mark.parametrize("chat_template", [True, False])
+@pytest.mark.parametrize("response", ["b<|end|>", "b<|end|><|user|>c<|end|>"])
+def test_a_special_token_that_a_response_spells_is_said_once(
+    response: str, chat_template: bool, tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_jsonl({"prompt": "a", "response": response}, {"prompt": "a", "response": "<|end|>"})
+    load_demonstrations(DataConfig(source=source, chat_template=chat_template), tokenizer, 20)
+    assert caplog.text.count("a text spells '<|end|>', which is read as that special token") == 1
+    assert ("or set data.chat_template=false" in caplog.text) is chat_template  # which is no way out of itself
+
+
 def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refused(
     tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,7 +65,7 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
     prompt, _ = renderer.prompt(columns, tools_of(columns))
     hint = f", or {data.section}.prompt_column to one of whole conversations{data.otherwise}"
     response = column(columns, data, "response_column", hint)
-    return [answered(prompt, response, data.response_column, end)]
+    return [answered(renderer, prompt, response, data.response_column, end)]
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:
@@ -75,7 +75,7 @@ def tools_of(columns: Mapping[str, Any]) -> Any:
     return tools
 
 
-def answered(prompt: str, response: Any, name: str, end: int) -> list[Passage]:
+def answered(renderer: Renderer, prompt: str, response: Any, name: str, end: int) -> list[Passage]:
     if isinstance(response, list) and len(response) == 1:  # as in TRL's prompts with completions
         (message,) = checked(response, name)
         if message["role"] == "assistant" and message.keys() == {"role", "content"}:
@@ -83,6 +83,7 @@ def answered(prompt: str, response: Any, name: str, end: int) -> list[Passage]:
     if not (isinstance(response, str) and response.strip()):
         wanted = "text or one message of the assistant (else join prompt and response as messages)"
         raise ValueError(f"column {name!r} must be {wanted}, got {response!r:.80}")
+    renderer.notice(response)
     return [(prompt, _behind(opening_of(prompt), response, f"column {name!r}"), [end])]
 
 

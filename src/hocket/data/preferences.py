@@ -67,7 +67,7 @@ def _samples(
         raise ValueError(f"no columns 'chosen' and 'rejected', only {there}: rename two of them")
     if any(isinstance(columns[name], str) for name in SIDES):
         asked, _ = renderer.prompt(columns, demonstrations.tools_of(columns))
-        return [demonstrations.answered(asked, columns[name], name, end) for name in SIDES]
+        return [demonstrations.answered(renderer, asked, columns[name], name, end) for name in SIDES]
     sides = [demonstrations.turns_of(renderer, columns[name], name) for name in SIDES]
     if isinstance(columns.get(data.prompt_column), list) or sides[0][0]["role"] == "assistant":
         prompt = renderer.prompt(columns)[1] or ()

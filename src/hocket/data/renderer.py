@@ -140,6 +140,21 @@ class Renderer:
             self._warnings.add(text)
             log.warning(text)
 
+    def notice(self, text: str) -> None:
+        """Say once of each special token that a text spells it: the tokenizer reads it as the template's own."""
+        for token in self._special.findall(text):
+            fact = f"a text spells {token!r}, which is read as that special token, and may begin or end a turn"
+            advice = "remove it from the text"
+            if self._data.chat_template:
+                setting = f"{self._data.section}.chat_template=false"
+                advice += f", or set {setting} where a template has written the rows already"
+            self._warn(f"{fact}: {advice}")
+
+    @functools.cached_property
+    def _special(self) -> re.Pattern[str]:
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        return re.compile("|".join(map(re.escape, special)) or r"\Z.")  # none: nothing matches
+
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
         """Return columns without pictures, and the pictures."""
         return columns, ()
@@ -179,6 +194,8 @@ class Renderer:
         """
         from jinja2 import TemplateError
 
+        for message in messages:
+            self.notice(text_of(message.get("content") or ""))
         given: dict[str, Any] = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
         given["strftime_now"] = DAY.strftime
         given |= self._data.template_options if options is None else options
