@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hocket.config import LoraConfig, ModelConfig
 from hocket.data import tokenizer as tokenizers
@@ -151,6 +151,24 @@ def test_targets_and_rank_are_what_the_config_says(tied_model: str) -> None:
     for target in ("lm_head", "embed_tokens", "proj", "nothing"):
         with pytest.raises(ConfigError, match=rf"no linear layer '{target}'.*q_proj"):
             skeleton(ModelConfig(path=tied_model, lora=LoraConfig(targets=[target])))
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "qwen3_moe"])
+def test_experts_that_an_adapter_leaves_as_they_are_are_named_before_the_weights_are_loaded(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_key_value_heads": 4 if kind == "olmoe" else 2, "head_dim": 8, "eos_token_id": 1, "pad_token_id": 0}
+    AutoConfig.for_model(kind, **sizes, **heads).save_pretrained(tmp_path)
+    whole = skeleton(ModelConfig(path=str(tmp_path)))
+    assert not caplog.messages
+    share = 2 * 4 * 3 * 32 * 16 / whole.num_parameters()  # layers, experts, and three products of each
+    skeleton(ModelConfig(path=str(tmp_path), lora=LoraConfig()))
+    assert caplog.messages == [
+        f"model.lora changes linear layers alone: the experts of {tmp_path}, {share:.0%} of its weights, "
+        "are no such layers and stay as they are; leave model.lora out to train them"
+    ]
 
 
 def test_four_bits_without_a_gpu_or_the_package_are_refused_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685), with B [out, rank] zero at first.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ from hocket.trainer.weights import (
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
 _NAME = "default"  # PEFT's name of the adapter, part of the parameters' names in memory
+
+log = logging.getLogger(__name__)
 
 
 class Adapter(Weights):
@@ -86,6 +89,16 @@ class Adapter(Weights):
             lora_alpha=settings.alpha,
             target_modules=[published_name(model, target) for target in targets],
         )
+
+    def notice(self, model: Any) -> None:
+        parts = [(name, part) for name, part in model.named_parameters() if part_of(name) == "language"]
+        experts = sum(part.numel() for name, part in parts if part.ndim == 3)  # of all experts in one tensor
+        if experts:
+            share = experts / sum(part.numel() for _, part in parts)
+            fact = (
+                f"model.lora changes linear layers alone: the experts of {self.config.path}, {share:.0%} of its weights"
+            )
+            log.warning("%s, are no such layers and stay as they are; leave model.lora out to train them", fact)
 
     @contextmanager
     def base(self, model: Any) -> Iterator[None]:

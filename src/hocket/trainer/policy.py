@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -209,8 +210,11 @@ def skeleton(config: ModelConfig, kind: type[Policy] = Policy) -> Any:
     """Return a model as it is trained, on the meta device. Raise TrainerError for one that would train wrong."""
     model = empty_model(config.path, scores=kind.scores)
     architecture.try_small(model.config)
+    weights = WEIGHTS[config.weights](config)
+    if os.environ.get("RANK", "0") == "0":
+        weights.notice(model)
     with torch.device("meta"):
-        WEIGHTS[config.weights](config).prepare(model, seed=0)
+        weights.prepare(model, seed=0)
     return model
 
 

@@ -53,6 +53,9 @@ class Weights:
         """Return options of `from_pretrained`."""
         return {}
 
+    def notice(self, model: Any) -> None:
+        """Say what of a model that is to be trained stays as it is, if anything does unasked."""
+
     def prepare(self, model: Any, seed: int) -> None:
         """Freeze what is not trained, and add what is. Raise ConfigError where it has no such parts."""
         frozen = set(self.config.freeze)
