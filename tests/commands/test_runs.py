@@ -88,6 +88,8 @@ def test_a_dry_run_writes_nothing_and_pays_an_answer_behind_the_thought_that_the
     assert "rollout.prompts_per_step=16 with 4 prompts: each step repeats some; lower it" in said
     assert not (tmp_path / "run").exists()
     assert "step=16 is no multiple of algorithm.minibatches=5: updates" in dry_run("algorithm.minibatches=5")
+    odd = dry_run("trainer.warmup_steps=101", "trainer.learning_rate=2e-5")  # of 100 steps: 2e-5 · 100 / 101
+    assert "trainer.warmup_steps=101 outlasts the 100 steps: the learning rate ends at 1.98e-05, not at 2e-05;" in odd
     assert "server http://up has the same model and tokenizer, and answers" in said
     assert "no server answers at http://down yet" in said
     assert "and answers" in dry_run("server.urls=[http://up]", "model.random_init=true", architecture="?")

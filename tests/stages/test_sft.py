@@ -85,6 +85,7 @@ def test_sft_learns_the_responses_and_leaves_a_model(
     said = capsys.readouterr().out
     assert "step 60/60" in said
     assert ", all of them: lower sft.batch_size for more updates" in said
+    assert "outlasts" not in said
     tokenizer, (prompt, response) = tokenizers.load(model), ROWS[0]
     assert repr(f"{tokenizer.decode(prompt)}[[{tokenizer.decode(response)}]]") in said
 

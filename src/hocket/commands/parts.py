@@ -204,6 +204,8 @@ class Parts(AbstractContextManager["Parts"]):
         step = f"rollout.prompts_per_step={num_asked}"
         if num < num_asked:
             self.console.say(f"{step} with {num} prompts: each step repeats some; lower it")
+        if low := self.config.trainer.below_peak(self.config.trainer.steps):
+            self.console.say(low)
         num_updates = self.config.algorithm.minibatches
         if num_asked % num_updates:
             self.console.say(f"{step} is no multiple of algorithm.minibatches={num_updates}: updates differ in size")

@@ -190,6 +190,14 @@ class TrainerConfig(Section):
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
 
+    def below_peak(self, steps: int) -> str:
+        """Say that `steps` steps end within the warm-up; "" if they do not."""
+        if self.warmup_steps <= steps:
+            return ""
+        peak = self.learning_rate
+        fact = f"trainer.warmup_steps={self.warmup_steps} outlasts the {steps} steps"
+        return f"{fact}: the learning rate ends at {peak * steps / self.warmup_steps:.3g}, not at {peak:g}; lower it"
+
     def unmeasured(self) -> "TrainerConfig":
         """Return the settings with micro_batch_tokens=auto as on CPUs, and in plans."""
         return self.model_copy(update={"micro_batch_tokens": 8192}) if self.micro_batch_tokens == "auto" else self

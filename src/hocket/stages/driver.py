@@ -144,6 +144,8 @@ class _Task(NamedTuple):
         if "learning_rate" not in self.config.trainer.model_fields_set:
             rate = self.config.trainer.learning_rate
             yield f"trainer.learning_rate={rate:g} is for GRPO; {self.stage.rate}"
+        if low := self.config.trainer.below_peak(self.num_steps):
+            yield low
 
 
 def _check(task: _Task) -> None:
