@@ -57,6 +57,12 @@ def holds(completion: str, answer: str) -> float:
     """1 for an answer that has the sum in it and no other number after it."""
     numbers = "".join(c if c.isdigit() else " " for c in completion).split()
     return float(bool(numbers) and numbers[-1] == answer)
+
+
+@reward("digits")
+def digits(completion: str) -> float:
+    """The share of digits, by which almost any two completions differ."""
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 '''
 TOOLS = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }} Call one by"
@@ -290,7 +296,8 @@ def agent(trial: Trial) -> str:
 def thinking(trial: Trial) -> str:
     """A template that opens a thought, closed after 8 tokens."""
     model = trial.variant("thinks", lambda template: template + THOUGHT)
-    trial.run("thinking", "quickstart", *trial.grpo("thinking", model__path=model, env="{thinking_tokens: 8}"))
+    more = {"env": "{thinking_tokens: 8}", "rewards__functions": "{digits: 1}"}
+    trial.run("thinking", "quickstart", *trial.grpo("thinking", model__path=model, **more))
     return f"rewards {[round(step['reward/mean'], 3) for step in trial.steps('thinking')]}"
 
 

@@ -128,6 +128,8 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, wri
         ({"prompt": [{"role": "judge", "content": "x"}], "answer": "y"}, "the chat template refuses the messages"),
         ({"prompt": "x", "answer": True}, "column 'answer' must be text or a number, got True"),
         ({"prompt": "x", "answer": ""}, "column 'answer' is empty"),
+        ({"prompt": "x", "answer": "y", "image": "x.png"}, "column 'image' has pictures, and the model takes none"),
+        ({"prompt": "x", "answer": "y", "images": [None, {"bytes": ""}]}, "'images' has pictures, and the model takes"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tokenizer: Any, write_jsonl: Write, row: Any, what: str) -> None:

@@ -15,10 +15,9 @@ import PIL.Image
 
 from hocket.common.images import Stored, check_all, decoded, fetched, file_name, from_text, png
 from hocket.config import DataConfig
-from hocket.data.renderer import Images, Options, Renderer, Tools
+from hocket.data.renderer import PICTURES, Images, Options, Renderer, Tools
 from hocket.types import Image, Message
 
-COLUMNS = ("image", "images")
 KEYS = ("image", "url", "path", "base64")  # of a part with its picture, as templates of transformers know them
 PLACE = {"type": "image"}
 
@@ -48,8 +47,8 @@ class SeeingRenderer(Renderer):
         Without a place they come before the text of the first user message, as in TRL.
         """
         asked = self._data.prompt_column
-        pictures = [*itertools.chain(*(_listed(columns.get(name)) for name in COLUMNS))]
-        told = {name: value for name, value in columns.items() if name not in COLUMNS}
+        pictures = [*itertools.chain(*(_listed(columns.get(name)) for name in PICTURES))]
+        told = {name: value for name, value in columns.items() if name not in PICTURES}
         if pictures and isinstance(told.get(asked), str):
             told[asked] = [*self.chat(told[asked])]
         inline = dict[str, list[Any]]()

@@ -17,6 +17,7 @@ from hocket.data.template import ASKED, PROBE, SYSTEM, TURN, shows
 from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
 
+PICTURES = ("image", "images")  # columns
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 TOOLS_NEED_TEMPLATE = "tools are shown by the chat template; set data.chat_template: true"
 Tools = Sequence[Mapping[str, Any]]
@@ -156,7 +157,12 @@ class Renderer:
         return re.compile("|".join(map(re.escape, special)) or r"\Z.")  # none: nothing matches
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
-        """Return columns without pictures, and the pictures."""
+        """Return columns without pictures, and the pictures. Raise ValueError for those that no one sees."""
+        for name in PICTURES:
+            value = columns.get(name)
+            if any(picture is not None for picture in (value if isinstance(value, list) else [value])):
+                advice = "name one that does in model.path, or remove the column"
+                raise ValueError(f"column {name!r} has pictures, and the model takes none; {advice}")
         return columns, ()
 
     def expanded(
@@ -289,9 +295,9 @@ class PlainText(Renderer):
         return [ids if ids[:1] == bos else bos + ids for ids in token_ids]
 
     def seen(self, columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Any]]:
-        if getattr(self._tokenizer, "placeholder", None) is not None and {"image", "images"} & columns.keys():
+        if getattr(self._tokenizer, "placeholder", None) is not None and columns.keys() & set(PICTURES):
             raise ValueError("images need data.chat_template: true")
-        return columns, ()
+        return super().seen(columns)
 
     def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
         raise ValueError("messages need data.chat_template: true")
