@@ -214,9 +214,12 @@ def test_a_template_that_leaves_pictures_out_is_refused(sighted: Any, write_json
         load(source, sighted, chat_template=False)
 
 
-def test_columns_of_pictures_are_plain_columns_for_a_model_that_sees_none(tokenizer: Any, write_jsonl: Write) -> None:
-    (prompt,) = load(write_jsonl({"prompt": "a", "image": "red.png"}), tokenizer)
-    assert (prompt.meta, prompt.images) == ({"image": "red.png"}, ())
+@pytest.mark.parametrize("none", [{"image": None}, {"images": []}, {"images": [None]}])
+def test_a_model_that_sees_no_pictures_takes_rows_that_have_none(
+    tokenizer: Any, write_jsonl: Write, none: dict[str, Any]
+) -> None:
+    (prompt,) = load(write_jsonl({"prompt": "a", **none}), tokenizer)
+    assert (prompt.meta, prompt.images) == (none, ())
 
 
 def test_a_system_prompt_comes_before_the_picture(sighted: Any, write_jsonl: Write, folder: Path) -> None:
