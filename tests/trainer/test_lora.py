@@ -135,6 +135,34 @@ def test_a_base_with_code_of_its_own_is_not_run_whatever_a_terminal_would_answer
         export(tmp_path / "adapter", tmp_path / "model", base=None)
 
 
+@torch.no_grad()
+def test_an_adapter_that_peft_wrote_is_merged_if_it_is_plain_and_else_its_settings_are_named(
+    tied_model: str, tmp_path: Path
+) -> None:
+    def written(name: str, **settings: Any) -> Path:
+        torch.manual_seed(1)
+        base = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+        values = peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=7, target_modules=["q_proj"], **settings)
+        made = peft.get_peft_model(base, values)
+        for part, parameter in made.named_parameters():
+            if "lora_B" in part:
+                parameter.normal_()
+        made.save_pretrained(str(tmp_path / name))
+        return tmp_path / name
+
+    for name, settings in (("plain", {}), ("dropout", {"lora_dropout": 0.1, "layers_to_transform": [1]})):
+        adapter = written(name, **settings)
+        export(adapter, tmp_path / f"{name}-model", base=None)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-model")
+        assert_near(logits(merged), logits(with_peft(tied_model, adapter)), additions(tied_model))
+    refused = {"use_rslora": True, "use_dora": True, "rank_pattern": {"q_proj": 2}, "bias": "all"}
+    for name, value in (refused | {"modules_to_save": ["norm"]}).items():
+        adapter = written(name, **{name: value})
+        with pytest.raises(ConfigError, match=f"has {name}=.*which is more than export computes; merge it with PEFT's"):
+            export(adapter, tmp_path / "none", base=None)
+    assert not (tmp_path / "none").exists()
+
+
 def test_targets_and_rank_are_what_the_config_says(tied_model: str) -> None:
     targets = ["q_proj", "mlp.up_proj"]
     weights = Adapter(ModelConfig(path=tied_model, lora=LoraConfig(rank=3, alpha=5, targets=targets)))

@@ -3,6 +3,7 @@
 An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685), with B [out, rank] zero at first.
 """
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ from hocket.trainer.weights import (
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."  # of PEFT's names in a file
+# Settings of PEFT that say where an adapter is and how it was trained, besides its scale.
+PLAIN = {"r", "lora_alpha", "base_model_name_or_path", "target_modules", "layers_to_transform", "layers_pattern"}
+PLAIN |= {"exclude_modules", "task_type", "revision", "auto_mapping", "inference_mode", "lora_dropout", "peft_version"}
 _NAME = "default"  # PEFT's name of the adapter, part of the parameters' names in memory
 
 log = logging.getLogger(__name__)
@@ -123,11 +127,16 @@ class Adapter(Weights):
     @classmethod
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
         try:
-            adapter = AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
+            values = json.loads((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
             tensors = load_file(folder / WEIGHTS_FILE)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(f"{folder} is not an adapter of a run with model.lora: {error}") from error
-        _merge(tensors, adapter.lora_alpha / adapter.r, base or adapter.base_model_name_or_path, output)
+            scale = values["lora_alpha"] / values["r"]
+            path = base or values["base_model_name_or_path"]
+        except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, SafetensorError) as error:
+            raise ConfigError(f"{folder} is not an adapter of a run with model.lora, or of PEFT: {error}") from error
+        if odd := _more_than_products(values):
+            advice = "merge it with PEFT's merge_and_unload"
+            raise ConfigError(f"{folder} has {', '.join(odd)}, which is more than export computes; {advice}")
+        _merge(tensors, scale, path, output)
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
@@ -142,6 +151,14 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
         bnb_4bit_compute_dtype=dtype,
     )
     return {"quantization_config": settings, "device_map": {"": torch.cuda.current_device()}}
+
+
+def _more_than_products(values: dict[str, Any]) -> list[str]:
+    """Return the settings of an adapter, which PEFT may have written, that make it more than W + alpha / r · B A."""
+    import peft
+
+    usual = {**peft.LoraConfig().to_dict(), "peft_type": "LORA"}  # type: ignore[no-untyped-call]
+    return sorted(f"{name}={values[name]}" for name in values.keys() - PLAIN if values[name] != usual.get(name))
 
 
 def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> None:
