@@ -274,10 +274,11 @@ def export(trial: Trial) -> str:
 def tools(trial: Trial) -> str:
     """A template that shows no tools is refused; with one that does, the model learns to call the calculator."""
     env = {"env": "{name: tools, tools: [calculate], parser: hermes, max_turns: 2}", "rollout__max_tokens": 48}
+    env |= {"rewards__functions": "{digits: 1}"}
     refusal = trial.run("tools_refused", "train", "--dry-run", *trial.grpo("tools", **env), fails=True)
     model = trial.variant("shows_tools", lambda template: TOOLS + template)
     shown = {"data__source": trial.folder / "calls.jsonl", "sft__batch_size": 16, "trainer__learning_rate": 5e-5}
-    trial.run("calls", "sft", *trial.settings("calls", model__path=model, **shown, trainer__steps=12))
+    trial.run("calls", "sft", *trial.settings("calls", model__path=model, **shown, trainer__steps=6))
     trial.run("tools", "quickstart", *trial.grpo("tools", model__path=trial.folder / "calls" / "model", **env))
     calls = [step["tool/calculate/calls"] for step in trial.steps("tools")]
     errors = [step["tool/calculate/errors"] for step in trial.steps("tools")]
