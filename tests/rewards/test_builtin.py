@@ -146,6 +146,12 @@ def test_random_depends_on_the_rollout_and_the_seed_only() -> None:
         (1.0, "1,000", "1000"),
         (1.0, "18", r"It costs \$18 in all"),
         (1.0, "18", "that is $18."),
+        (1.0, "1.5e-3", "0.0015"),
+        (1.0, "0.0015", "about 1.5e-3."),
+        (1.0, "6.02E3", r"$6.02 \times 10^{3}$"),
+        (1.0, "-2e5", "$-2e5$"),
+        (0.0, "1.5e-3", "1.5"),
+        (1.0, "2e", "$2e$"),  # Euler's
         (1.0, "5", r"<think>4, no, \boxed{6}</think> It is \boxed{5}."),
         (0.0, "72", "The answer is 71."),
         (0.0, "72", "seventy-two"),

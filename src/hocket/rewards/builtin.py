@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Literal
 
 from hocket.common.arithmetic import compute
@@ -13,6 +14,7 @@ from hocket.rewards.base import reward
 from hocket.types import Rollout
 
 _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTALL)
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w|\.\d)")  # a number
 
 
 @reward("exact_match", inline=True)
@@ -127,14 +129,19 @@ def math(completion: str, answer: str, opening: str = "") -> float:
     # Its own time limits are alarm signals, which only work on a main thread; the worker has a deadline.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # An escaped dollar sign is a currency; the parser takes it for the start of a formula.
-    reference = _reference(answer).replace(r"\$", "")
-    completion = completion.replace(r"\$", "")
+    reference = _in_digits(_reference(answer).replace(r"\$", ""))
+    completion = _in_digits(completion.replace(r"\$", ""))
     delimited = "$" in reference or r"\boxed" in reference
     gold: list[Any] = parse(reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify can't read the reference answer {reference!r}")
     given: list[Any] = parse(after_thought(completion, opening), parsing_timeout=None)
     return float(verify(gold, given, timeout_seconds=None))
+
+
+def _in_digits(text: str) -> str:
+    """Write 1.5e-3 as 0.0015: math-verify takes the e for Euler's number."""
+    return _SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", text)
 
 
 def column(meta: Mapping[str, Any], name: str) -> Any:
