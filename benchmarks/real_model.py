@@ -238,11 +238,13 @@ def lora(trial: Trial) -> str:
         process.signal(9)
         process.wait_end(60)
     trial.run("resumed", "quickstart", *words, "checkpoint.resume=true")
-    keys = ("train/loss", "train/grad_norm", "train/reward", "reward/mean", "train/entropy")
+    keys = ("train/loss", "train/grad_norm", "reward/std", "reward/mean", "train/entropy")
     whole, resumed = ({s["step"]: [s.get(k) for k in keys] for s in trial.steps(name)} for name in ("whole", "killed"))
     if whole != resumed:
         raise PartError(f"the steps differ: {whole} {resumed}")
-    return f"4 steps, killed after 2 and resumed: equal bits in {sum(v is not None for v in whole[4])} metrics a step"
+    count = sum(value is not None for values in whole.values() for value in values)
+    updated = sum(values[1] is not None for values in whole.values())
+    return f"4 steps, {updated} of them updates, killed after 2 and resumed: equal bits in {count} figures"
 
 
 def export(trial: Trial) -> str:
