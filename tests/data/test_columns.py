@@ -271,6 +271,7 @@ def test_a_system_prompt_is_for_all_that_have_none_of_their_own(
 def test_tools_of_a_row_are_shown_where_its_answer_is_taught_and_it_is_said_that_a_run_shows_its_own(
     write_jsonl: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
     tools = [{"name": "add"}]
     answers = {"response": "b", "chosen": "b", "rejected": "c", "answer": "b", "tools": json.dumps(tools)}
     tokenizer = of_tags(STOCK)

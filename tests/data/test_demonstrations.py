@@ -173,6 +173,7 @@ def test_without_a_template_the_tokenizers_own_token_ends_a_demonstration(
 def test_a_special_token_that_a_response_spells_is_said_once(
     response: str, chat_template: bool, tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
     source = write_jsonl({"prompt": "a", "response": response}, {"prompt": "a", "response": "<|end|>"})
     load_demonstrations(DataConfig(source=source, chat_template=chat_template), tokenizer, 20)
     assert caplog.text.count("a text spells '<|end|>', which is read as that special token") == 1

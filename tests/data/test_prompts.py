@@ -1,6 +1,7 @@
 """Rows become prompts, each rendered once; between the turns of an episode the template goes on."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -227,6 +228,7 @@ def test_the_tokens_between_two_turns_are_those_of_a_whole_rendering(tokenizer: 
 def test_a_special_token_that_a_prompt_or_an_observation_spells_is_said_and_the_templates_own_are_not(
     tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
     load(write_jsonl(*ROWS), tokenizer)
     rendering = renderer(CHATML)
     rendering.following(HINT, ended=None)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ def test_targets_and_rank_are_what_the_config_says(tied_model: str) -> None:
 def test_experts_that_an_adapter_leaves_as_they_are_are_named_before_the_weights_are_loaded(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     heads = {"num_key_value_heads": 4 if kind == "olmoe" else 2, "head_dim": 8, "eos_token_id": 1, "pad_token_id": 0}
