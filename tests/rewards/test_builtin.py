@@ -152,6 +152,7 @@ def test_random_depends_on_the_rollout_and_the_seed_only() -> None:
         (1.0, "-2e5", "$-2e5$"),
         (0.0, "1.5e-3", "1.5"),
         (1.0, "2e", "$2e$"),  # Euler's
+        (0.0, "10", "1,000e5"),
         (1.0, "5", r"<think>4, no, \boxed{6}</think> It is \boxed{5}."),
         (0.0, "72", "The answer is 71."),
         (0.0, "72", "seventy-two"),

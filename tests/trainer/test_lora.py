@@ -196,8 +196,8 @@ def test_experts_that_an_adapter_leaves_as_they_are_are_named_before_the_weights
     share = 2 * 4 * 3 * 32 * 16 / whole.num_parameters()  # layers, experts, and three products of each
     skeleton(ModelConfig(path=str(tmp_path), lora=LoraConfig()))
     assert caplog.messages == [
-        f"model.lora changes linear layers alone: the experts of {tmp_path}, {share:.0%} of its weights, "
-        "are no such layers and stay as they are; leave model.lora out to train them"
+        f"model.lora changes linear layers alone, and the experts of {tmp_path}, {share:.0%} of its weights, "
+        "are none, so they stay as they are; leave model.lora out to train them"
     ]
 
 

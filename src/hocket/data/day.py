@@ -4,7 +4,7 @@ from datetime import datetime
 
 
 class Day:
-    """Begins with the process; a run begins it anew, or goes on with that of its checkpoint."""
+    """The time at which this process began, then that at which its run began, maybe in another process."""
 
     def __init__(self) -> None:
         self._began = datetime.now().astimezone()
@@ -13,7 +13,7 @@ class Day:
         self._began = datetime.now().astimezone()
 
     def go_on(self, day: str) -> None:
-        """Take the day that a checkpoint has; "": one that was written before days were kept."""
+        """Take the day of a checkpoint, "" if that was written before days were kept."""
         if day:
             self._began = datetime.fromisoformat(day)
 
@@ -21,7 +21,7 @@ class Day:
         return self._began.isoformat(timespec="seconds")
 
     def strftime(self, form: str) -> str:
-        """Return the day in a form, as the function `strftime_now` of templates does."""
+        """Return the day as text; chat templates call this as `strftime_now`."""
         return self._began.strftime(form)
 
 

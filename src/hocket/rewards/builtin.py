@@ -14,7 +14,7 @@ from hocket.rewards.base import reward
 from hocket.types import Rollout
 
 _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTALL)
-_SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w|\.\d)")  # a number
+_SCIENTIFIC = re.compile(r"(?<![\w.,\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w|\.\d)")  # a number
 
 
 @reward("exact_match", inline=True)

@@ -29,7 +29,7 @@ WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "floor_scale
 SHARED, FIRST, THIRD, SECOND = 8, 11, 9, 13
 # Of the numbers' size, in float32: docs/architectures.md has how far rounding goes, and what is wrong is above .01.
 TOLERANCE = 1e-3
-CAUSAL = 1e-5  # what a token may notice of later ones: as experts get other numbers of tokens, products round otherwise
+CAUSAL = 1e-5  # how far later tokens may move a token's numbers: an expert's products round by how many it gets
 CAP = "final_logit_softcapping"  # of configs
 SEEDS = 3  # rounding may choose another expert: then other weights decide
 ITS_OWN = "computes attention with code of its own, not through transformers' AttentionInterface"

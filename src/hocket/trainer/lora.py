@@ -3,6 +3,7 @@
 An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685), with B [out, rank] zero at first.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Iterator
@@ -42,6 +43,11 @@ PLAIN |= {"exclude_modules", "task_type", "revision", "auto_mapping", "inference
 _NAME = "default"  # PEFT's name of the adapter, part of the parameters' names in memory
 
 log = logging.getLogger(__name__)
+
+
+@functools.cache  # once, however many models a plan considers
+def _warn(message: str) -> None:
+    log.warning(message)
 
 
 class Adapter(Weights):
@@ -99,10 +105,8 @@ class Adapter(Weights):
         experts = sum(part.numel() for name, part in parts if part.ndim == 3)  # of all experts in one tensor
         if experts:
             share = experts / sum(part.numel() for _, part in parts)
-            fact = (
-                f"model.lora changes linear layers alone: the experts of {self.config.path}, {share:.0%} of its weights"
-            )
-            log.warning("%s, are no such layers and stay as they are; leave model.lora out to train them", fact)
+            fact = f"the experts of {self.config.path}, {share:.0%} of its weights, are none, so they stay as they are"
+            _warn(f"model.lora changes linear layers alone, and {fact}; leave model.lora out to train them")
 
     @contextmanager
     def base(self, model: Any) -> Iterator[None]:

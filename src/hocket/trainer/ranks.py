@@ -80,7 +80,8 @@ class Ranks:
         line = f"hocket: rank {self.rank} of {self.size} waits for others at {place}; {LEFT_OVER}"
         timer = threading.Timer(PATIENCE_S, print, [line], {"file": sys.stderr})
         timer.daemon = True
-        timer.start()
+        if self.size > 1:
+            timer.start()
         try:
             yield
         finally:

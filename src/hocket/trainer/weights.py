@@ -54,7 +54,7 @@ class Weights:
         return {}
 
     def notice(self, model: Any) -> None:
-        """Say what of a model that is to be trained stays as it is, if anything does unasked."""
+        """Warn of parts that stay as they are though nobody froze them."""
 
     def prepare(self, model: Any, seed: int) -> None:
         """Freeze what is not trained, and add what is. Raise ConfigError where it has no such parts."""
