@@ -19,9 +19,9 @@ from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Limits
 from hocket.rollout.players import player
-from hocket.types import Prompt, Rollout, Score
+from hocket.types import Message, Prompt, Rollout, Score
 
-RETURNED = "0123456789"  # a made-up result of a tool
+ANSWERED = "0123456789"  # what a made-up message says
 
 
 def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Iterable[str]]) -> dict[str, RewardCalls]:
@@ -70,24 +70,42 @@ class PromptSource:
         """Return the training prompts."""
         _refuse_unanswered(self.config.data, self.config.rewards.functions)
         answer = self.config.rollout.max_tokens
-        self._check_results()
         prompts, length = self._fitting("train", self.config.data, "rollout.max_tokens", answer)
         self.needed = length + self.example.thinking_tokens + answer
         return prompts
 
-    def _check_results(self) -> None:
-        """Raise DataError where the chat template can't show the model what its tools returned."""
-        if not self._tools or self.config.env.max_turns == 1:
+    def _check_turns(self, data: DataConfig) -> None:
+        """Check that the chat template shows the model's next turn what it said before, and what it was answered.
+
+        Raise DataError where the results of tools can't be shown. Other environments may answer with text, which needs
+        no template: where messages can't be shown, say so.
+        """
+        env = self.config.env
+        if env.max_turns == 1 or isinstance(self.example, environments.SingleTurn):
             return
-        renderer = renderer_of(self.config.data, self._tokenizer, self._tools)
-        returned = {"role": "tool", "name": self._tools[0]["function"]["name"], "content": RETURNED}
-        advice = "take a model whose template renders tools' results behind an answer, or set env.max_turns=1"
+        if self._tools:
+            said: Message = {"role": "tool", "name": self._tools[0]["function"]["name"], "content": ANSWERED}
+            problem = self._unanswerable(data, said)
+            if problem:
+                advice = "take a model whose template renders tools' results behind an answer, or set env.max_turns=1"
+                raise DataError(f"no turn can follow a tool's result: {problem}; {advice}")
+        elif data.chat_template:
+            problem = self._unanswerable(data, {"role": "user", "content": ANSWERED})
+            if problem:
+                fact = f"no turn can follow a message of env.name={env.name}: {problem}"
+                advice = (
+                    "take a model whose template does, have the environment answer with text, or set env.max_turns=1"
+                )
+                self._console.say(f"{data.section}: {fact}; {advice}")
+
+    def _unanswerable(self, data: DataConfig, answer: Message) -> str:
+        """Return why an answer to the model's turn can't be shown to it; "" if it can."""
+        renderer = renderer_of(data, self._tokenizer, self._tools)
         try:
-            shown = renderer.decode(renderer.following([returned], ended=None))
+            shown = renderer.decode(renderer.following([answer], ended=None))
         except ValueError as error:
-            raise DataError(f"no turn can follow a tool's result: {error}; {advice}") from error
-        if RETURNED not in shown:
-            raise DataError(f"the chat template leaves out what tools return; {advice}")
+            return str(error)
+        return "" if ANSWERED in shown else f"the chat template leaves out messages of the role {answer['role']}"
 
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation, maybe none."""
@@ -107,6 +125,7 @@ class PromptSource:
 
     def _fitting(self, what: str, data: DataConfig, setting: str, answer: int) -> tuple[Prompts, int]:
         """Return the prompts that leave room for an answer, and the longest length; say how many do not."""
+        self._check_turns(data)
         thought = self.example.thinking_tokens  # before an answer
         limit = self._limit
         room = self._longest - thought - answer
