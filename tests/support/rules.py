@@ -33,13 +33,15 @@ def collect(function: Any, found: set[types.FunctionType]) -> None:
     """Adds a function, and those of the tests that it names."""
     if isinstance(function, types.FunctionType) and function not in found:
         found.add(function)
-        for named in globals_of(function):
+        for named in named_in(function):
             if getattr(named, "__module__", "").startswith(("tests.", "support.")):
                 collect(named, found)
 
 
 def started(functions: set[types.FunctionType]) -> int:
     """Returns how many engines functions start: by classes that say so, and by commands where a process is started."""
+    if not any(isinstance(value, type) and is_process(value) for function in functions for value in named_in(function)):
+        return 0
     named = [value for function in functions for value in globals_of(function) if isinstance(value, type)]
     engines = sum(getattr(value, "starts_engine", False) for value in named)
     if any(issubclass(value, Process) for value in named):
@@ -47,7 +49,18 @@ def started(functions: set[types.FunctionType]) -> int:
     return engines
 
 
+def is_process(value: type) -> bool:
+    return getattr(value, "starts_engine", False) or issubclass(value, Process)
+
+
 @functools.cache  # a function has as many tests as sets of parameters
+def named_in(function: types.FunctionType) -> list[Any]:
+    """Returns the values of the global names in a function's code, and of attributes that are called alike."""
+    names = {name for code in codes(function.__code__) for name in code.co_names}
+    return [function.__globals__[name] for name in names if name in function.__globals__]
+
+
+@functools.cache
 def globals_of(function: types.FunctionType) -> list[Any]:
     """Returns the values of the global names in a function's code, as often as they occur."""
     names = (loaded.argval for loaded in loads(function) if loaded.opname == "LOAD_GLOBAL")
