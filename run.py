@@ -28,7 +28,7 @@ def main(argv: list[str], notes: Sequence[str] = ()) -> int:
     if command in ("-h", "--help", "help"):
         print(_help())
         return 0
-    if command not in COMMANDS:
+    if command not in COMMANDS and not command.endswith(".py"):  # a file has a command of the user's own
         import difflib
 
         close = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -60,9 +60,10 @@ def main(argv: list[str], notes: Sequence[str] = ()) -> int:
         print(f"installed: {sys.prefix} has all packages")
         return 0
     if command == "doctor" and not asks_for_help:
-        from hocket.commands import doctor
+        import importlib
 
-        return doctor.run()
+        report: int = importlib.import_module("hocket.extras.doctor").run()
+        return report
     if command == "test":
         sys.path.insert(0, os.path.join(ROOT, "tests"))
         import suite

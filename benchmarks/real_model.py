@@ -25,7 +25,7 @@ import httpx
 from shared import ROOT, parser
 from transformers.utils import get_json_schema
 
-from hocket.envs.tools import calculate
+from hocket.extras.tools.tools import calculate
 from support.processes import Process, free_port, wait_for
 
 AGENT = '''

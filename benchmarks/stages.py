@@ -68,8 +68,8 @@ def now() -> tuple[float, float]:
 
 def play_hocket(told: dict[str, Any]) -> Ends:
     from hocket.config import load
+    from hocket.extras.stages import driver
     from hocket.observe.run_folder import RunFolder
-    from hocket.stages import driver
 
     ends: Ends = []
     finish = RunFolder.finish

@@ -141,8 +141,8 @@ class Bench:
     """
 
     def __init__(self, settings: Sequence[str], transports: Mapping[str, Sequence[str]], num_rounds: int) -> None:
+        from hocket.extras.delta.write import DeltaWriter
         from hocket.sync.collective import CollectiveTransport
-        from hocket.sync.deltas import DeltaWriter
         from hocket.sync.disk import Versions
         from hocket.sync.transports import DiskTransport
         from hocket.trainer.trainer import Trainer

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from hocket.data.gym import made
 from hocket.data.sources import TASKS
+from hocket.extras.gym.rows import made
 
 SIZE = 1 << 20
 MISTAKES = 0.65

@@ -26,11 +26,11 @@ from torch import Tensor
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.config.sections import LoraConfig
 from hocket.errors import HocketError
+from hocket.extras.ulysses import Split
 from hocket.trainer import architecture, memory
 from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
 from hocket.trainer.policy import Policy, skeleton
-from hocket.trainer.ulysses import Split
 from hocket.types import TrainSample
 from support.numbers import rounding
 from support.training import CPU, sample_of, sequence

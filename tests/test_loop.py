@@ -15,8 +15,8 @@ import pytest
 from hocket import config as config_module
 from hocket.algorithm.samples import KlController, shape
 from hocket.commands.runs import OnStep, ends
-from hocket.data.cache import Prompts
 from hocket.data.curriculum import bind
+from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import RewardError, SyncError
 from hocket.loop import Run

@@ -113,7 +113,7 @@ check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are
 check data.source=nowhere.jsonl | data.source=nowhere.jsonl is not a file; paths are relative to HERE
 check data.source=commas.jsonl | commas.jsonl:1: Extra data: line 1 column 31 (char 30); a line is one object
 check data.source=array.jsonl | array.jsonl:1: must be a JSON object, got list; a line is one object in UTF-8, without a
-check data.source=rows.csv | hf:NAME and task:NAME: convert it; a name on the hub needs hf:
+check data.source=rows.csv | task:NAME, verifiers:NAME: convert it; a name on the hub needs hf:
 check plugins=[bare.py] | bare.py, line 3: it needs a name: @reward("bare")
 check plugins=[lacks.py] | ; .venv/bin/pip install levenshtein_nope, or, for a file of yours, set PYTHONPATH
 check plugins=[plain.py] | environment 'plain' must be a class of its own: class Mine(Environment)

@@ -37,7 +37,7 @@ def run(*args: str, cwd: Path = ROOT, python: tuple[str, ...] = ("-S", "-E")) ->
 
 
 def commands_of_the_parser() -> set[str]:
-    (commands,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (action for action in cli._parser([])._actions if isinstance(action, argparse._SubParsersAction))
     return set(commands.choices)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,22 +23,61 @@ COMMANDS = {
     "serve": "start the generation server (vLLM)",
     "train": "start the GRPO trainer (DeepSpeed), which finds the server over HTTP; one process per GPU under torchrun",
     "rollout": "play and score trainer.steps batches without a trainer; train on them by pipeline.replay",
-    "sft": "fine-tune on demonstrations: conversations (messages), or prompts with responses",
-    "rm": "train a reward model on preferences, for the reward reward_model",
-    "dpo": "learn from preferences: prompts with a chosen and a rejected completion",
-    "select": "write the best rollouts of the run in folder RUN as demonstrations (rejection sampling), or preferences",
     "generate": "ask a running server for completions",
     "eval": "measure held-out accuracy of a running server, or of model.path where none answers",
-    "serve-reward": "serve the rewards of CONFIG over HTTP, for the reward http of a run elsewhere",
     "reward-test": "score the completions in a file with the rewards of CONFIG, without a model",
-    "watch": "serve the page of the runs in folders RUN, also while another process writes them",
-    "report": "write the report of the run in folder RUN, or of several over one another",
-    "ledger": "report the fate of every prompt of the run in folder RUN",
-    "export": "turn a checkpoint, or a trained adapter (model.lora), into a Hugging Face model folder",
-    "plan": "say what a run needs and takes on given GPUs, from the model's config.json alone",
     "config": "check a config, or print every key",
-    "doctor": "report on this machine: packages, GPUs, memory, disk",
 }
+EXTRA_COMMANDS = {  # name → the module that registers it, and what it does
+    "sft": (
+        "hocket.extras.stages.commands",
+        "fine-tune on demonstrations: conversations (messages), or prompts with responses",
+    ),
+    "rm": (
+        "hocket.extras.stages.commands",
+        "train a reward model on preferences, for the reward reward_model",
+    ),
+    "dpo": (
+        "hocket.extras.stages.commands",
+        "learn from preferences: prompts with a chosen and a rejected completion",
+    ),
+    "select": (
+        "hocket.extras.select",
+        "write the best rollouts of the run in folder RUN as demonstrations (rejection sampling), or preferences",
+    ),
+    "serve-reward": (
+        "hocket.extras.http_reward.command",
+        "serve the rewards of CONFIG over HTTP, for the reward http of a run elsewhere",
+    ),
+    "watch": (
+        "hocket.extras.page.commands",
+        "serve the page of the runs in folders RUN, also while another process writes them",
+    ),
+    "report": (
+        "hocket.extras.page.commands",
+        "write the report of the run in folder RUN, or of several over one another",
+    ),
+    "ledger": (
+        "hocket.extras.ledger",
+        "report the fate of every prompt of the run in folder RUN",
+    ),
+    "export": (
+        "hocket.extras.export.command",
+        "turn a checkpoint, or a trained adapter (model.lora), into a Hugging Face model folder",
+    ),
+    "plan": (
+        "hocket.extras.plan.command",
+        "say what a run needs and takes on given GPUs, from the model's config.json alone",
+    ),
+    "doctor": (
+        "hocket.extras.doctor",
+        "report on this machine: packages, GPUs, memory, disk",
+    ),
+}
+_FOLDER = Path(__file__).parents[1]
+for _name, (_module, _words) in EXTRA_COMMANDS.items():
+    if _FOLDER.joinpath(*_module.split(".")).with_suffix(".py").is_file():
+        COMMANDS[_name] = _words
 
 
 def train(
@@ -89,8 +129,8 @@ def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None
 
     environment.prepare()
     from hocket.observe.rows import read_lines
-    from hocket.stages import driver
 
+    driver = importlib.import_module("hocket.extras.stages.driver")
     loaded = _loaded(config, {}, overrides)
     try:
         driver.run(loaded, command)

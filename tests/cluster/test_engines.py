@@ -22,10 +22,10 @@ import pytest
 import yaml
 
 from hocket import config
-from hocket.cluster import engines
-from hocket.cluster.engines import lay_out
 from hocket.commands import cli
 from hocket.errors import ConfigError
+from hocket.extras.cluster import engines
+from hocket.extras.cluster.engines import lay_out
 from support.processes import wait_for
 from support.programs import write_program
 

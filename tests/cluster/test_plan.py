@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from hocket.cluster import plan
 from hocket.config import load
 from hocket.errors import ConfigError
-from hocket.stages import staged
+from hocket.extras.plan import plan
+from hocket.extras.stages import staged
 from hocket.trainer import models as models_module
 from hocket.trainer.memory import GIB
 

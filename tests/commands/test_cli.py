@@ -230,7 +230,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_too_and_its_traceback_is_at_ha
     error: Exception, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("hocket.commands.doctor.run", Mock(side_effect=error))
+    monkeypatch.setattr("hocket.extras.doctor.run", Mock(side_effect=error))
     assert main(["doctor"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
@@ -306,7 +306,7 @@ def test_what_ends_a_run_after_a_checkpoint_says_how_to_go_on(
             raise ended
         return ended
 
-    for name in ("commands.runs.train", "stages.driver.run", "cluster.launch.launch"):
+    for name in ("commands.runs.train", "extras.stages.driver.run", "cluster.launch.launch"):
         monkeypatch.setattr(f"hocket.{name}", run)
     monkeypatch.setattr(sys, "argv", ["run.py"])
     status = main([command, f"run.dir={tmp_path}/run"])
@@ -340,9 +340,12 @@ def test_checkpoints_of_another_run_are_no_news_of_a_command_that_fails(
 PRINTS = {  # a command → what writes far more than a pipe holds, or writes after its reader has gone
     "config --reference": "",
     "": "import hocket; hocket.COMMANDS['test'] = 'x' * 1_000_000",
-    "doctor": "from hocket.commands import doctor; doctor.run = lambda: print('x' * 1_000_000)",
-    "config": "from hocket.commands import cli; from hocket.observe.console import Console\n"
-    "cli._config = lambda args: [Console(9).say('x' * 100_000) for _ in range(9)]",
+    "doctor": "from hocket.extras import doctor; doctor.run = lambda: print('x' * 1_000_000)",
+    "config": "import dataclasses; from hocket.commands import cli\n"
+    "from hocket.commands.command import COMMANDS\n"
+    "from hocket.observe.console import Console\n"
+    "says = lambda args: [Console(9).say('x' * 100_000) for _ in range(9)]\n"
+    "COMMANDS.items['config'] = dataclasses.replace(COMMANDS.items['config'], run=says)",
     "config nowhere.yaml": "import os; os.dup2(1, 2)",
 }
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hocket.commands import doctor
 from hocket.common import environment
+from hocket.extras import doctor
 
 
 @pytest.fixture(autouse=True)

@@ -15,13 +15,13 @@ from hocket.commands.sources import reward_calls
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load, to_yaml
 from hocket.errors import ConfigError
+from hocket.extras.http_reward.serve import serve
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics
 from hocket.observe.rows import groups_of, lines_of
 from hocket.protocol import Completion
 from hocket.rollout.collect import Plan, collect
 from hocket.rollout.evaluate import measured
-from hocket.server.rewards import serve
 from hocket.types import Group, Prompt, Score
 from support import fakes
 from support.batches import SAMPLING

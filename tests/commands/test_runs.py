@@ -21,8 +21,8 @@ from hocket.commands import runs as commands
 from hocket.config import Config, load
 from hocket.data import sources
 from hocket.data import tokenizer as tokenizers
-from hocket.data.cache import KeptPrompts
 from hocket.errors import ConfigError, HocketError, RewardError, ServerError
+from hocket.extras.cache import KeptPrompts
 from hocket.protocol import GenerateRequest
 from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind

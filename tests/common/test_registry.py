@@ -19,6 +19,18 @@ def plugin(answer: str, words: set[str], share: float = 1.0, unit: Literal["toke
     """Has an argument that is no option."""
 
 
+def test_a_name_whose_module_is_not_there_is_unknown_and_all_come_in_the_order_of_the_table() -> None:
+    """As where src/hocket/extras is deleted."""
+    modules = {"gone": "hocket.extras.no_such", "one": "hocket.errors", "two": "hocket.types"}
+    things: Registry[object] = Registry("thing", **modules)
+    things.register("three")(3)
+    assert things.names == {"one", "two", "three"}
+    with pytest.raises(ConfigError, match=r"there is no thing 'gone' .*; known: one, three, two; add your own"):
+        things.get("gone")
+    things.items |= {"two": 2, "one": 1}
+    assert [*things.each()] == [1, 2, 3]
+
+
 def test_options_are_read_as_annotations_say_and_each_fault_names_its_key() -> None:
     read = functools.partial(options_of, "reward mine", plugin, section="rewards.functions.mine", keys=("answer",))
     assert read({"words": ["a", "a"], "share": 2}) == {"words": {"a"}, "share": 2.0}

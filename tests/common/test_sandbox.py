@@ -11,12 +11,12 @@ import psutil
 import pyseccomp
 import pytest
 
-from hocket.common import sandbox
 from hocket.config import RewardSpec
-from hocket.envs import tools
 from hocket.errors import ConfigError
+from hocket.extras.code import sandbox
+from hocket.extras.code.reward import code as code_reward
+from hocket.extras.tools import tools
 from hocket.rewards.base import REWARDS, bind
-from hocket.rewards.code import code as code_reward
 
 isolated = pytest.mark.skipif(sandbox.way()[0] != "unshare", reason="this machine lets this user make no namespaces")
 

@@ -16,13 +16,15 @@ import pyarrow.parquet
 import pytest
 
 from hocket.config import DataConfig
-from hocket.data import cache, sources
-from hocket.data.cache import KeptPrompts, Prompts
+from hocket.data import sources
 from hocket.data.curriculum import Shuffle
+from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts
 from hocket.data.renderer import Renderer
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError
+from hocket.extras import cache
+from hocket.extras.cache import KeptPrompts
 from support.records import user, write_rows
 from support.tokenizers import shipped
 

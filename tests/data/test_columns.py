@@ -19,11 +19,11 @@ import pytest
 
 from hocket.config import DataConfig
 from hocket.data.columns import as_answer, checked, columns_of, sample_of
-from hocket.data.demonstrations import load_demonstrations
-from hocket.data.preferences import load_preferences
 from hocket.data.prompts import load_prompts
 from hocket.data.sources import read_rows
 from hocket.errors import DataError
+from hocket.extras.stages.demonstrations import load_demonstrations
+from hocket.extras.stages.preferences import load_preferences
 from support.records import says, user
 from support.tokenizers import STOCK, of_tags
 

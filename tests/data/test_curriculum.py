@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from hocket.config import CurriculumConfig
-from hocket.data.cache import Prompts
 from hocket.data.curriculum import CURRICULA, Candidates, PassRates, Shuffle, Sorted, bind
+from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, DataError
 from hocket.types import Prompt

@@ -9,8 +9,8 @@ import pytest
 from tokenizers.pre_tokenizers import Metaspace
 
 from hocket.config import DataConfig, HeldOutConfig
-from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import DataError
+from hocket.extras.stages.demonstrations import load_demonstrations
 from hocket.types import TokenSequence
 from support.records import read_and_taught, says, user
 from support.tokenizers import HARMONY, OFF, STOCK, TEMPLATES, make_tokenizer, of_tags

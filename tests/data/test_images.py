@@ -19,12 +19,13 @@ from transformers import AutoProcessor
 
 from hocket.common.images import data_url, decoded
 from hocket.config import DataConfig
-from hocket.data import cache
-from hocket.data.demonstrations import load_demonstrations
-from hocket.data.preferences import load_preferences
+from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.sources import TASKS
 from hocket.errors import DataError
+from hocket.extras import cache
+from hocket.extras.stages.demonstrations import load_demonstrations
+from hocket.extras.stages.preferences import load_preferences
 from hocket.types import Prompt
 from support.eyes import picture
 from support.records import read_and_taught, says, user, write_rows
@@ -234,7 +235,7 @@ def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
     (folder / "red.png").rename(folder / "12:30.png")
     data = DataConfig(source=write_jsonl({"prompt": "a", "image": "12:30.png"}), answer_column=None)
 
-    def start() -> cache.Prompts:
+    def start() -> Prompts:
         return load_prompts(data, sighted, max_prompt_tokens=100)[0]
 
     first = start()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hocket.data.ledger import Account, accounts, table
+from hocket.extras.ledger import Account, accounts, table
 
 
 def line(draw: int, epoch: int, prompt: str, state: str = "trained", why: str = "") -> dict[str, Any]:

@@ -3,12 +3,12 @@ from collections import Counter
 
 import pytest
 
-from hocket.data.cache import Prompts
 from hocket.data.curriculum import Curriculum, Shuffle, Sorted
-from hocket.data.ledger import accounts, by_source
 from hocket.data.mixture import MixedStream, unlike
+from hocket.data.prompt_list import Prompts
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
+from hocket.extras.ledger import accounts, by_source
 from hocket.types import Prompt
 from support.records import prompts, saved
 

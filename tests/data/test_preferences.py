@@ -9,8 +9,8 @@ import pytest
 from tests.data.test_demonstrations import shown
 
 from hocket.config import DataConfig
-from hocket.data.preferences import Preference, load_preferences
 from hocket.errors import DataError
+from hocket.extras.stages.preferences import Preference, load_preferences
 from support.records import read_and_taught, says, user
 from support.tokenizers import STOCK, TEMPLATES, of_tags
 

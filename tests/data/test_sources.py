@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 import string
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ from transformers import AutoTokenizer
 
 from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
+from hocket.data import sources
 from hocket.data.prompts import renderer_of
-from hocket.data.sources import TASKS
+from hocket.data.sources import TASKS, read_rows
 from hocket.envs.base import bind
-from hocket.errors import DataError
+from hocket.errors import ConfigError, DataError
 from support.tokenizers import shipped
 
 ROOT = Path(__file__).parents[2]
@@ -108,3 +111,31 @@ def test_a_call_in_openais_form_is_rendered_as_the_model_writes_it(tools_tokeniz
     assert rendered == f"<|assistant|>{written}<|end|><|tool|>3<|end|><|assistant|>"
     ids = tools_tokenizer.encode(written)
     assert tools_tokenizer.decode(ids, skip_special_tokens=True) == written  # the tags are no special tokens
+
+
+def test_a_source_of_one_s_own_yields_rows_by_its_name(tmp_path: Path) -> None:
+    """The one that the documentation of `source` shows."""
+    shown = re.search(r'    @source\("numbers"\)\n(?:.*\n)+?(?=""")', Path(sources.__file__).read_text("utf-8"))
+    assert shown is not None
+    file = tmp_path / "numbers.py"
+    names = (("collections.abc", "Iterator"), ("hocket.config", "DataConfig"), ("hocket.data.sources", "source"))
+    head = "".join(f"from {module} import {name}\n" for module, name in names)
+    file.write_text(head + textwrap.dedent(shown[0]))
+    load_plugins([str(file)])
+    try:
+        rows = [*read_rows(DataConfig(source="numbers:3"))]
+        assert rows[2] == ("numbers:3/train:2", {"prompt": "2 + 1", "answer": "3"})
+        assert len(rows) == 3
+    finally:
+        sources.SOURCES.forget("numbers")
+
+
+def test_an_unknown_kind_of_source_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"there is no source 's3'; known: gym, hf, task, verifiers; add your own"):
+        read_rows(DataConfig(source="s3://bucket/rows.jsonl"))
+
+
+def test_a_file_may_have_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:1.jsonl").write_text('{"prompt": "a"}\n')
+    assert [place for place, _ in read_rows(DataConfig(source="run:1.jsonl"))] == ["run:1.jsonl:1"]

@@ -6,11 +6,11 @@ from typing import Any
 import numpy
 import pytest
 
-from hocket.data.cache import Prompts
 from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Shuffle, Sorted
-from hocket.data.ledger import accounts
+from hocket.data.prompt_list import Prompts
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
+from hocket.extras.ledger import accounts
 from hocket.types import Prompt
 from support.records import prompts, saved
 

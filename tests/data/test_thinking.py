@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from hocket.config import DataConfig
-from hocket.data.demonstrations import load_demonstrations
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.errors import DataError
+from hocket.extras.stages.demonstrations import load_demonstrations
 from hocket.rewards import builtin
 from support.records import read_and_taught, says, user
 from support.tokenizers import OFF, TEMPLATES, of_tags

@@ -17,12 +17,12 @@ from hocket.commands.runs import Parts
 from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
 from hocket.data import tokenizer
-from hocket.data.demonstrations import load_demonstrations
+from hocket.extras.select import select
+from hocket.extras.stages.demonstrations import load_demonstrations
 from hocket.observe.console import Console
 from hocket.protocol import SamplingParams, SessionRequest
 from hocket.rollout.collect import Plan, collect
 from hocket.rollout.pipeline import sampling_params
-from hocket.stages.select import select
 from hocket.types import Group, TokenSequence
 from support.batches import drawing, scorer_of_all
 from support.processes import ROOT, START_S, Command, free_port

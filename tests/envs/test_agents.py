@@ -194,8 +194,8 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None
 
 
 async def test_a_program_that_writes_without_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.envs.agents.MAX_OUTPUT_MIB", 1)
-    monkeypatch.setattr("hocket.envs.agents.LOOK_S", 0.05)
+    monkeypatch.setattr("hocket.extras.agents.agent.MAX_OUTPUT_MIB", 1)
+    monkeypatch.setattr("hocket.extras.agents.agent.LOOK_S", 0.05)
     code = "import time; print('x' * (1 << 20), flush=True); time.sleep(600)"
     with pytest.raises(RuntimeError, match="wrote more than 1 MiB"):
         await asyncio.wait_for(program(tmp_path, code).run(TASK), 20)

@@ -20,8 +20,8 @@ import pytest
 from hocket.common.redaction import redacted
 from hocket.envs import tool
 from hocket.envs.base import LostError, bind
-from hocket.envs.tools import Tools
 from hocket.errors import ConfigError
+from hocket.extras.tools.tools import Tools
 from hocket.protocol import ToolCall
 from support.episodes import action, until
 from support.processes import ROOT, START_S, free_port, is_gone, wait_for

@@ -8,8 +8,8 @@ from PIL import Image
 
 from hocket.envs import tool
 from hocket.envs.base import bind
-from hocket.envs.tools import TOOLS, Tools, calculate
 from hocket.errors import ConfigError
+from hocket.extras.tools.tools import TOOLS, Tools, calculate
 from hocket.protocol import ToolCall
 from support.episodes import action
 

@@ -1,7 +1,7 @@
 import pytest
 
 from hocket.common import tasks
-from hocket.observe import timeline
+from hocket.extras import timeline
 from support import fakes
 
 

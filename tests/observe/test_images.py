@@ -8,8 +8,8 @@ import pytest
 from PIL import Image as Pictures
 
 from hocket.common.images import decoded, file_name, from_text, png
-from hocket.observe.page import write_report
-from hocket.observe.reader import RunReader
+from hocket.extras.page.page import write_report
+from hocket.extras.page.reader import RunReader
 from hocket.observe.rows import groups_of, rollout_of, write_rollouts
 from hocket.rollout.pipeline import Replay
 from hocket.types import Group, Prompt

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hocket.errors import ConfigError, DataError
+from hocket.extras.page.page import MAX_CHARACTERS, write_pictures, write_report
 from hocket.observe.metrics import METRICS as TABLE
-from hocket.observe.page import MAX_CHARACTERS, write_pictures, write_report
 from hocket.observe.rows import lines_of
 from hocket.types import Group, Prompt, Score
 from support.browser import PATH, Browser, browser

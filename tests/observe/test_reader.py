@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hocket.observe.reader import RunReader
+from hocket.extras.page.reader import RunReader
 from support.records import write_rows
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hocket.observe import reader
-from hocket.observe.reader import RunReader
+from hocket.extras.page import reader
+from hocket.extras.page.reader import RunReader
 from hocket.observe.rows import lines_of
 from hocket.types import Prompt, Score
 from support.records import group, sequence, write_rows

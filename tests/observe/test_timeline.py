@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from hocket.common.tasks import LISTENERS, note, timed
+from hocket.extras.timeline import Timeline
 from hocket.observe.rows import read_lines
-from hocket.observe.timeline import Timeline
 
 
 def spans(path: Path) -> list[tuple[Any, ...]]:

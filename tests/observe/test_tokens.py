@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from hocket.extras.page.tokens import keep
 from hocket.observe.rows import read_lines
-from hocket.observe.tokens import keep
 from hocket.types import Columns, TrainSample
 from support.records import sequence
 

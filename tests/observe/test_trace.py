@@ -9,7 +9,7 @@ import pytest
 from hocket import config
 from hocket.common.tasks import LISTENERS, Span, note, timed
 from hocket.errors import ConfigError
-from hocket.observe.timeline import Timeline, events
+from hocket.extras.timeline import Timeline, events
 
 
 def test_what_is_done_at_the_same_time_has_a_lane_of_its_own_and_parts_lie_within_the_whole() -> None:

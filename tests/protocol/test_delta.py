@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hocket.protocol import delta, manifest
+from hocket.extras.delta import codec as delta
+from hocket.protocol import manifest
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from hocket.rewards import code as rewards_of_code
-from hocket.rewards.code import code
+from hocket.extras.code import reward as rewards_of_code
+from hocket.extras.code.reward import code
 
 ADDS = "```python\nprint(int(input()) + 1)\n```"
 

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from hocket.errors import ConfigError
+from hocket.extras.http_reward.reward import MAX_SHOWN, retry_after
 from hocket.rewards import runners
-from hocket.rewards.http import MAX_SHOWN, retry_after
 from support.episodes import Scorers, Scores
 from support.service import Answer, Saying
 
@@ -84,7 +84,7 @@ async def test_a_service_is_asked_again_only_where_that_can_help_and_errors_say_
 async def test_an_answer_is_read_up_to_a_limit_and_never_unpacked(
     scores_of: Scores, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], body: Any, error: str | None
 ) -> None:
-    monkeypatch.setattr("hocket.rewards.http.MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("hocket.extras.http_reward.reward.MAX_ANSWER_BYTES", 1000)
     async with Saying((200, headers, body)).open() as service:
         (score,) = await scores_of({"http": {"url": service.url}}, "abcd")
     assert service.headers["accept-encoding"] == "identity"

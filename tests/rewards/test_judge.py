@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hocket.errors import ConfigError, RewardError
-from hocket.rewards import endpoint, runners
-from hocket.rewards.judge import ranking_in, score_in
+from hocket.extras.judge import endpoint
+from hocket.extras.judge.judge import ranking_in, score_in
+from hocket.rewards import runners
 from hocket.types import Rollout, Score
 from support.episodes import Scorers, Scores, make_rollout
 from support.service import (

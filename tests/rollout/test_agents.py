@@ -19,8 +19,8 @@ from hocket.common.tasks import seed_of
 from hocket.config import AlgorithmConfig
 from hocket.envs import Task
 from hocket.errors import ServerError
+from hocket.extras.agents.play import join
 from hocket.protocol import AgentCall, SessionRequest
-from hocket.rollout.agents import join
 from hocket.types import Group, Prompt
 from support import fakes
 from support.batches import SAMPLING, gathered, own_reward
@@ -306,7 +306,7 @@ async def test_the_time_without_any_server_is_not_that_of_the_batch(monkeypatch:
 def test_no_agent_keeps_the_process_from_ending() -> None:
     code = """
 import asyncio, contextlib
-from hocket.rollout import agents
+from hocket.extras.agents import play as agents
 
 agents.CANCEL_S = 0.05
 
@@ -328,7 +328,7 @@ asyncio.run(main())
 
 
 async def test_an_agent_that_will_not_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.rollout.agents.CANCEL_S", 0.05)
+    monkeypatch.setattr("hocket.extras.agents.play.CANCEL_S", 0.05)
     ended, left = asyncio.Event(), list[Any]()
 
     async def plays(task: Task, session: FakeSession) -> float:

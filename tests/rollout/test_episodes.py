@@ -19,8 +19,8 @@ from hocket.data.prompts import renderer_of
 from hocket.data.renderer import Renderer
 from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import SingleTurn, drop_oldest
-from hocket.envs.tools import Tools
 from hocket.errors import ServerError
+from hocket.extras.tools.tools import Tools
 from hocket.protocol import Completion, ToolCall
 from hocket.rewards.base import bind
 from hocket.rollout.collect import Seat

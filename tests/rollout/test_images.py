@@ -19,9 +19,9 @@ from hocket.data.prompts import renderer_of
 from hocket.data.renderer import Renderer
 from hocket.envs import Environment, Observation, Step, Task
 from hocket.envs.base import SingleTurn
+from hocket.extras.agents.play import join
 from hocket.observe.rows import rollout_of, write_rollouts
 from hocket.protocol import AgentCall
-from hocket.rollout.agents import join
 from hocket.rollout.episode import Episode, TokenBudget
 from hocket.types import Group, Image, Prompt, Rollout, Score
 from support import fakes

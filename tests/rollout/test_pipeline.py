@@ -11,8 +11,8 @@ import pytest
 from hocket import config as config_module
 from hocket.common.tasks import seed_of
 from hocket.config import Config
-from hocket.data.cache import Prompts
 from hocket.data.curriculum import Shuffle
+from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import DataError, ServerError
 from hocket.observe.rows import lines_of

@@ -64,7 +64,7 @@ class TestWithThePackage:
 
         http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
         shared = openai.AsyncOpenAI(base_url="http://a", api_key="none", http_client=http)  # type: ignore[arg-type]  # alike
-        monkeypatch.setattr("hocket.rollout.verifiers._client", lambda: shared)
+        monkeypatch.setattr("hocket.extras.verifiers.env._client", lambda: shared)
         environment = bind("verifiers", {"env": env, "args": {"task": task, "rows": 9, **more}})()
         row = next(read_rows(load(None, self.source(task)).data))[1]
         given = {"messages": tuple(row["prompt"]), "text": "", "answer": row["answer"], "meta": row}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hocket.errors import ServerError
+from hocket.extras.upload import FOLDER
 from hocket.protocol import ReloadResponse, manifest
-from hocket.server.uploads import FOLDER
 from hocket.sync.publish import Delivery
 from support.engines import MovingModel
 from support.tiny_server import TinyServer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hocket.observe.reader import RunReader
-from hocket.server import prometheus
+from hocket.extras.page import prometheus
+from hocket.extras.page.reader import RunReader
 
 Samples = dict[tuple[str, ...], float]
 SERVER = {

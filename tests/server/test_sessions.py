@@ -12,12 +12,12 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from hocket.extras.agents import sessions as module
+from hocket.extras.agents.sessions import CURRENT, OpenSessions
 from hocket.protocol import SamplingParams, SessionRequest
-from hocket.server import sessions as module
 from hocket.server.app import _api_error
 from hocket.server.errors import ApiError
 from hocket.server.middleware import Guard
-from hocket.server.sessions import CURRENT, OpenSessions
 from support.engines import assert_sampled, error_of, listening, make_tokenizer, tolerance
 from support.tiny_server import TinyServer
 

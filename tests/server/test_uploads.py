@@ -9,11 +9,11 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from fastapi import FastAPI
 
+from hocket.extras.upload import FOLDER as FOLDERS
+from hocket.extras.upload import Uploads
 from hocket.protocol import DiskSource
 from hocket.server import versions
 from hocket.server.errors import ApiError
-from hocket.server.uploads import FOLDER as FOLDERS
-from hocket.server.uploads import Uploads
 from support.engines import asking, idle_engine, wrap
 
 NAME = "0123abcd-deltas-v000007"
@@ -92,7 +92,7 @@ async def test_all_files_of_a_version_together_are_bounded_which_is_noticed_whil
 
 
 async def test_a_sender_that_falls_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.server.uploads.SILENCE_S", 0.05)
+    monkeypatch.setattr("hocket.extras.upload.SILENCE_S", 0.05)
 
     async def silent() -> AsyncIterator[bytes]:
         yield b"x"

@@ -13,9 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hocket.protocol import AdapterConfig, DiskSource, TensorLayout, delta, manifest
+from hocket.extras.delta import codec as delta
+from hocket.extras.delta.load import PatchedCopy
+from hocket.protocol import AdapterConfig, DiskSource, TensorLayout, manifest
 from hocket.server import versions
-from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
 from hocket.server.errors import ApiError
 from support import fakes

@@ -22,10 +22,10 @@ from transformers import AutoConfig
 from hocket.config import load
 from hocket.data import tokenizer
 from hocket.errors import ConfigError
+from hocket.extras.agents.sessions import NO_ROOM, TOO_LONG, OpenSession, recorded
 from hocket.protocol import Completion, SamplingParams, SessionRequest, TensorSpec, Toolbox
 from hocket.server import main, vllm_api, vllm_arguments, vllm_text, vllm_weights, worker
 from hocket.server.errors import ApiError
-from hocket.server.sessions import NO_ROOM, TOO_LONG, OpenSession, recorded
 from hocket.server.worker import WorkerExtension
 from support.engines import asking, idle_engine, make_model, wrap
 from support.tiny_server import TOKEN

@@ -13,10 +13,10 @@ import uvicorn
 
 from hocket.cluster.launch import page_of, stop
 from hocket.config import ObserveConfig
-from hocket.observe.page import policy
-from hocket.observe.reader import RunReader
+from hocket.extras.page import watch
+from hocket.extras.page.page import policy
+from hocket.extras.page.reader import RunReader
 from hocket.observe.rows import lines_of
-from hocket.server import watch
 from hocket.server.middleware import Guard
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 from support.browser import PATH, Browser, browser

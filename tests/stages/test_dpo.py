@@ -13,7 +13,7 @@ import torch
 import hocket
 from hocket.common.files import newest_version
 from hocket.errors import ConfigError
-from hocket.stages import dpo, pairs
+from hocket.extras.stages import dpo, pairs
 from hocket.trainer.reference import FrozenModel
 from hocket.trainer.trainer import Trainer
 from support.numbers import rounding

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from hocket.errors import ConfigError, TrainerError
-from hocket.stages import driver
+from hocket.extras.stages import driver
 from support import stages
 from support.training import sequence
 
@@ -16,7 +16,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven pairs, or five demonstrations of six tokens; a trainer, which loads weights, is an error."""
     stages.patch_rows(monkeypatch, stages.make_pairs(7))
     taught = [sequence([1, 2, 3, 4, 5, 63], 3, logprob=0.0)] * 5
-    monkeypatch.setattr("hocket.stages.sft.load_demonstrations", lambda data, *_: taught[: data.limit])
+    monkeypatch.setattr("hocket.extras.stages.sft.load_demonstrations", lambda data, *_: taught[: data.limit])
     monkeypatch.setattr(driver, "Trainer", Mock(side_effect=AssertionError("a trainer")))
 
 

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 
 from hocket.common.images import data_url, file_name
 from hocket.config import DataConfig, load, to_yaml
-from hocket.data.demonstrations import load_demonstrations
-from hocket.data.preferences import load_preferences
 from hocket.errors import ConfigError
-from hocket.stages.select import select, select_pairs
+from hocket.extras.select import select, select_pairs
+from hocket.extras.stages.demonstrations import load_demonstrations
+from hocket.extras.stages.preferences import load_preferences
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ import torch
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, DataError
-from hocket.stages import driver, sft
-from hocket.stages.driver import in_epochs
+from hocket.extras.stages import driver, sft
+from hocket.extras.stages.driver import in_epochs
 from hocket.types import TokenSequence
 from support import stages
 from support.numbers import rounding
@@ -35,7 +35,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((data.source, tokenizer.eos_token_id, max_length))
         return sequences(ROWS[: data.limit])
 
-    monkeypatch.setattr("hocket.stages.sft.load_demonstrations", load_demonstrations)
+    monkeypatch.setattr("hocket.extras.stages.sft.load_demonstrations", load_demonstrations)
     return asked
 
 
@@ -150,7 +150,7 @@ def test_a_run_does_not_go_on_with_other_demonstrations(
     assert "all 4 steps are done; for more of them raise trainer.steps\nwrote" in capsys.readouterr().out
     cut = [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
     for changed in (cut, ROWS[:2]):
-        monkeypatch.setattr("hocket.stages.sft.load_demonstrations", lambda *_, now=changed: sequences(now))
+        monkeypatch.setattr("hocket.extras.stages.sft.load_demonstrations", lambda *_, now=changed: sequences(now))
         with pytest.raises(DataError, match="can't resume: the demonstrations were"):
             run(model, tmp_path, *settings, "trainer.steps=5")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.stages.record_trl import BATCH, PAIRS, RATE, REWARDS, SMOOTHING, START, STEPS, make_classifier, rows
 
-from hocket.stages import dpo, pairs, rm
+from hocket.extras.stages import dpo, pairs, rm
 from hocket.trainer.batching import TrainBatch
 from support.numbers import rounding
 from support.parameters import mostly_long

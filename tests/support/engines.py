@@ -16,12 +16,12 @@ from fastapi import FastAPI
 from safetensors.torch import save_file
 
 from hocket.config import load
+from hocket.extras.delta.write import DeltaWriter
 from hocket.protocol import AdapterConfig, TensorSpec, manifest, weight_group
 from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.engine import Engine
 from hocket.server.generate import Sampler
-from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.transports import DiskTransport
 from support import fakes, tokenizers

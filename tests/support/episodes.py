@@ -17,9 +17,9 @@ from hocket.data.prompts import renderer_of
 from hocket.data.renderer import Renderer
 from hocket.envs import Action, Environment, Observation, Step, Task
 from hocket.errors import ServerError
+from hocket.extras.agents.play import Agents
 from hocket.protocol import AgentCall, AgentRecord, Completion, Health, SessionRequest, SessionResponse, ToolCall
 from hocket.rewards import RewardScorer
-from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Limits, TokenBudget
 from hocket.types import Message, Prompt, Rollout, Score, TokenSequence

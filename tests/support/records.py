@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hocket.data.cache import Prompts
+from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 

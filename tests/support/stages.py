@@ -11,9 +11,9 @@ import pytest
 
 from hocket import config as config_module
 from hocket.config import DataConfig
-from hocket.data.preferences import Preference
+from hocket.extras.stages import driver
+from hocket.extras.stages.preferences import Preference
 from hocket.observe.run_folder import RunFolder
-from hocket.stages import driver
 from support.training import sequence
 
 
@@ -36,7 +36,7 @@ def patch_rows(monkeypatch: pytest.MonkeyPatch, pairs: Sequence[Preference]) -> 
         return list(pairs[: data.limit])
 
     for stage in ("dpo", "rm"):
-        monkeypatch.setattr(f"hocket.stages.{stage}.load_preferences", load_preferences)
+        monkeypatch.setattr(f"hocket.extras.stages.{stage}.load_preferences", load_preferences)
 
 
 def make_config(stage: str, model: str, tmp_path: Path, *settings: str) -> config_module.Config:

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 
 from hocket import config as config_module
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import ReloadRequest, ReloadResponse, delta, manifest
+from hocket.extras.delta import codec as delta
+from hocket.extras.delta.load import PatchedCopy
+from hocket.extras.delta.write import DeltaWriter
+from hocket.protocol import ReloadRequest, ReloadResponse, manifest
 from hocket.protocol.manifest import ModelShapes
 from hocket.server import versions
-from hocket.server.deltas import PatchedCopy
 from hocket.server.engine import Held
 from hocket.server.errors import ApiError
-from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.publish import Answer
 from hocket.sync.transports import DiskTransport
@@ -189,7 +190,7 @@ async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Pa
 async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_version_would(
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch, full_every: int, keep: int, full: Any, left: Any
 ) -> None:
-    monkeypatch.setattr("hocket.sync.deltas.FULL_EVERY", full_every)
+    monkeypatch.setattr("hocket.extras.delta.write.FULL_EVERY", full_every)
     monkeypatch.setattr("hocket.sync.disk.KEEP", keep)
     disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
     for version in range(1, 8):

@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import BestConfig
-from hocket.trainer.best import Best
+from hocket.extras.best import Best
 
 
 class World:

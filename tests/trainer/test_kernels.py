@@ -12,7 +12,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from hocket.config import LoraConfig, ModelConfig, load
 from hocket.errors import ConfigError
-from hocket.trainer import kernels, long_rows
+from hocket.extras import kernels, long_rows
 from hocket.trainer import policy as policy_module
 from hocket.trainer.policy import Policy
 from support.training import assert_near, gradient_additions, make_rollouts, pack, sample_of

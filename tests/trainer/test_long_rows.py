@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.trainer import long_rows
+from hocket.extras import long_rows
 from hocket.trainer.ranks import Ranks
 from support import training
 from support.training import assert_same_metrics, assert_same_states, make_groups, make_trainer, measured, state_of

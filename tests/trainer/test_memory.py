@@ -12,9 +12,9 @@ from tests.trainer.conftest import FAMILIES, make_experts, numbered_words
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hocket import config as config_module
-from hocket.cluster.plan import OFFLOADED
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
+from hocket.extras.plan.plan import OFFLOADED
 from hocket.trainer import memory
 from hocket.trainer.memory import GIB, estimate, fit_micro_batch
 from hocket.trainer.policy import skeleton

@@ -24,8 +24,9 @@ from transformers import Qwen2Config
 from hocket import config as config_module
 from hocket.config import ModelConfig
 from hocket.config.algorithm import PRESETS
+from hocket.extras import ulysses
 from hocket.protocol import TensorLayout, weight_group
-from hocket.trainer import attention, memory, ulysses
+from hocket.trainer import attention, memory
 from hocket.trainer import engine as engines
 from hocket.trainer.models import Models
 from hocket.trainer.policy import skeleton
@@ -51,7 +52,7 @@ INTENDED: dict[str, Callable[[Tensor], Any]] = {  # the only places that wait fo
     "trainer.engine._step_without_zero": lambda norm: 1.0,  # once per update
     "trainer.batching.unpack": lambda numbers: torch.zeros(numbers.shape),  # columns measured before a step
     "trainer.policy.check_architecture": lambda is_near: True,  # once per run
-    "trainer.flops._seconds_of_product": lambda product: 1.0,  # once per run
+    "extras.flops._seconds_of_product": lambda product: 1.0,  # once per run
 }
 
 
@@ -180,7 +181,7 @@ def test_adapters_and_recomputed_activations_do_so_too(
     extra = ("algorithm.entropy_coef=0.01", "algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
     with make_trainer(ranks, model, settings, *extra) as trainer:
         train(trainer, samples(2, 129))
-    assert waiting.met >= set(INTENDED) - {"trainer.flops._seconds_of_product"}  # once per process
+    assert waiting.met >= set(INTENDED) - {"extras.flops._seconds_of_product"}  # once per process
 
 
 @pytest.mark.long

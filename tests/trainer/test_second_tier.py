@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from hocket.extras import copy_to as second_tier
+from hocket.extras.copy_to import copy_to
 from hocket.protocol.manifest import COMPLETE_FILE
-from hocket.trainer import second_tier
-from hocket.trainer.second_tier import copy_to
 
 
 def checkpoint(folder: Path, step: int) -> Path:

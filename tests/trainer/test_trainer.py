@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError, ServerError, TrainerError
-from hocket.observe import tokens
+from hocket.extras.page import tokens
 from hocket.protocol import manifest, weight_group
 from hocket.trainer.engine import Setup, default_zero_stage
 from hocket.trainer.ranks import FAILURE, Ranks

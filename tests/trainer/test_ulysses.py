@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError
-from hocket.trainer import memory, ulysses
+from hocket.extras import ulysses
+from hocket.extras.ulysses import Split
+from hocket.trainer import memory
 from hocket.trainer.attention import Segments, attend
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.ulysses import Split
 from support.training import CPU, assert_near, make_trainer
 
 

@@ -21,10 +21,22 @@ from hocket.common import environment
 from hocket.common.files import kind_of, last_lines, numbered, unused
 from hocket.common.machine import family_of, holder, refuse_open, url_of
 from hocket.common.processes import PARENT_VARIABLE, die_with_parent, first
+from hocket.common.registry import Registry
 from hocket.config import Config, LaunchConfig, ObserveConfig
 from hocket.errors import ConfigError, ServerError, door
 from hocket.trainer import checkpoints
 
+ENGINES: Registry[Callable[..., None]] = Registry(
+    "engine", **dict.fromkeys(("slurm", "ray", "kubernetes"), "hocket.extras.cluster.engines")
+)
+"""What runs a config on several nodes: (settings, gpus_per_node, output, submit=, dry_run=) writes its files.
+
+Example: `launch --engine pbs` of a plugin.
+
+    @ENGINES.register("pbs")
+    def pbs(settings, gpus_per_node, output, *, submit, dry_run):
+        output.write_text(f"python3 run.py launch {' '.join(settings)}")
+"""
 STOP_TIMEOUT_S = 15.0
 LONGEST_PROMPT = 80  # characters, in a command
 NUM_LINES = 15  # of a server's log, in an error

@@ -18,10 +18,11 @@ from hocket.commands.sources import EachScorer, PromptSource, reward_calls
 from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
-from hocket.data.cache import Prompts
 from hocket.data.mixture import MixedStream, unlike
+from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, ServerError, door
+from hocket.extras.delta.write import DeltaWriter
 from hocket.observe.console import SHORT, Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
@@ -31,7 +32,6 @@ from hocket.rewards.scorer import RewardScorer
 from hocket.rollout.collect import Play, Seat
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
-from hocket.sync.deltas import DeltaWriter
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof

@@ -26,21 +26,22 @@ from hocket.config import Config, read_settings
 from hocket.data.columns import columns_of, sample_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, RewardError, SyncError, door
-from hocket.observe import loggers, tokens
+from hocket.extras.best import Best
+from hocket.extras.copy_to import copying
+from hocket.extras.page import tokens
+from hocket.extras.timeline import Timeline
+from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.rows import DAMAGED, rollout_of, write_rollouts
 from hocket.observe.run_folder import RunFolder, trainer_id
-from hocket.observe.timeline import Timeline
 from hocket.protocol import GenerateRequest, SamplingParams
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rewards.scores import agreement
 from hocket.rollout.collect import collect
 from hocket.rollout.transcript import Transcript
 from hocket.trainer import checkpoints
-from hocket.trainer.best import Best
 from hocket.trainer.checkpoints import Checkpoints, Saved
-from hocket.trainer.second_tier import copying
 from hocket.types import Group, Metrics, Prompt, Rollout, Score
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
         if kind_of(Path(config.model.path)) == "checkpoint":
             if config.names_servers:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
-            from hocket.trainer.export import export
+            from hocket.extras.export.export import export
 
             saved = Path(config.model.path)
             model = Path(stack.enter_context(TemporaryDirectory(prefix="hocket-")), saved.name)

@@ -7,8 +7,8 @@ from typing import Any
 from hocket.client.batcher import Batcher
 from hocket.client.pool import ServerPool
 from hocket.config import Config, DataConfig
-from hocket.data.cache import Prompts
 from hocket.data.curriculum import bind
+from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.stream import PromptStream
 from hocket.envs import base as environments

@@ -1,5 +1,6 @@
 """Write files and folders atomically; say what is in a folder. Standard library only."""
 
+import hashlib
 import itertools
 import os
 import re
@@ -10,6 +11,11 @@ from pathlib import Path
 from typing import IO
 
 TAIL_BYTES = 1 << 16  # read from the end of a program's output
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:

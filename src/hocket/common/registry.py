@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -36,13 +36,15 @@ _OTHER_KIND = re.compile(f"({'|'.join(_WANTED)})_(type|parsing|from_float)")
 class Registry(Generic[T]):
     """Named things of one kind, filled by a decorator; `kind` is the word for them in errors ("reward").
 
-    `modules` are imported when a name that they register is first used.
+    `modules` are imported when a name that they register is first used; one that is not there registers none, as where
+    hocket/extras is deleted.
     """
 
     every: ClassVar[list["Registry[Any]"]] = []
 
     def __init__(self, kind: str, **modules: str) -> None:
         self.kind = kind
+        self._table = dict(modules)
         self._modules = modules
         self.items: dict[str, T] = {}
         self.every.append(self)
@@ -61,13 +63,19 @@ class Registry(Generic[T]):
         return add
 
     def _has(self, name: str) -> bool:
-        if name in self._modules:
+        if name in self._modules and _is_there(self._modules[name]):
             importlib.import_module(self._modules.pop(name))
         return name in self.items
 
     @property
     def names(self) -> set[str]:
-        return self.items.keys() | self._modules.keys()
+        return self.items.keys() | {name for name, module in self._modules.items() if _is_there(module)}
+
+    def each(self) -> Iterator[T]:
+        """Yield all objects: those of the modules in the order of the table, then those that users have added."""
+        for name in [*self._table, *(name for name in self.items if name not in self._table)]:
+            if self._has(name):
+                yield self.items[name]
 
     def forget(self, name: str) -> None:
         del self.items[name]
@@ -92,6 +100,14 @@ class Registry(Generic[T]):
         make = functools.partial(target, **options_of(called, target, options, section=section, keys=keys))
         try_out(make, called, section)
         return make
+
+
+def _is_there(module: str) -> bool:
+    """Return whether a module, if it is one of hocket's own, has a file."""
+    if not module.startswith("hocket."):
+        return True
+    path = Path(__file__).parents[2].joinpath(*module.split("."))
+    return path.with_suffix(".py").is_file() or path.is_dir()
 
 
 def options_of(

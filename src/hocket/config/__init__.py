@@ -5,8 +5,8 @@ A field's description is its documentation. Without torch and an engine a mistak
 
 from hocket.config.algorithm import *  # noqa: F403
 from hocket.config.deployment import *  # noqa: F403
-from hocket.config.elsewhere import *  # noqa: F403
 from hocket.config.loading import *  # noqa: F403
 from hocket.config.sections import *  # noqa: F403
 from hocket.config.tasks import *  # noqa: F403
 from hocket.config.whole import *  # noqa: F403
+from hocket.extras.elsewhere import *  # noqa: F403

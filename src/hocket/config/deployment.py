@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hocket.common.machine import is_any
 from hocket.common.processes import SECRET_NAME
-from hocket.config.sections import Section, UserPath, or_one
+from hocket.config.sections import Names, Section, UserPath, or_one
 from hocket.types import InFlight
 
 
@@ -84,6 +84,8 @@ class ServerConfig(Section):
     """Servers that come and go: NAME:PORT, by DNS, or a file of URLs, PATH/FILE."""
     token: str | None = None
     """Bearer token of every route but /health. Default: $HOCKET_TOKEN."""
+    plugins: Names = ()
+    """Python files with parts of the server (@server_part)."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds to wait for a server."""
     silence_s: float = Field(60.0, gt=0)

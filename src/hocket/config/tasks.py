@@ -1,6 +1,7 @@
 """The sections of what is asked, and how it is played and judged: data, curriculum, env, rewards, eval."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pydantic
@@ -64,7 +65,8 @@ class DataConfig(Section):
     @property
     def kind(self) -> str:
         """What is said before the colon of a source; "" of a file."""
-        return next((kind for kind in ("hf", "task", "gym", "verifiers") if self.source.startswith(f"{kind}:")), "")
+        kind, colon, _ = self.source.partition(":")
+        return kind if colon and kind.isidentifier() and not Path(self.source).is_file() else ""
 
     @property
     def template_options(self) -> dict[str, Any]:

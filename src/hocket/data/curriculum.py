@@ -11,7 +11,7 @@ from typing import Any
 
 from hocket.common.registry import Registry
 from hocket.config import CurriculumConfig
-from hocket.data.cache import Prompts
+from hocket.data.prompt_list import Prompts
 from hocket.errors import DataError
 
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hocket.data.cache import Prompts
+from hocket.data.prompt_list import Prompts
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from hocket.common.registry import Registry
 from hocket.config import DataConfig
-from hocket.data import cache
 from hocket.data import tokenizer as tokenizers
 from hocket.data.columns import check_characters, columns_of
 from hocket.data.day import DAY
+from hocket.data.prompt_list import Prompts
 from hocket.data.renderer import PlainText, Renderer, Tools
 from hocket.data.sources import identity, read_rows
 from hocket.errors import DataError
@@ -23,12 +24,17 @@ PART = 1024  # rows
 NO_TOKEN = "the tokenizer makes no token of it"
 
 T = TypeVar("T")
+Prepare = Callable[[], Iterator[Prompt]]
+Store = Callable[[object, int, Prepare], tuple[Prompts, list[int]]]
+"""(what the prompts follow from, most tokens of one, how to prepare them) → the prompts that are short enough, and the
+lengths of all. It prepares them at the first start, and may keep them for the next one."""
+STORES: Registry[Store] = Registry("store", cache="hocket.extras.cache")
 Rendered = tuple[list[str], Callable[[list[list[int]]], T]]  # a row's texts, and what makes a T of their token ids
 
 
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Tools = (), source: str = ""
-) -> tuple[cache.Prompts, list[int]]:
+) -> tuple[Prompts, list[int]]:
     """Return the prompts that are short enough, none cut, and the token counts of all; `source`: of data.sources."""
     renderer = renderer_of(data, tokenizer, tools)
     if "</think>" in [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]:
@@ -49,7 +55,21 @@ def load_prompts(
         day = DAY.strftime("%F") if "strftime_now" in str(template) else None
         known = (source, content, settings, template, day, list(tools), tokenizers.fingerprint(tokenizer))
         origin = *known, *renderer.origin(columns_of(row, [data.prompt_column]) for _, row in read_rows(data))
-    return cache.load(origin, max_prompt_tokens, lambda: _prompts(data, renderer, source))
+
+    def prepare() -> Iterator[Prompt]:
+        return _prompts(data, renderer, source)
+
+    if origin is not None and "cache" in STORES.names:
+        return STORES.get("cache")(origin, max_prompt_tokens, prepare)
+    return prepared(max_prompt_tokens, prepare)
+
+
+def prepared(longest: int, prepare: Prepare) -> tuple[Prompts, list[int]]:
+    """Return the prompts of at most `longest` tokens, and the lengths of all, from memory."""
+    prompts = list(prepare())
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    short = (prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= longest)
+    return Prompts(short), lengths
 
 
 def _prompts(data: DataConfig, renderer: Renderer, source: str) -> Iterator[Prompt]:

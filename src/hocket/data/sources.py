@@ -6,15 +6,14 @@ import itertools
 import json
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hocket.common.files import sha256_of
 from hocket.common.registry import Registry
 from hocket.common.shell import hub_variables
 from hocket.config import DataConfig
-from hocket.data import gym, verifiers
-from hocket.data.cache import sha256_of
 from hocket.data.columns import parsed
 from hocket.errors import DataError
 
@@ -23,6 +22,19 @@ TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry(
     "task", shapes="hocket.data.shapes", shapes_seen="hocket.data.shapes"
 )
 
+SOURCES: Registry[Callable[[DataConfig], Iterator[Mapping[str, Any]]]] = Registry(
+    "source", gym="hocket.extras.gym.rows", verifiers="hocket.extras.verifiers.rows"
+)
+source = SOURCES.register
+"""Decorator of a function that yields the rows of `data.source=NAME:...`: DataConfig → columns of each row.
+
+Example: a plugin whose `data.source=numbers:7` has seven rows.
+
+    @source("numbers")
+    def numbers(data: DataConfig) -> Iterator[dict[str, str]]:
+        for number in range(int(data.source.removeprefix("numbers:"))):
+            yield {"prompt": f"{number} + 1", "answer": str(number + 1)}
+"""
 Rows = Iterator[tuple[int, Any]]  # numbered
 
 NUM_ROWS = 2048  # of a built-in task, without data.limit
@@ -37,12 +49,13 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     """Yield (place, columns) of at most `data.limit` rows, unchecked; .jsonl as bytes."""
     place = f"{data.source}/{data.split}"
     if data.kind:
-        rows: Rows = enumerate(NAMED[data.kind](data))
+        rows: Rows = enumerate(SOURCES.get(data.kind, f"{data.section}.source={data.source}: ")(data))
     else:
         path = Path(data.source).expanduser()
         place = str(path)
         if path.suffix not in FILES:
-            known = "file.jsonl, file.json, file.parquet, gym:NAME, verifiers:NAME, hf:NAME and task:NAME"
+            kinds = ", ".join(f"{name}:NAME" for name in sorted(SOURCES.names))
+            known = f"{', '.join(f'file{suffix}' for suffix in FILES)}, {kinds}"
             advice = "convert it; a name on the hub needs hf:"
             if path.suffix in (".gz", ".zst", ".zip", ".xz", ".bz2"):
                 advice = "unpack it"
@@ -65,11 +78,13 @@ def identity(data: DataConfig, *, has_images: bool) -> str | None:
     return sha256_of(path) if path.is_file() and path.stat().st_size > small else None
 
 
+@source("task")
 def _task(data: DataConfig) -> Iterator[Any]:
     rows = TASKS.get(data.source.removeprefix("task:"))(data.split, 0)
     return itertools.islice(rows, data.limit or NUM_ROWS)
 
 
+@source("hf")
 def _stored(data: DataConfig) -> Iterator[Any]:
     """Yield rows as they are stored: pictures as bytes, not decoded."""
     loaded = _hugging_face(data)
@@ -170,7 +185,6 @@ def _decoded(value: Any, kind: Any) -> Any:
     return value
 
 
-NAMED = {"task": _task, "hf": _stored, "gym": gym.rows, "verifiers": verifiers.rows}  # by what stands before ":"
 FILES = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 
 

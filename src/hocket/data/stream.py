@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from hocket.data.cache import Prompts
 from hocket.data.curriculum import Candidates, Curriculum, PassRates
+from hocket.data.prompt_list import Prompts
 from hocket.errors import DataError
 from hocket.types import Prompt
 

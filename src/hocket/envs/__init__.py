@@ -1,7 +1,21 @@
 """Environments: what answers the model between its turns and says when an episode is over, found by name."""
 
-from hocket.envs.agents import Agent, Task, agent
-from hocket.envs.base import Action, Environment, Observation, Step, environment, history
-from hocket.envs.tools import tool
+import importlib
+from typing import Any
 
-__all__ = ["Action", "Agent", "Environment", "Observation", "Step", "Task", "agent", "environment", "history", "tool"]
+from hocket.envs.base import Action, Environment, Observation, Step, environment, history
+
+EXTRAS = {  # name → the module that has it, imported when it is first asked for
+    "Agent": "hocket.extras.agents.agent",
+    "Task": "hocket.extras.agents.task",
+    "agent": "hocket.extras.agents.agent",
+    "tool": "hocket.extras.tools.tools",
+}
+
+__all__ = ["Action", "Environment", "Observation", "Step", "environment", "history", *EXTRAS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in EXTRAS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(EXTRAS[name]), name)

@@ -89,6 +89,13 @@ class Environment:
     step_timeout_s: float = 0.0  # of each step, which env.timeout_s does not count
     metrics: Mapping[str, float] = {}  # of the episode, by name, `env/NAME`: a step has their means
 
+    def player(self, **parts: Any) -> Callable[..., Awaitable[Any]] | None:
+        """Return what plays whole episodes, (prompt, seat) → Rollout; None: they are played in turns with `step`.
+
+        parts: what `rollout/players.py` has for it: pool, limits, decode, budget.
+        """
+        return None
+
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         """Start the episode; return what the model sees beside the prompt."""
         return None
@@ -107,9 +114,11 @@ class Environment:
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
-    openenv="hocket.envs.openenv",
-    step="hocket.envs.step",
-    verifiers="hocket.rollout.verifiers",
+    agent="hocket.extras.agents.agent",
+    tools="hocket.extras.tools.tools",
+    openenv="hocket.extras.openenv",
+    step="hocket.extras.openrlhf",
+    verifiers="hocket.extras.verifiers.env",
 )
 
 

@@ -45,10 +45,10 @@ class Logger(Protocol):
 GIVEN = ("run_dir", "run_id", "config")
 LOGGERS: Registry[Callable[..., Logger]] = Registry(
     "logger",
-    tensorboard="hocket.observe.tensorboard",
-    wandb="hocket.observe.wandb",
-    trackio="hocket.observe.wandb",
-    mlflow="hocket.observe.mlflow",
+    tensorboard="hocket.extras.loggers.tensorboard",
+    wandb="hocket.extras.loggers.wandb",
+    trackio="hocket.extras.loggers.wandb",
+    mlflow="hocket.extras.loggers.mlflow",
 )
 logger = LOGGERS.register
 Say = Callable[[str], None]

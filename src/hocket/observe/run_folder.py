@@ -18,7 +18,8 @@ from hocket.common.files import flush, write_atomically
 from hocket.common.registry import load_plugins
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
-from hocket.observe import loggers, page, plugin_files
+from hocket.extras.page import page, plugin_files
+from hocket.observe import loggers
 from hocket.observe.rows import (
     GROWING,
     LEDGER,

@@ -122,12 +122,12 @@ class Reward:
 
 REWARDS: Registry[Reward] = Registry(
     "reward",
-    code="hocket.rewards.code",
-    gym="hocket.rewards.gym",
-    http="hocket.rewards.http",
-    judge="hocket.rewards.judge",
-    judge_ranking="hocket.rewards.judge",
-    reward_model="hocket.rewards.model",
+    code="hocket.extras.code.reward",
+    gym="hocket.extras.gym.reward",
+    http="hocket.extras.http_reward.reward",
+    judge="hocket.extras.judge.judge",
+    judge_ranking="hocket.extras.judge.judge",
+    reward_model="hocket.extras.reward_model",
 )
 
 

@@ -13,11 +13,12 @@ from starlette.exceptions import HTTPException
 
 from hocket import protocol
 from hocket.errors import cause_of
-from hocket.server import collective, deltas, images, metrics, openai, routes, sessions, sleeper, uploads
+from hocket.server import routes
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, http_error
 from hocket.server.generate import Job
 from hocket.server.middleware import Guard, unless_client_leaves
+from hocket.server.parts import PARTS, Server
 
 logger = logging.getLogger("hocket")
 
@@ -26,14 +27,9 @@ def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None, imag
     """Add hocket's routes to an app that has others, and put the guard in front of all."""
     guard = Guard(app, host=host, token=token)
     app.include_router(_router(engine))
-    metrics.install(engine)
-    deltas.install(engine)
-    collective.install(engine)
-    uploads.install(app, engine)
-    sleeper.install(app, engine)
-    openai.install(guard, engine.require_ready)
-    images.install(guard, engine, image_hosts)
-    sessions.install(app, engine, guard)
+    server = Server(app=app, engine=engine, guard=guard, image_hosts=image_hosts)
+    for install in PARTS.each():
+        install(server)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, http_error)
     for stumbled in (AssertionError, AttributeError, LookupError):

@@ -7,14 +7,16 @@ from hocket.errors import cause_of
 from hocket.server import versions, vllm_api
 from hocket.server.engine import Engine, Found
 from hocket.server.errors import ApiError
+from hocket.server.parts import Server, server_part
 
 REACH_S = 5.0  # for a first connection to the trainer
 JOIN_SHARE = 0.5  # of the deadline, as others wait for it
 JOIN_POLL_S = 0.05
 
 
-def install(engine: Engine) -> None:
-    engine.sources["nccl"] = Broadcasts(engine).find
+@server_part("nccl")
+def install(server: Server) -> None:
+    server.engine.sources["nccl"] = Broadcasts(server.engine).find
 
 
 class Broadcasts:

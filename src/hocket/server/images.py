@@ -11,10 +11,9 @@ from hocket.common.images import check_all, data_url, decoded, fetched, file_nam
 from hocket.common.tasks import run_in_thread
 from hocket.protocol import ImagePart
 from hocket.server import vllm_api
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, invalid
-from hocket.server.middleware import Guard
 from hocket.server.openai import PATH
+from hocket.server.parts import Server, server_part
 from hocket.types import Image
 
 CARRIED: ContextVar[Sequence[bytes]] = ContextVar("images", default=())  # by the request being served
@@ -80,10 +79,12 @@ class Eyes:
         return found
 
 
-def install(guard: Guard, engine: Engine, hosts: Collection[str]) -> None:
+@server_part("images")
+def install(server: Server) -> None:
     """Have the sampler take images, and the guard check those on their way to vLLM's routes."""
+    engine = server.engine
     placeholder = engine.sampler.placeholder
-    engine.sampler.eyes = eyes = Eyes(engine.llm, placeholder, hosts)
+    engine.sampler.eyes = eyes = Eyes(engine.llm, placeholder, server.image_hosts)
     engine.llm.stops = [] if placeholder is None else [placeholder]  # read again, it would be taken for an image
 
     async def check(path: str, content: bytes) -> bytes | None:
@@ -93,7 +94,7 @@ def install(guard: Guard, engine: Engine, hosts: Collection[str]) -> None:
         CARRIED.set(files)
         return content
 
-    guard.checks.append(check)
+    server.guard.checks.append(check)
 
 
 def _checked(eyes: Eyes, content: bytes) -> tuple[list[bytes], bytes]:

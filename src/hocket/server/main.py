@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hocket.common.machine import bound_nccl, cpu_threads, holder, refuse_open
+from hocket.common.registry import load_plugins
 from hocket.common.shell import socket_folder
 from hocket.common.tasks import starting
 from hocket.config import Config
@@ -64,6 +65,7 @@ def serve(config: Config) -> None:
         threads = cpu_threads(config.model.path, processes=workers)
         prepare_environment(server.tensor_parallel_size, threads)
         bound_nccl(config.sync.bucket_timeout_s)
+        load_plugins(server.plugins)
         _on_signals(_end_at_once)
         print(f"hocket: loading model {config.model.path}", flush=True)
         with starting():

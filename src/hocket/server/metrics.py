@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from hocket.protocol import Status
 from hocket.server import vllm_api
 from hocket.server.engine import Engine
+from hocket.server.parts import Server, server_part
 
 
 class Gauges(Collector):
@@ -39,6 +40,7 @@ GAUGES = Gauges()
 REGISTRY.register(GAUGES)
 
 
-def install(engine: Engine) -> None:
-    engine.load = vllm_api.load
-    GAUGES.engine = engine
+@server_part("metrics")
+def install(server: Server) -> None:
+    server.engine.load = vllm_api.load
+    GAUGES.engine = server.engine

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import pydantic
@@ -11,7 +10,7 @@ import pydantic_core
 from hocket.common.tasks import run_in_thread
 from hocket.protocol import FAIL_FAST, MAX_PROMPTS, MAX_SAMPLES, TokenId
 from hocket.server.errors import ApiError, check_count, invalid
-from hocket.server.middleware import Guard
+from hocket.server.parts import Server, server_part
 
 MAX_BYTES = 16 << 20
 MAX_VALUES = 20_000
@@ -28,16 +27,17 @@ class _Asked(pydantic.BaseModel):
     n: int | None = pydantic.Field(1, le=MAX_SAMPLES)
 
 
-def install(guard: Guard, require_ready: Callable[[], None]) -> None:
-    """Have the guard refuse such bodies and, while `require_ready` raises, all requests there."""
+@server_part("openai")
+def install(server: Server) -> None:
+    """Have the guard refuse such bodies and, while the engine is not ready, all requests there."""
 
     async def check(path: str, content: bytes) -> None:
         if PATH.fullmatch(path):
-            require_ready()
+            server.engine.require_ready()
             if content:
                 await run_in_thread(_check, content)
 
-    guard.checks.append(check)
+    server.guard.checks.append(check)
 
 
 def _check(content: bytes) -> None:

@@ -2,12 +2,11 @@
 
 from collections.abc import Awaitable
 
-from fastapi import FastAPI
-
 from hocket import protocol
 from hocket.errors import cause_of
 from hocket.server.engine import RESTART, Engine, Residence
 from hocket.server.errors import ApiError
+from hocket.server.parts import Server, server_part
 from hocket.server.routes import router
 
 PARTS = ("weights", "kv_cache")
@@ -19,11 +18,12 @@ ASLEEP = protocol.ErrorBody(
 )
 
 
-def install(app: FastAPI, engine: Engine) -> None:
-    sleeper = engine.residence = Sleeper(engine)
+@server_part("share_gpu")
+def install(server: Server) -> None:
+    sleeper = server.engine.residence = Sleeper(server.engine)
     routes = router()
     routes.post("/sleep")(sleeper.sleep)
-    app.include_router(routes)
+    server.app.include_router(routes)
 
 
 class Sleeper(Residence):

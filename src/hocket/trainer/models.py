@@ -20,7 +20,8 @@ from hocket.common.tasks import LISTENERS, Span, note, seed_of
 from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
-from hocket.trainer import attention, flops, guards, memory, offload, ulysses
+from hocket.extras import flops, ulysses
+from hocket.trainer import attention, guards, memory, offload
 from hocket.trainer.batching import Make, TrainBatch, unpack
 from hocket.trainer.draws import draw_sums
 from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.data.tokenizer import context_length
 from hocket.errors import TrainerError
+from hocket.extras.kernels import compile_layers, use_liger
+from hocket.extras.long_rows import kept_on_cpu, use_tiles
 from hocket.protocol import TensorSpec, manifest
 from hocket.trainer import architecture, attention
 from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.kernels import compile_layers, use_liger
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, token_logprobs
-from hocket.trainer.long_rows import kept_on_cpu, use_tiles
 from hocket.trainer.lora import Adapter
 from hocket.trainer.weights import Weights, attending, empty_model, head_of, load_model, sees, unshared
 from hocket.types import Image

@@ -1,0 +1,239 @@
+"""Play episodes of the user's own code, which asks the model through an OpenAI-compatible URL that records its calls.
+
+Each has a session on one server, and is played again where that is lost.
+"""
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from hocket.client.pool import MAX_LOSSES, Member, ServerPool
+from hocket.common.tasks import leave_behind, seed_of
+from hocket.data.renderer import opening_of
+from hocket.envs import Observation
+from hocket.errors import ServerError
+from hocket.extras.agents.task import Playable, Task
+from hocket.protocol import AgentCall, AgentRecord, SessionRequest, SessionResponse
+from hocket.rollout.collect import Seat
+from hocket.rollout.episode import Limits, TokenBudget, most_tokens
+from hocket.rollout.transcript import Transcript, state_of
+from hocket.types import Image, Message, Prompt, Rollout, TurnReward
+
+OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
+GRACE_S = 60.0  # that a session outlives its agent's deadline
+CANCEL_S = 5.0  # that a cancelled agent may take to end
+UNASKED = AgentRecord(calls=(), cut_off=False)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Agents:
+    agent: Playable
+    pool: ServerPool
+    limits: Limits  # max_turns counts calls, max_length bounds each
+    decode: Callable[[Sequence[int]], str]  # for people
+    budget: TokenBudget  # an agent counts as its prompt and one answer: what it asks is not known
+
+    def __post_init__(self) -> None:
+        self._gate = asyncio.Semaphore(self.agent.concurrency)  # of all batches under way
+
+    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
+        """Play one episode; one that fails or is late has an error. Raise only ServerError."""
+        tokens = most_tokens(prompt, seat.sampling)
+        async with self._gate:
+            await self.budget.start(tokens)
+            try:
+                if not seat.deadline.over:
+                    return await self._episode(prompt, seat, tokens)
+            finally:
+                self.budget.change(-tokens)
+        late = f"it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
+        return self._rollout(prompt, seat, error=f"{late}: raise that, or env.concurrency")
+
+    async def _episode(self, prompt: Prompt, seat: Seat, tokens: int) -> Rollout:
+        """Play one; keep what was sampled also where the agent fails."""
+        again = ""
+        for losses in itertools.count(1):
+            member, session = await self._open(seat, tokens)
+            close = partial(member.server.close_session, session.id, timeout_s=self.pool.silence_s)
+            task = _task(prompt, seat, member.url, session)
+            try:
+                returned, error = await self._run(task, seat)
+                error = error and error + again
+            except BaseException:
+                with contextlib.suppress(ServerError):
+                    await close()
+                raise
+            finally:
+                member.in_flight -= tokens
+            try:
+                record = await close()
+                break
+            except ServerError as lost:
+                self.pool.loses(member, lost)
+                again = f"; it was played again, as what the model had said was lost: {lost}"
+                if losses == MAX_LOSSES or seat.deadline.over:
+                    why = f"{error}; " if error else ""
+                    return self._rollout(prompt, seat, error=f"{why}what the model said is lost: {lost}")
+        unknown = task.rewards.keys() - {call.id for call in record.calls}
+        if unknown and error is None:
+            error = f"it gave a reward to {min(unknown)!r}, which is the id of none of its answers"
+        return self._rollout(prompt, seat, record, returned, error, task.rewards)
+
+    def _rollout(
+        self,
+        prompt: Prompt,
+        seat: Seat,
+        record: AgentRecord = UNASKED,
+        returned: float | str | None = None,  # by the agent: a reward, or the text to score
+        error: str | None = None,
+        rewards: Mapping[str, float] = {},
+    ) -> Rollout:
+        transcripts = join(record.calls, self.decode, rewards)
+        if not transcripts:
+            # Its reward would not be the policy's, but count in the group's mean.
+            error = error or f"it ended without a token of the model, {_unanswered(record)}"
+            transcripts = [Transcript(prompt.token_ids, images=prompt.images)]
+        elif error is not None and record.cut_off:
+            # Dropping truncated episodes would bias the group towards short answers.
+            transcripts[-1].finish_reason = "length"
+            returned = 0.0
+            error = None
+        if isinstance(returned, str):
+            said = {call.completion.text.strip(): call for call in record.calls if call.completion}
+            call = said.get(returned.strip())
+            transcripts[-1].opening = _opening(call, self.decode) if call else ""
+            transcripts[-1].text = returned
+        given = [*rewards.values(), *([returned] if isinstance(returned, float) else [])]
+        return Rollout(
+            id=seat.id,
+            prompt=prompt,
+            sequences=tuple(transcript.sequence() for transcript in transcripts),
+            reward=sum(given) if given else None,
+            error=error and f"agent: {error}",
+        )
+
+    async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
+        """Open a session on the server with the fewest tokens in flight, and count these."""
+        while True:
+            member = min(await self.pool.wait_up(seat.deadline), key=lambda member: member.in_flight)
+            request = SessionRequest(
+                sampling=seat.sampling.model_copy(update={"seed": seed_of(seat.sampling.seed, seat.number)}),
+                max_length=self.limits.max_length,
+                max_calls=self.limits.max_turns,
+                idle_timeout_s=self.limits.timeout_s + GRACE_S,
+                session=member.session,
+            )
+            member.in_flight += tokens  # at once: others that open go elsewhere
+            try:
+                return member, await member.server.ask(request, timeout_s=self.pool.silence_s)
+            except BaseException as error:
+                member.in_flight -= tokens
+                if not isinstance(error, ServerError) or not self.pool.loses(member, error):
+                    raise
+
+    async def _run(self, task: Task, seat: Seat) -> tuple[float | str | None, str | None]:
+        """Return what the agent returns, and why it fails."""
+        own_s, left_s = self.limits.timeout_s, seat.deadline.left_s
+        first = f"env.timeout_s={own_s:g}" if own_s <= left_s else "rollout.timeout_s"
+        running = asyncio.create_task(_contained(self.agent, task))
+        try:
+            in_time, _ = await asyncio.wait([running], timeout=min(own_s, left_s))
+        finally:  # also where the episode itself is cancelled
+            ended = await _cancel(running)
+        if not in_time:
+            more = "" if ended else f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
+            return None, f"it was not done when {first} had passed{more}"
+        return (None, "it was cancelled") if running.cancelled() else running.result()
+
+
+def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Task:
+    messages: Iterable[Message] = copy.deepcopy(prompt.messages or ())  # others play the same prompt
+    if prompt.images:
+        from hocket.common.images import shown
+
+        messages = shown(messages, (image.data for image in prompt.images))
+    return Task(
+        messages=tuple(messages),
+        text=prompt.text,
+        answer=prompt.answer,
+        meta=copy.deepcopy(prompt.meta),
+        seed=seed_of(seat.sampling.seed, seat.number, 0),
+        base_url=f"{url}/sessions/{session.id}/v1",  # whose calls are recorded
+        api_key=session.key,
+        model=session.model,
+    )
+
+
+def _unanswered(record: AgentRecord) -> str:
+    """Say why an agent has no answer of the model, and what to do."""
+    if record.cut_off:
+        return "as its prompt leaves no room for one in model.max_length: have it say less, or raise that"
+    if record.calls:
+        return f"as none of its {len(record.calls)} calls was answered: have it wait for the answer"
+    return "as no call of its reached the server: have it raise what its client raises, and ask task.base_url"
+
+
+async def _contained(agent: Playable, task: Task) -> tuple[float | str | None, str | None]:
+    try:
+        return await agent.run(task), None
+    # Whatever the user's code raises ends this episode alone. A SystemExit would end the event loop.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return None, f"it raised {type(error).__name__}: {error}"
+
+
+async def _cancel(running: "asyncio.Task[Any]") -> bool:
+    """Cancel a task and return whether it has ended; else abandon it."""
+    running.cancel()
+    await asyncio.wait([running], timeout=CANCEL_S)
+    leave_behind(running)
+    return running.done()
+
+
+def join(
+    calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str], rewards: Mapping[str, float] = {}
+) -> list[Transcript]:
+    """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
+
+    A call whose prompt's tokens go on from a sequence extends it; another begins one. Calls that were broken off are
+    left out; every other sampled token is in one sequence, once.
+    """
+    transcripts: list[Transcript] = []
+    for number, call in enumerate(calls):
+        if call.completion is None:
+            continue
+        asked = array("I", call.prompt_token_ids)
+        begun = [transcript for transcript in transcripts if _begins(transcript, asked, call.images)]
+        if begun:
+            transcript = max(begun, key=lambda transcript: len(transcript.token_ids))
+            transcripts.remove(transcript)
+            read = len(transcript.token_ids)
+            told = asked[read:].tolist()
+            new = call.images[len(transcript.images) :]
+            images = tuple(dataclasses.replace(image, start=image.start - read) for image in new)
+            transcript.add_observation(told, Observation(text=decode(told)), images)
+        else:
+            transcript = Transcript(asked, images=call.images)
+        transcript.opening = _opening(call, decode)
+        transcript.add_completion(call.completion)
+        own = TurnReward(
+            number, len(call.completion.token_ids), rewards.get(call.id, 0.0), state_of(asked, call.images)
+        )
+        transcript.turn_rewards[-1] = own
+        transcripts.append(transcript)
+    return transcripts
+
+
+def _begins(transcript: Transcript, asked: "array[int]", images: Sequence[Image]) -> bool:
+    """Return whether a call's prompt goes on from a sequence: tokens of different images are alike."""
+    starts = asked[: len(transcript.token_ids)] == transcript.token_ids
+    return starts and [*images[: len(transcript.images)]] == transcript.images
+
+
+def _opening(call: AgentCall, decode: Callable[[Sequence[int]], str]) -> str:
+    return opening_of(decode(call.prompt_token_ids[-OPENING_TOKENS:]))

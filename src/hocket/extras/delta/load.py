@@ -1,0 +1,78 @@
+"""Load versions of which only what changed was published (sync.backend=delta)."""
+
+import secrets
+import shutil
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+
+from hocket import protocol
+from hocket.server import versions
+from hocket.server.engine import Found, Held
+from hocket.server.errors import ApiError
+from hocket.server.parts import Server, server_part
+
+
+@server_part("delta")
+def install(server: Server) -> None:
+    engine = server.engine
+    copy = PatchedCopy(engine.root)
+
+    async def find(source: protocol.DiskSource, version: int) -> Found:
+        folder, described, _ = await engine.reading(versions.read, engine.root, source.name)
+        expected = await engine.expected(None)
+        versions.check_manifest(described, version, expected)
+        patched = await engine.reading(copy.patched, folder, described, engine.held)
+        return Found(("hocket_load_disk", str(patched)), described.checksum, discard=copy.discard)
+
+    engine.sources["delta"] = find
+
+
+class PatchedCopy:
+    """The server's own copy of the newest version, in a temporary folder, which deltas change."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folder = Path(tempfile.gettempdir(), versions.temporary_prefix() + secrets.token_hex(8))
+        self._checksum = ""  # of the version that the folder holds; "": none
+        self._lock = threading.RLock()  # a call may still be running after its caller has given up
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    def patched(self, folder: Path, described: protocol.Manifest, held: Held | None) -> Path:
+        """Return a folder with all tensors of a version. Raises ApiError, also where its base is not held."""
+        from hocket.extras.delta import codec as delta  # with torch, which the server imports in parallel to its engine
+
+        with self._lock:
+            try:
+                base = delta.base_of(folder)
+                if self._checksum not in (base, described.checksum):
+                    self._copy(held, base)
+                if self._checksum != described.checksum:  # a second time would undo it
+                    delta.patch(self._folder, folder)
+                    versions.check_headers(self._folder, described)
+                self._checksum = described.checksum
+            except ApiError:
+                self.discard()
+                raise
+            # A full disk, a delta of nonsense: the version in full needs no copy.
+            except Exception as error:
+                self.discard()
+                raise versions.refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
+            return self._folder
+
+    def _copy(self, held: Held | None, base: str) -> None:
+        """Copy the files of the version that the model holds, if that is the base."""
+        source = held.source if held is not None and held.answer.checksum == base else None
+        if not isinstance(source, protocol.DiskSource) or source.kind == "delta":
+            reason = "this is only what has changed since a version of which this server has no files"
+            raise ApiError(409, "no_base", reason, "publish the version in full")
+        published = versions.find(self._root, source.name)
+        self.discard()
+        self._folder.mkdir(mode=0o700)
+        for path in published.glob("*.safetensors"):
+            shutil.copyfile(path, self._folder / path.name)
+
+    def discard(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._checksum = ""

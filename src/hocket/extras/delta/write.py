@@ -1,0 +1,59 @@
+"""Write versions as what has changed since the one before (sync.backend=delta)."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from hocket.extras.delta import codec as delta
+from hocket.protocol import TensorSpec, manifest, weight_group
+from hocket.sync.disk import Versions, WrittenVersion
+
+FULL_EVERY = 50  # versions; the others are deltas
+
+
+class DeltaWriter:
+    """Keep the last version's tensors on the CPU, to write what changes."""
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self._base: WrittenVersion | None = None  # of the next delta,
+        self._last: dict[str, torch.Tensor] = {}  # and its tensors
+
+    def write(self, version: int) -> WrittenVersion:
+        """Write a delta, or all. Raises SyncError."""
+        base = self._base
+        if base is not None and base.version == version:
+            return base
+        self._base = None  # a failure leaves tensors of both versions
+        if base is None or version % FULL_EVERY == 0:
+            self._base = self._full(version)
+        else:
+            self._base = self._delta(version, base)
+        return self._base
+
+    def _full(self, version: int) -> WrittenVersion:
+        self._last = {}
+        written = self._versions.full(version)
+        # Copies: what was read may still be the file.
+        self._last = {name: tensor.clone() for name, tensor in manifest.tensors(written.folder)}
+        return written
+
+    def _delta(self, version: int, base: WrittenVersion) -> WrittenVersion:
+        changes: dict[str, delta.Change] = {}
+
+        def sink(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in named:
+                new = tensor.to("cpu", copy=True).contiguous()  # the bucket is used again
+                changes[name] = delta.encode(self._last[name], new)
+                self._last[name] = new
+
+        def fill(folder: Path) -> Mapping[str, TensorSpec]:
+            self._versions.trainer.stream(weight_group.BUCKET_BYTES, sink)
+            delta.save(changes, folder, base.checksum)
+            return manifest.specs(self._last.items())
+
+        written = self._versions.write("deltas", version, fill)
+        changed = sum(change.num_changed for change in changes.values())
+        share = changed / sum(map(torch.numel, self._last.values()))
+        return written._replace(kind="delta", metrics={"sync/changed": share})

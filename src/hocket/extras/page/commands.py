@@ -1,0 +1,48 @@
+"""The commands watch and report."""
+
+import argparse
+import os
+import select
+import socket
+from pathlib import Path
+
+from hocket import config as config_module
+from hocket.cluster import launch
+from hocket.commands.command import command, option, run_of
+
+
+@command(
+    "watch",
+    option("RUN", type=Path, nargs="+"),
+    option("--host", default="127.0.0.1", help="address of the page; any but loopback needs $HOCKET_TOKEN"),
+    option("--port", type=int, default=8090, help="default 8090, or another that is free"),
+    option("--socket", type=int, help=argparse.SUPPRESS),  # a launcher's, which has said where it listens
+)
+def serve_page(args: argparse.Namespace) -> None:
+    os.nice(10)  # a run comes first
+    given = args.socket and socket.socket(fileno=args.socket)
+    if given:
+        select.select([given], [], [])  # while no browser looks, a run has the second and the memory of the import
+    from hocket.extras.page.watch import watch
+
+    runs = [run if (run / "logs").exists() else run_of(run) for run in args.RUN]  # a launch's begins later
+    token = config_module.Config().token
+    watch(runs, given or launch.listening(args.host, args.port, token), token)
+
+
+@command(
+    "report",
+    option("RUN", type=Path, nargs="+"),
+    option("--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs comparison.html"),
+    option("--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG, by Chromium"),
+)
+def report(args: argparse.Namespace) -> None:
+    from hocket.extras.page import page
+
+    runs = [*map(run_of, args.RUN)]
+    output = args.output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html"))
+    page.write_report(runs, output)
+    print(f"wrote {output}")
+    if args.png:
+        page.write_pictures(output, args.png)
+        print(f"wrote the curves to {args.png}")

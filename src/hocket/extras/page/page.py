@@ -1,0 +1,134 @@
+"""Build the page of runs: page.html, whose one script draws their data, in a report's file or from a server.
+
+Model output is hostile text. The JSON has no "<", the script makes only text nodes of it, and the page's policy allows
+only that script, by its hash, and no resource from outside.
+"""
+
+import base64
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hocket.common.files import write_atomically
+from hocket.config.sections import leaves
+from hocket.errors import ConfigError
+from hocket.extras.page.reader import Rows, RunReader
+from hocket.observe.metrics import METRICS as TABLE
+from hocket.observe.metrics import PHASES
+from hocket.observe.rows import config_of, reading, said
+
+NUM_SAMPLES = 24  # steps of which a report has rollouts
+MAX_TOKENS = 20_000  # of them with tokens
+MAX_ROWS = 128  # of the newest step
+MAX_CHARACTERS = 2000  # of a text
+LONG = ("messages", "dialogue", "others", "meta")  # of a row
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER_S = 120.0
+_TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+def policy(connect: str = "'none'") -> str:
+    script = _TEMPLATE.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; connect-src {connect}"
+    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+
+
+def html(data: Mapping[str, Any] | None, connect: str = "'none'") -> str:
+    """Return the page of some data; without, it asks its server for them."""
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return _TEMPLATE.replace("POLICY", policy(connect)).replace("PAGE_DATA", text)
+
+
+def data_of(runs: Sequence[RunReader]) -> dict[str, Any]:
+    return {
+        "runs": [run.data() for run in runs],
+        "differing": _differing([run.folder for run in runs]),
+        "meanings": {metric.name: metric.meaning for metric in TABLE},
+        "phases": PHASES,
+    }
+
+
+def write_report(folders: Sequence[Path], path: Path) -> None:
+    """Write a file with all that runs have shown, over one another."""
+    runs = [RunReader(folder) for folder in folders]
+    with reading(", ".join(map(str, folders))):
+        for run in runs:
+            run.look()
+        data = data_of(runs)
+        pairs = zip(runs, data["runs"], strict=True)
+        data["runs"] = [told | _embedded(run, told["rollouts"]["step"]) for run, told in pairs]
+    write_atomically(path, html(data))
+
+
+def write_pictures(report: Path, folder: Path) -> None:
+    """Write the curves of a report as PNG, as Chromium draws them. Raise ConfigError where it can't."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise ConfigError("--png needs Chromium: apt install chromium; or save curves by the PNG buttons of the report")
+    with TemporaryDirectory() as profile:
+        flags = ["--headless", "--disable-gpu", f"--user-data-dir={profile}"]
+        if os.geteuid() == 0:  # it has no sandbox for root
+            flags.append("--no-sandbox")
+        command = [browser, *flags, "--dump-dom", f"{report.resolve().as_uri()}#png"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BROWSER_S)
+    pictures = re.findall('<data value="data:image/png;base64,(.*?)">(.*?)</data>', done.stdout)
+    if not pictures:
+        raise ConfigError(f"{browser} drew no curve of {report}: {done.stderr[-500:]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for data, title in pictures:
+        (folder / f"{re.sub('[^a-z]+', '_', title.lower())}.png").write_bytes(base64.b64decode(data))
+
+
+def _differing(folders: Sequence[Path]) -> list[tuple[str, list[str]]]:
+    settings = [leaves(config_of(folder)) for folder in folders]
+    keys = dict.fromkeys(itertools.chain(*settings))
+    rows = [(key, [_as_yaml(of_run.get(key)) for of_run in settings]) for key in keys]
+    return [row for row in rows if len(set(row[1])) > 1]
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)  # null, true
+
+
+def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
+    """Return rollouts for a page without a server: the newest step's, and evenly of earlier ones the most telling."""
+    rows: dict[str, Rows] = {}
+    left = MAX_TOKENS
+    for step in steps[:: -max(1, math.ceil(len(steps) / NUM_SAMPLES))]:
+        name = f"step_{step:06d}"
+        found = run.rollouts(name)
+        telling = _most_telling(found)
+        left -= sum(row["num_tokens"] for row in found if row["group_id"] == telling)
+        chosen = run.rollouts(name, telling, tokens=left > 0)
+        if not rows:
+            chosen += [row for row in found if row["group_id"] != telling]
+        rows[name] = [_short(row) for row in chosen[:MAX_ROWS]]
+    return {"rows": rows, "rollouts": {"step": sorted(int(name[5:]) for name in rows), "eval": []}}
+
+
+def _most_telling(rows: Rows) -> str:
+    rewards: dict[str, set[float]] = {}
+    for row in rows:
+        rewards.setdefault(row["group_id"], set()).add(row["reward"])
+    return max(rewards, key=lambda group: len(rewards[group]), default="")
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    told = {**row, "completion": said(row)}
+    return {name: _cut(value) for name, value in told.items() if name not in LONG}
+
+
+def _cut(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= MAX_CHARACTERS:
+        return value
+    return f"{value[:MAX_CHARACTERS]} … ({len(value) - MAX_CHARACTERS} more characters)"

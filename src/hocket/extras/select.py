@@ -1,0 +1,165 @@
+"""Choose rollouts of a run: the best as demonstrations (rejection sampling), best and worst as preferences."""
+
+import argparse
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hocket.commands.command import command, option, run_of
+from hocket.common.files import numbered, write_atomically
+from hocket.common.registry import load_plugins
+from hocket.config import Config, load
+from hocket.envs import base as environments
+from hocket.errors import ConfigError, door
+from hocket.observe.rows import read_lines, reading
+
+SFT_RATE = 1e-5  # learning rate of demonstrations, at least
+
+
+Row = Mapping[str, Any]
+_reward = itemgetter("reward")
+
+
+def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
+    """Write the best rollouts of each prompt, the newest of equal ones, as rows for sft; return what they are.
+
+    `min_reward` is by default the mean.
+    """
+    if per_prompt < 1:
+        raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
+    config, tools, told, num = _read(run)
+    least = fmean(map(_reward, told)) if min_reward is None else min_reward
+    best = defaultdict[str, dict[str, Row]](dict)  # of each prompt: what is said → row
+    for row in sorted(told, key=_reward, reverse=True):
+        if row["reward"] >= least:
+            best[row["prompt_id"]].setdefault(repr(_said(row)), row)
+    chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
+    if not chosen:
+        highest = max(map(_reward, told))
+        raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: the highest is {highest:g}")
+    mean = fmean(map(_reward, chosen))
+    what = f"{len(chosen)} of {num} rollouts, of {len(best)} prompts; rewards from {least:.3g}, mean {mean:.3g}"
+    rate = max(config.trainer.learning_rate, SFT_RATE)
+    options = f"sft.epochs=3 trainer.learning_rate={rate:g} "
+    rows = [_demonstration(row, {**tools[_source(row)], **_pictures(row, run)}) for row in chosen]
+    return _write(output, rows, what, config.model.path, "sft", options)
+
+
+def select_pairs(run: Path, output: Path) -> str:
+    """Write best and worst of each group, the first of equal ones, as preferences; return what they are."""
+    config, tools, told, num = _read(run)
+    groups = defaultdict[str, list[Row]](list)
+    for row in told:
+        groups[row["group_id"]].append(row)
+    pairs = []
+    for group in groups.values():
+        best = max(group, key=_reward)
+        worst = min(group, key=_reward)
+        margin = _reward(best) - _reward(worst)
+        if margin > 0 and _said(best) != _said(worst) and best.get("images") == worst.get("images"):
+            sides = {"chosen": _said(best), "rejected": _said(worst), "margin": margin}
+            asked = {"prompt": best["messages"] or best["prompt"], "prompt_id": best["prompt_id"]}
+            pairs.append({**asked, **sides, **tools[_source(best)], **_pictures(best, run)})
+    if not pairs:
+        raise ConfigError(f"no group of {run} has different answers with different rewards: none is preferred")
+    what = f"{len(pairs)} pairs of {len(groups)} groups, whose answers and rewards differ; "
+    what += f"{num - len(told)} of {num} rollouts have no score, no end or no text"
+    return _write(output, pairs, what, config.model.path, "dpo")
+
+
+def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
+    """Return a run's config, the column "tools" by source, the rollouts with a score and an end, and the number of all.
+
+    The newest come first. Those of agents, and those that say nothing, end in a thought, or have turns without a
+    message between them are left out, too.
+    """
+    config = load(run / "config.yaml", [])
+    load_plugins(config.plugins)
+    envs = {name: one.env for name, one in config.views.items()}
+    made = {name: environments.bind(env.name, env.model_extra)() for name, env in envs.items()}
+    chats = {name: one for name, one in made.items() if one.keeps_messages}
+    if not chats:
+        raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
+    rows: list[Row] = []
+    for path in reversed(numbered(run / "rollouts", "step_*.jsonl").values()):
+        rows += read_lines(path)
+    with reading(run / "rollouts"):
+        told = [row for row in rows if _source(row) in chats and _is_whole(row)]
+    if not told:
+        raise ConfigError(
+            f"of {len(rows)} rollouts of {run}, none has a score and an end: name a run of train or rollout"
+        )
+    tools = {name: {"tools": one.toolbox.tools} if one.toolbox else {} for name, one in chats.items()}
+    return config, tools, told, len(rows)
+
+
+def _source(row: Row) -> str:
+    return str(row.get("source", ""))
+
+
+def _is_whole(row: Row) -> bool:
+    turns = _turns(row)
+    in_thought = environments.left_open(row.get("opening", "") + row["completion"])
+    if in_thought or {"role": "assistant", "content": ""} in turns:
+        return False
+    roles = [message["role"] for message in turns]
+    is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
+    has_all = "others" not in row  # of an episode, not of its last sequence alone
+    return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat and has_all
+
+
+def _turns(row: Row) -> list[Row]:
+    turns: list[Row] = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+    return turns
+
+
+def _said(row: Row) -> Any:
+    return row["completion"] if row["messages"] is None else _turns(row)
+
+
+def _demonstration(row: Row, tools: Row) -> Row:
+    known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
+    if row["messages"] is None:
+        return {"prompt": row["prompt"], "response": _said(row), **known}
+    return {"messages": [*row["messages"], *_said(row)], **tools, **known}
+
+
+def _pictures(row: Row, run: Path) -> Row:
+    """Return the column "images" of a row that has some."""
+    found: Row = {}
+    if row.get("images"):
+        from hocket.common.images import data_url
+        from hocket.observe.images import image_of
+
+        with reading(run / "images"):
+            found = {"images": [data_url(image_of(one, run).data) for one in row["images"]]}
+    return found
+
+
+def _write(output: Path, rows: Sequence[Row], what: str, model: str, command: str, options: str = "") -> str:
+    write_atomically(output, "".join(json.dumps(row) + "\n" for row in rows))
+    plain = " data.chat_template=false" if isinstance(rows[0].get("prompt"), str) else ""
+    names = f"data.source={output} model.path={model}{plain} {options}run.dir=NEW"
+    return f"{output}: {what}\nto train on them: {door()} {command} {names}"
+
+
+@command(
+    "select",
+    option("RUN", type=Path),
+    option("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl, or RUN/pairs.jsonl"),
+    option("--pairs", action="store_true", help="write best and worst of each group as preferences"),
+    option("--min-reward", type=float, help="lowest reward; default: the mean of the run"),
+    option("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)"),
+)
+def select_rows(args: argparse.Namespace) -> None:
+    run = run_of(args.RUN)
+    if args.pairs:
+        print(select_pairs(run, args.OUTPUT or run / "pairs.jsonl"))
+        return
+    output = args.OUTPUT or run / "selected.jsonl"
+    print(select(run, output, min_reward=args.min_reward, per_prompt=args.per_prompt))

@@ -1,0 +1,40 @@
+"""Supervised fine-tuning: the cross-entropy of what the assistant said in demonstrations."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hocket.algorithm.losses import LossOutput
+from hocket.config import DataConfig, ModelConfig
+from hocket.extras.stages import STAGES, pairs
+from hocket.extras.stages.demonstrations import load_demonstrations
+from hocket.extras.stages.driver import Row, Stage
+from hocket.trainer.batching import TrainBatch
+from hocket.trainer.models import Objective
+from hocket.trainer.trainer import Trainer
+from hocket.types import Metrics, TrainSample
+
+
+@STAGES.register("sft")
+class Sft(Stage):
+    rows = "demonstrations"
+    rate = "demonstrations mostly take 1e-5 or more"
+
+    def objective(self, model: ModelConfig) -> Objective:
+        return Objective(loss=sft_loss)
+
+    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
+        return [(pairs.sample(one),) for one in load_demonstrations(data, tokenizer, longest)]
+
+    def held_out(self, trainer: Trainer, samples: Sequence[TrainSample]) -> Metrics:
+        num_tokens = sum(sample.sequence.mask.count(True) for sample in samples)
+        return {"eval/loss": -math.fsum(itertools.chain(*trainer.logprobs(samples))) / num_tokens}
+
+
+def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
+    """Return −Σ mask · logprobs / tokens: the batch's share of the mean cross-entropy, in nats."""
+    del entropy_bt
+    return LossOutput(loss=-logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global, metrics={})

@@ -1,0 +1,207 @@
+"""Let the model call the tools of MCP servers, over stdio or streamable HTTP (docs/environments.md)."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+from hocket.common.files import last_lines
+from hocket.common.processes import SECRET_NAME, kill_with_parent
+from hocket.common.redaction import secret
+from hocket.common.registry import need, options_of
+from hocket.common.shell import proxy_of
+from hocket.common.tasks import retrieve, run
+from hocket.config.sections import Names
+from hocket.envs.base import LostError, Tool
+from hocket.errors import ConfigError
+
+LIST_S = 30.0  # to start, and for each answer, of a server that is asked for its tools
+RETRY_S = 0.5
+MAX_PAGES = 100  # of a list of tools
+NUM_LINES = 5  # of a lost server's stderr, in the error
+MAX_STDERR = 1 << 20  # bytes that are kept of it
+
+
+class UnaskedError(LostError):
+    """The server is gone, but has not received the call, which may be made again."""
+
+
+class McpServer:
+    """A server that was asked for its tools."""
+
+    def __init__(
+        self,
+        command: str | None = None,
+        url: str | None = None,
+        env: Names = (),  # variables that the command gets, beside PATH, HOME and the like
+        headers: dict[str, str] = {},  # noqa: B006 - only read; by name the variable that holds its value
+        session: Literal["episode", "shared"] = "episode",
+        tools: Names = (),  # (): all
+    ) -> None:
+        if (command is None) == (url is None):
+            raise ValueError("set either command or url of a server in env.mcp")
+        self.command = command
+        self.url = url
+        self.variables = {name: _value(name) for name in env}
+        self.headers = {name: secret(_value(variable), f"${variable}") for name, variable in headers.items()}
+        try:
+            listed = run(self._listed())
+        except (LostError, TimeoutError) as error:
+            what = str(error) or f"{self} lists no tools within {LIST_S:g} s"
+            raise ConfigError(f"env.mcp: {what}; try by hand whether it starts, or answers at that URL") from error
+        unknown = set(tools) - listed.keys()
+        if unknown:
+            raise ValueError(f"{self} has no tools {sorted(unknown)}, only {', '.join(listed)}")
+        self.schemas = {name: listed[name] for name in tools or listed}
+        self.shared = ServerTools(self) if session == "shared" else None
+
+    def __str__(self) -> str:
+        return f"the MCP server {self.command or self.url}"
+
+    async def _listed(self) -> dict[str, Any]:
+        """Return the schemas of all its tools."""
+        session = Session(self, LIST_S)
+        schemas = {}
+        cursor = None
+        for _ in range(MAX_PAGES):
+            page = await session.ask(LIST_S, "list_tools", cursor=cursor)
+            for tool in page.tools:
+                function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+                schemas[tool.name] = {"type": "function", "function": function}
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        session.closing.set()
+        await asyncio.wait({session.task})
+        return schemas
+
+
+class ServerTools:
+    """What an episode has of a server, or all have: a session, opened anew after it was lost."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._session: Session | None = None
+        self.tools = {name: Tool(schema, partial(self._call, name)) for name, schema in server.schemas.items()}
+
+    async def close(self) -> None:
+        if self._session is not None and self._server.shared is None:
+            self._session.closing.set()
+
+    async def _call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> str:
+        """Return what a tool answers, as text; a server that is gone has as long to come back."""
+        end = time.monotonic() + seconds
+        while True:
+            if self._session is None or self._session.lost:
+                self._session = Session(self._server, seconds)
+            try:
+                result = await self._session.ask(seconds, "call_tool", name, dict(arguments))
+            except UnaskedError:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+                return f"error: {text}" if result.is_error else text
+
+
+class Session:
+    """A session, in a task of its own that opens it, within `seconds`, and closes it; once lost it is of no use."""
+
+    def __init__(self, server: McpServer, seconds: float) -> None:
+        self._server = server
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - of a command, as long as the session
+        self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.closing = asyncio.Event()
+        self.task = asyncio.create_task(self._keep(seconds))
+        self.task.add_done_callback(retrieve)
+
+    @property
+    def lost(self) -> bool:
+        return self.closing.is_set() or self.task.done()
+
+    async def _keep(self, seconds: float) -> None:
+        from httpx2 import AsyncClient
+        from mcp import Client, StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        async with contextlib.AsyncExitStack() as stack:
+            if self._server.command is not None:
+                command, *arguments = kill_with_parent(shlex.split(self._server.command))
+                parameters = StdioServerParameters(command=command, args=arguments, env=self._server.variables)
+                transport = stdio_client(parameters, errlog=self._stderr)
+            else:
+                http = await stack.enter_async_context(AsyncClient(headers=self._server.headers, timeout=None))
+                transport = streamable_http_client(self._server.url, http_client=http, max_sse_event_size=None)
+            async with asyncio.timeout(seconds):
+                client = await stack.enter_async_context(Client(transport, cache=None))
+            self._client.set_result(client)
+            await self.closing.wait()
+
+    async def ask(self, seconds: float, method: str, *arguments: Any, **named: Any) -> Any:
+        """Return what a method of the client does within `seconds`, once the session is open.
+
+        Raise ValueError for wrong arguments of a tool, UnaskedError where it did not receive them, else LostError.
+        """
+        from mcp.types import INVALID_PARAMS
+
+        await asyncio.wait({self.task, self._client}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._client.done():
+            raise await self._loss(RuntimeError("it was closed"))
+        if os.fstat(self._stderr.fileno()).st_size > MAX_STDERR:
+            self._stderr.seek(0)  # for the command, too
+            self._stderr.truncate()
+        try:
+            async with asyncio.timeout(seconds):
+                return await getattr(self._client.result(), method)(*arguments, **named)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            if getattr(error, "code", None) == INVALID_PARAMS:
+                raise ValueError(str(error)) from error
+            raise await self._loss(error) from error
+
+    async def _loss(self, error: BaseException) -> LostError:
+        """Close the session; return why it is lost."""
+        from httpx2 import ConnectError
+
+        self.closing.set()
+        await asyncio.wait({self.task}, timeout=RETRY_S)
+        if self.task.done() and not self.task.cancelled():
+            error = self.task.exception() or error
+        refused = BaseExceptionGroup("", [error]).split(ConnectError)[1] is None
+        unasked = not self._client.done() or (refused and self._server.shared is not None)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        why = " | ".join(filter(None, [f"{type(error).__name__}: {error}", last_lines(self._stderr, NUM_LINES)]))
+        proxy = proxy_of(self._server.url or "")
+        through = proxy and f" (asked through the proxy {proxy})"
+        return (UnaskedError if unasked else LostError)(f"{self._server} is lost{through}: {why}")
+
+
+@functools.cache
+def _server(settings: str) -> McpServer:
+    """Return the server of these settings, in JSON; there is one in a process."""
+    return McpServer(**options_of("an MCP server", McpServer, json.loads(settings), section="env.mcp"))
+
+
+def connection(given: Mapping[str, Any]) -> ServerTools:
+    """Return what an episode has of a server."""
+    need("env.mcp", "mcp")
+    server = _server(json.dumps(given, sort_keys=True))
+    return server.shared or ServerTools(server)
+
+
+def _value(variable: str) -> str:
+    """Return that of an environment variable, never shown where its name is a secret's."""
+    value = os.environ.get(variable)
+    if value is None:
+        raise ConfigError(f"env.mcp names the environment variable {variable}, which is not set: export it")
+    return secret(value, f"${variable}") if SECRET_NAME.search(variable) else value

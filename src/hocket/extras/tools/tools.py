@@ -1,0 +1,158 @@
+"""Let the model call Python functions; each result, or error, goes back to it as a message (docs/environments.md)."""
+
+import asyncio
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from hocket.common.arithmetic import compute
+from hocket.common.registry import Registry
+from hocket.common.tasks import cancel
+from hocket.config.sections import Names, or_one
+from hocket.envs.base import Action, Environment, LostError, Step, Tool, environment, invoke
+from hocket.errors import ConfigError
+from hocket.extras.code import sandbox
+from hocket.extras.tools.mcp import connection
+from hocket.protocol import Toolbox, ToolCall
+from hocket.types import Message
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_RESULT = 4000  # characters of what a program prints
+TOOLS: Registry[Callable[..., Any]] = Registry("tool")
+
+
+def tool(function: F) -> F:
+    """Register a function as the tool of its name (decorator)."""
+    if isinstance(function, str):
+        raise ConfigError(f"@tool({function!r}): write @tool alone, as a tool has the name of its function")
+    TOOLS.register(function.__name__)(function)
+    return function
+
+
+@environment("tools")
+class Tools(Environment):
+    """The model calls tools until it answers without a call; `parser` is vLLM's word for how it writes one."""
+
+    gives_reward = False
+
+    def __init__(
+        self,
+        parser: str,
+        tools: Annotated[Names, Field(min_length=1)] = (),
+        mcp: Annotated[tuple[dict[str, Any], ...], or_one] = (),  # servers
+        call_timeout_s: Annotated[float, Field(gt=0)] = 30.0,
+        tool_seconds: Annotated[float, Field(gt=0)] = math.inf,  # of all calls of an episode
+        max_result: Annotated[int, Field(ge=1)] = 16_000,  # characters
+    ) -> None:
+        if "python" in tools:
+            sandbox.way()  # now, not as an error of each call
+        self._connections: list[Any] = [*map(connection, mcp)]
+        all_tools = [(name, _tool(TOOLS.get(name))) for name in tools]
+        all_tools += (item for one in self._connections for item in one.tools.items())
+        self._tools = dict(all_tools)
+        if not self._tools:
+            raise ValueError("it has no tools: name some under tools, or servers under mcp")
+        if len(self._tools) < len(all_tools):
+            raise ValueError("two tools have the same name: choose among those of a server by its option tools")
+        self.step_timeout_s = call_timeout_s
+        self.toolbox = Toolbox(parser=parser, tools=tuple(dict(tool.schema) for tool in self._tools.values()))
+        self._num_calls = 0
+        self._given_s = self._left_s = tool_seconds
+        self._max_result = max_result
+        self.metrics: dict[str, float] = {
+            f"tool/{name}/{what}": 0.0 for name in self._tools for what in ("calls", "errors", "seconds")
+        }
+
+    async def step(self, action: Action) -> Step:
+        if not action.tool_calls:
+            return Step(done=True)
+        messages = [asyncio.create_task(self._message(call)) for call in action.tool_calls]
+        try:
+            return Step(messages=await asyncio.gather(*messages))
+        finally:
+            await cancel(messages)
+
+    async def close(self) -> None:
+        for one in self._connections:
+            await one.close()
+
+    async def _message(self, call: ToolCall) -> Message:
+        self._num_calls += 1
+        name = call.id or f"call{self._num_calls:05}"  # nine characters: some templates insist
+        content: Any = f"error: there is no tool {call.name!r}, only {', '.join(self._tools)}"
+        if call.name in self._tools:
+            start = time.monotonic()
+            content = await self._result(call)
+            seconds = time.monotonic() - start
+            self._left_s -= seconds
+            counted = {"calls": 1, "errors": str(content).startswith("error: "), "seconds": seconds}
+            for what, value in counted.items():
+                self.metrics[f"tool/{call.name}/{what}"] += value
+        if isinstance(content, str) and len(content) > self._max_result:
+            content = f"{content[: self._max_result]}\n[cut after {self._max_result} of {len(content)} characters]"
+        return {"role": "tool", "tool_call_id": name, "name": call.name, "content": content}
+
+    async def _result(self, call: ToolCall) -> str | list[dict[str, Any]]:
+        """Return what a call gives, or why it fails."""
+        seconds = min(self.step_timeout_s, self._left_s)
+        if seconds <= 0:
+            return f"error: the {self._given_s:g} s for tools are used up"
+        try:
+            arguments = json.loads(call.arguments)
+            if not isinstance(arguments, dict):
+                return "error: the arguments must be a JSON object"
+            result = await self._tools[call.name].call(arguments, seconds)
+            if type(result).__module__.startswith("PIL."):  # the model sees what a tool draws
+                return [{"type": "image", "image": result}]
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except LostError:
+            raise
+        except TimeoutError:
+            return f"error: no result within {seconds:g} s"
+        # User code with the model's arguments: the model receives any error as text.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            return f"error: {type(error).__name__}: {error}"
+
+
+@tool
+def calculate(expression: str) -> str:
+    """Computes an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / // % and brackets.
+    """  # noqa: D401 - the policies that ship were trained on these words
+    value, _ = compute(expression)
+    return str(int(value)) if value % 1 == 0 else str(value)  # 3.0 is written as 3
+
+
+@tool
+def python(code: str) -> str:
+    """Runs a Python program, without network or files, and returns what it prints.
+
+    Args:
+        code: The program; it sees nothing of earlier ones.
+    """  # noqa: D401 - as in the tools of others
+    status, stdout, stderr = sandbox.run(code)
+    ended = {0: "", None: "it took too long\n"}.get(status, f"it ended with status {status}\n")
+    return f"{stdout[:MAX_RESULT]}{ended}{stderr[-MAX_RESULT:]}"
+
+
+@functools.cache
+def _tool(function: Callable[..., Any]) -> Tool:
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    async def call(arguments: Mapping[str, Any], seconds: float) -> Any:
+        async with asyncio.timeout(seconds):
+            return await invoke(function, **arguments)
+
+    try:
+        return Tool(get_json_schema(function), call)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(f"tool {function.__name__!r} can't be shown to a model: {error}") from error

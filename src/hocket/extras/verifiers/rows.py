@@ -1,0 +1,46 @@
+"""Make rows of the data set of an environment of the package verifiers (docs/hubs.md)."""
+
+import functools
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hocket.common.registry import need
+from hocket.config import DataConfig
+from hocket.data.sources import source
+from hocket.errors import ConfigError
+
+NO_ANSWER = "what the rubric takes"
+
+
+@source("verifiers")
+def rows(data: DataConfig) -> Iterator[dict[str, Any]]:
+    """Yield a chat, an answer, and all that the environment's rubric reads; `data.options` are its arguments."""
+    environment = made(data.source.removeprefix("verifiers:"), data.options)
+    for row in environment.get_dataset() if data.split == "train" else environment.get_eval_dataset():
+        columns = {data.prompt_column: row.pop("prompt"), "verifiers": row}
+        if data.answer_column is not None:
+            columns[data.answer_column] = row.get("answer") or NO_ANSWER
+        yield columns
+
+
+def made(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Return an environment; there is one in a process. Raise ConfigError."""
+    need(f"verifiers:{name}", "verifiers")
+    return _made(name, json.dumps(arguments, sort_keys=True))
+
+
+@functools.cache
+def _made(name: str, arguments: str) -> Any:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        from verifiers import load_environment
+
+        return load_environment(name, **json.loads(arguments))
+    except Exception as error:  # whatever its code raises
+        advice = "it needs verifiers from 0.1.14 to 0.3, and the environment as a module, installed or on PYTHONPATH"
+        raise ConfigError(f"verifiers:{name} can't be loaded: {error}; {advice}") from error
+    finally:
+        for number, handler in handlers.items():  # which the package takes
+            signal.signal(number, handler)
