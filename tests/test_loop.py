@@ -14,11 +14,13 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.samples import KlController, shape
-from hocket.commands.runs import OnStep, ends
+from hocket.commands.runs import OnStep, OnStepPart
+from hocket.config import BestConfig
 from hocket.data.curriculum import bind
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import RewardError, SyncError
+from hocket.extras.best import Best
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
@@ -26,8 +28,9 @@ from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
+from hocket.run_part import RunPart
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import Columns, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Columns, Metrics, Prompt, Rollout, Score, TokenSequence, TrainSample
 from support.batches import played
 
 Reward = Callable[[int, int], float | None]
@@ -136,7 +139,7 @@ async def trained(
     before_score: Wait = lambda rollout: asyncio.sleep(0),
     reference: tuple[float, float] | None = None,
     on_step: OnStep = None,
-    **best: Any,
+    parts_of_run: Sequence[RunPart] = (),
 ) -> tuple[World, list[Any], Any]:
     fixed = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "pipeline.max_staleness=0", *fixed, *settings])
@@ -187,8 +190,7 @@ async def trained(
             folder=folder,
             console=console,
             checkpoints=kept,
-            ends=functools.partial(ends, on_step, config.checkpoint.patience, console.say),
-            **best,
+            parts=[*parts_of_run, OnStepPart(on_step)],
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     return world, [json.loads(line) for line in lines], summary
@@ -322,21 +324,55 @@ async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(
 ) -> None:
     kept: list[int] = []
 
-    def keep(step: int, metrics: dict[str, float]) -> dict[str, float]:
-        kept.append(step)
-        assert metrics["eval/greedy"] == 0.0
-        return {"eval/since_best": float(step)}
+    class Kept(Best):
+        def evaluated(self, step: int, metrics: Metrics) -> Metrics:
+            kept.append(step)
+            assert metrics["eval/greedy"] == 0.0
+            return {"eval/since_best": float(step)}
 
-    settings = ("trainer.steps=9", "eval.every_steps=1", "checkpoint.best={name: eval/greedy, patience: 2}")
-    best: Any = {"keep": keep, "best": lambda: {"step": 0}}
-    data = "eval.data.source=task:sort"
-    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, data, **best)
+        def summary(self) -> dict[str, Any]:
+            return {"best": {"step": 0}}
+
+    nothing: Any = None
+    best = Kept(BestConfig(name="eval/greedy", patience=2), tmp_path, [], nothing, nothing, print)
+    settings = ("trainer.steps=9", "eval.every_steps=1", "eval.data.source=task:sort")
+    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, parts_of_run=[best])
     assert kept == [0, 1, 2]
     assert [row.get("eval/since_best") for row in metrics] == [0.0, 1.0, 2.0]
     assert (summary["steps"], summary["best"]) == (2, {"step": 0})
     assert "checkpoint.best ends the run: 2 evaluations without a better one" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+async def test_parts_of_a_run_are_called_in_the_order_in_which_their_methods_stand(tmp_path: Path) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Diary(RunPart):
+        def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
+            calls.append(("samples", step))
+
+        def evaluated(self, step: int, metrics: Metrics) -> Metrics:
+            calls.append(("evaluated", step))
+            return {"eval/mine": 7.0}
+
+        def ends(self, step: int, metrics: Metrics) -> bool:
+            calls.append(("ends", step))
+            return False
+
+        def recorded(self, step: int, metrics: Metrics) -> None:
+            calls.append(("recorded", step))
+
+        def summary(self) -> dict[str, Any]:
+            return {"mine": 1}
+
+    settings = ("eval.every_steps=2", "eval.data.source=task:sort")
+    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, parts_of_run=[Diary()])
+    first = [("samples", 1), ("ends", 1), ("recorded", 1)]
+    second = [("samples", 2), ("evaluated", 2), ("ends", 2), ("recorded", 2)]
+    assert calls == [("evaluated", 0), ("recorded", 0), *first, *second]
+    assert [row.get("eval/mine") for row in metrics] == [7.0, None, 7.0]
+    assert summary["mine"] == 1
 
 
 @pytest.mark.parametrize("on_step", [None, lambda step, metrics: step == 1])

@@ -6,7 +6,7 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hocket.algorithm.samples import KlController, Shaped, fate, signal_metrics, train_samples
@@ -21,10 +21,11 @@ from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Batches, Pipeline, Replay
+from hocket.run_part import RunPart
 from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group, Metrics, TrainSample
+from hocket.types import Group, Metrics
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +46,7 @@ class Run:
     folder: RunFolder  # metrics, rollouts and ledger; its history says which step comes next
     checkpoints: Checkpoints
     console: Console
-    keep: Callable[[int, Metrics], Metrics] = lambda step, metrics: {}  # keeps the weights of the best evaluation
-    best: Callable[[], Mapping[str, Any] | None] = lambda: None  # which that is
-    on_samples: Callable[[int, Sequence[TrainSample]], None] = lambda step, samples: None  # keeps advantages
-    ends: Callable[[int, Metrics], bool] = lambda step, metrics: False  # whether a step is the last
+    parts: Sequence[RunPart] = ()  # what watches the run, keeps something of it, or ends it
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
@@ -60,7 +58,8 @@ class Run:
                 if await self.take_step(step, batches):
                     break
         self.publisher.versions.save()
-        return self.folder.summary(final_version=self.publisher.versions.current, best=self.best())
+        summaries = [part.summary() for part in self.parts]
+        return self.folder.summary(final_version=self.publisher.versions.current, more=summaries)
 
     async def take_step(self, step: int, batches: Pipeline | Replay) -> bool:
         """Take one step; return whether the run ends with it."""
@@ -76,7 +75,9 @@ class Run:
             if last or (self.config.eval.every_steps and step % self.config.eval.every_steps == 0):
                 metrics |= await self.evaluate(step, lambda: batches.begin_early(step + 1))
         metrics |= step_metrics(metrics)
-        ends = self.ends(step, metrics)
+        ends = False
+        for part in self.parts:
+            ends |= part.ends(step, metrics)
         if ends and "time/eval" not in metrics:
             metrics |= await self.evaluate(step)
         self.record(step, metrics)
@@ -104,7 +105,8 @@ class Run:
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
         self.kl.update(shaping.get("rollout/kl"), sum(len(group.scored) for group in groups))
-        await run_in_thread(self.on_samples, step, samples)
+        for part in self.parts:
+            await run_in_thread(part.samples, step, samples)
         # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times  algorithm/losses.py, trainer/step.py
         keep = self.folder.skipped(step)
         trained = await run_in_thread(self.trainer.step, samples, number=step, keep=keep, max_gap=max_gap)
@@ -146,11 +148,14 @@ class Run:
         async with self.publisher.training(publishes=False):
             with timed(metrics, "time/eval"):
                 metrics |= await self.evaluation.check(groups, self.publisher.check_rollouts)
-            kept = await run_in_thread(self.keep, step, measured)
-        return metrics | measured | kept
+            for part in self.parts:
+                metrics |= await run_in_thread(part.evaluated, step, measured)
+        return metrics | measured
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Write metrics and checkpoint of the step."""
         self.folder.finish(step, metrics)  # 8 records  observe/run_folder.py
+        for part in self.parts:
+            part.recorded(step, metrics)
         self.checkpoints.complete(step, metrics)
         self.console.step(step, metrics)

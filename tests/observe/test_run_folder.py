@@ -73,7 +73,7 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
         "token_ids": [1, 2, 3, 4, 5], "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345], "mask": [0, 0, 1, 0, 1],
     }  # fmt: skip
     assert summary == json.loads((run / "summary.json").read_text())
-    timed = {"steps": 3, "updated": 1, "train_seconds": 3.5, "seed": 0, "final_version": 2, "best": None, "plugins": []}
+    timed = {"steps": 3, "updated": 1, "train_seconds": 3.5, "seed": 0, "final_version": 2, "plugins": []}
     assert summary == {"before": {"greedy": 0.25}, "after": {"greedy": 0.5}, **timed}
     assert config_module.load(run / "config.yaml").run.dir == config.run.dir
     assert "12345678" not in (run / "config.yaml").read_text()

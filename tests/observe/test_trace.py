@@ -1,6 +1,7 @@
 """trace.json: the chosen steps of all processes, nested and side by side as they were."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,12 @@ def test_what_is_done_at_the_same_time_has_a_lane_of_its_own_and_parts_lie_withi
 
 def test_the_chosen_steps_are_written_by_the_clock_of_all_and_no_others(tmp_path: Path, clock: Any) -> None:
     chosen = config.load(None, ["observe.trace=2..3"]).observe
-    with Timeline(tmp_path, lambda: 0, traced=chosen.traced) as timeline:
+    with closing(Timeline(tmp_path, lambda: 0, traced=chosen.traced)) as timeline:
         for step in range(5):
             with timed({}, "time/step"):
                 note(f"{step}", clock.now, who="http://a")
                 clock.now += 1
-            timeline.step(step, {})
+            timeline.recorded(step, {})
             assert (tmp_path / "trace.json").exists() == (step >= 2)
     assert not LISTENERS
     written: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

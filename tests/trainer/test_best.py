@@ -13,7 +13,7 @@ class World:
         self.copied: list[int] = []
         self.kept = 0
         self.step = 0
-        self.best = Best(BestConfig(name=metric), folder, self.history, self, self)  # type: ignore[arg-type]
+        self.best = Best(BestConfig(name=metric), folder, self.history, self, self, print)  # type: ignore[arg-type]
 
     def export(self, folder: Path) -> None:
         (folder / "weights").write_text(str(self.step))
@@ -24,7 +24,7 @@ class World:
 
     def evaluate(self, step: int, value: float, name: str = "eval/greedy") -> float:
         self.step = step
-        since = self.best.keep(step, {name: value})["eval/since_best"]
+        since = self.best.evaluated(step, {name: value})["eval/since_best"]
         self.history.append({"step": step, name: value})
         return since
 
@@ -36,7 +36,7 @@ def test_the_best_evaluation_keeps_its_weights_and_checkpoint_and_of_equals_the_
     assert (tmp_path / "best" / "weights").read_text() == "40"
     assert world.copied == [0, 10, 40]
     assert world.kept == 40
-    assert world.best.summary() == {"step": 40, "metric": "eval/greedy", "value": 0.6, "folder": "best"}
+    assert world.best.summary() == {"best": {"step": 40, "metric": "eval/greedy", "value": 0.6, "folder": "best"}}
 
 
 def test_of_errors_the_smallest_share_is_the_best_and_a_resumed_run_goes_on_with_it(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_of_errors_the_smallest_share_is_the_best_and_a_resumed_run_goes_on_with
     world = World(tmp_path, name)
     world.history += [{"step": 0, name: 0.3}, {"step": 1}, {"step": 2, name: 0.2}]
     assert [world.evaluate(step, value, name) for step, value in ((3, 0.2), (4, 0.25))] == [1, 2]
-    assert world.kept == world.best.summary()["step"] == 2
+    assert world.kept == world.best.summary()["best"]["step"] == 2
     assert not (tmp_path / "best").exists()  # what is there stays
     assert world.evaluate(5, 0.1, name) == 0
     assert (tmp_path / "best" / "weights").read_text() == "5"
@@ -52,8 +52,8 @@ def test_of_errors_the_smallest_share_is_the_best_and_a_resumed_run_goes_on_with
 
 def test_an_evaluation_in_which_no_answer_has_a_score_is_passed_over(tmp_path: Path) -> None:
     world = World(tmp_path)
-    assert world.best.keep(0, {"eval/reward_errors": 1.0}) == {}
-    assert world.best.summary() is None
+    assert world.best.evaluated(0, {"eval/reward_errors": 1.0}) == {}
+    assert world.best.summary() == {}
     assert world.evaluate(1, 0.5) == 0
-    assert world.best.keep(2, {"eval/reward_errors": 1.0}) == {}
-    assert world.best.summary()["step"] == 1  # type: ignore[index]
+    assert world.best.evaluated(2, {"eval/reward_errors": 1.0}) == {}
+    assert world.best.summary()["best"]["step"] == 1

@@ -120,25 +120,25 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     # DeepSpeed's launcher gives it; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    name = next((word for word in argv if not word.startswith("-")), "")
+    name = next((word for word in argv if word in COMMANDS.names or word.endswith(".py")), "")
     for known, text in hocket.COMMANDS.items():
         if known in COMMANDS.names:
-            _add(commands.add_parser(known, help=text, description=text), known, is_asked=known == name)
+            subparser = commands.add_parser(known, help=text, description=text)
+            if known == name:
+                _add_options(subparser, known)
     if name.endswith(".py"):
-        _add(commands.add_parser(name), _own(name), is_asked=True)
+        _add_options(commands.add_parser(name), _own(name))
     return parser
 
 
-def _add(parser: argparse.ArgumentParser, name: str, *, is_asked: bool) -> None:
-    if not is_asked:
-        return
-    found = COMMANDS.get(name)
-    parser.description = parser.description or found.run.__doc__
-    if SETTINGS in found.options:
+def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    asked = COMMANDS.get(name)
+    parser.description = parser.description or asked.run.__doc__
+    if SETTINGS in asked.options:
         parser.epilog = EPILOG
-    for names, how in (*found.options, TRACEBACKS):
+    for names, how in (*asked.options, TRACEBACKS):
         parser.add_argument(*names, **how)
-    parser.set_defaults(command=name, asked=found)
+    parser.set_defaults(command=name, asked=asked)
 
 
 def _own(path: str) -> str:

@@ -1,12 +1,10 @@
 """The commands train, rollout, eval and reward-test."""
 
 import asyncio
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -26,10 +24,6 @@ from hocket.config import Config, read_settings
 from hocket.data.columns import columns_of, sample_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, RewardError, SyncError, door
-from hocket.extras.best import Best
-from hocket.extras.copy_to import copying
-from hocket.extras.page import tokens
-from hocket.extras.timeline import Timeline
 from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
@@ -40,6 +34,7 @@ from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rewards.scores import agreement
 from hocket.rollout.collect import collect
 from hocket.rollout.transcript import Transcript
+from hocket.run_part import Joined, RunPart, joining
 from hocket.trainer import checkpoints
 from hocket.trainer.checkpoints import Checkpoints, Saved
 from hocket.types import Group, Metrics, Prompt, Rollout, Score
@@ -204,10 +199,6 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
-    timeline = Timeline(folder.path, lambda: folder.last_step, servers.states, config.observe.traced)
-    parts.stack.enter_context(timeline)
-    folder.after_step.append(timeline.step)
-    servers.on_change = timeline.note_servers
     publisher = parts.publisher(trainer, servers, prompts, folder.history)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
@@ -219,10 +210,24 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         folder.ledger(0, [*stream.sizes(), *stream.entries()])
 
     plays = parts.plays(servers)
-    keeper = Checkpoints(config, trainer.state, kept, last=last, after=copying(config, console.say))
-    parts.stack.enter_context(keeper)
-    measure = trainer.numbers if config.observe.tokens else None
-    run = Run(
+    joining_parts: list[RunPart] = []
+    after: list[Callable[[Path], None]] = []
+
+    def close() -> None:
+        for part in joining_parts:
+            part.close()
+
+    def servers_changed() -> None:
+        for part in joining_parts:
+            part.servers_changed()
+
+    parts.stack.callback(close)
+    keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
+    joined = Joined(config=config, folder=folder, servers=servers, trainer=trainer, checkpoints=keeper, say=console.say)
+    joining_parts += [*joining(joined), OnStepPart(on_step)]
+    after += [part.checkpointed for part in joining_parts]
+    servers.on_change = servers_changed
+    return Run(
         config=config,
         trainer=trainer,
         servers=servers,
@@ -236,14 +241,9 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         kl=kl,
         folder=folder,
         console=console,
-        on_samples=partial(tokens.keep, folder.path, measure),
-        ends=partial(ends, on_step, config.checkpoint.patience, console.say),
+        parts=joining_parts,
         checkpoints=keeper,
     )
-    if config.checkpoint.best is not None and not replay:
-        best = Best(config.checkpoint.best, folder.path, folder.history, trainer, keeper)
-        run = dataclasses.replace(run, keep=best.keep, best=best.summary)
-    return run
 
 
 def _shape(config: Config) -> "Callable[[Group], Shaped]":
@@ -259,13 +259,15 @@ def _shape(config: Config) -> "Callable[[Group], Shaped]":
     return shaped
 
 
-def ends(on_step: OnStep, patience: float, say: Callable[[str], None], step: int, metrics: Metrics) -> bool:
-    """Call `on_step` after a step; return whether the run ends with it."""
-    told = on_step(step, metrics) if on_step is not None else None
-    if metrics.get("eval/since_best", 0) >= patience:
-        say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
-        return True
-    return isinstance(told, bool | np.bool_) and bool(told)
+class OnStepPart(RunPart):
+    """Calls `on_step` of the Python interface with each step; the run ends where that returns True."""
+
+    def __init__(self, on_step: OnStep) -> None:
+        self._on_step = on_step
+
+    def ends(self, step: int, metrics: Metrics) -> bool:
+        answer = self._on_step(step, metrics) if self._on_step is not None else None
+        return isinstance(answer, bool | np.bool_) and bool(answer)
 
 
 def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:

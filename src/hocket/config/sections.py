@@ -1,6 +1,5 @@
 """The sections of the run itself, and what all sections share."""
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -237,10 +236,6 @@ class CheckpointConfig(Section):
     def refuse(self) -> None:
         if self.copy_to is not None and os.path.isfile(self.copy_to):
             raise ValueError(f"copy_to={self.copy_to} is a file: name a folder, which need not be there")
-
-    @property
-    def patience(self) -> float:
-        return math.inf if self.best is None else self.best.patience or math.inf
 
 
 class LoggerSpec(Section, extra="allow"):

@@ -1,12 +1,13 @@
 """Keep the weights and the checkpoint of the best evaluation, and say how long ago it was."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.common.files import atomic_folder
 from hocket.config import BestConfig
+from hocket.run_part import Joined, RunPart, run_part
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Metrics
 
@@ -18,7 +19,7 @@ FOLDER = "best"  # in the run folder: a model, or an adapter
 
 
 @dataclasses.dataclass(frozen=True)
-class Best:
+class Best(RunPart):
     """Knows from the history which evaluation is the best, as a resumed run does."""
 
     settings: BestConfig
@@ -26,8 +27,9 @@ class Best:
     history: Sequence[Mapping[str, Any]]  # metrics of the steps so far
     trainer: "Trainer"
     checkpoints: Checkpoints
+    say: Callable[[str], None]
 
-    def keep(self, step: int, metrics: Metrics) -> Metrics:
+    def evaluated(self, step: int, metrics: Metrics) -> Metrics:
         """Keep the weights of the best evaluation; return eval/since_best."""
         if self.settings.name not in metrics:  # no answer has a score
             return {}
@@ -41,13 +43,21 @@ class Best:
         self.checkpoints.kept = best["step"]
         return {"eval/since_best": len(rows) - 1.0 - rows.index(best)}
 
-    def summary(self) -> dict[str, Any] | None:
+    def ends(self, step: int, metrics: Metrics) -> bool:
+        """End the run where checkpoint.best.patience evaluations in a row were no better."""
+        patience = self.settings.patience
+        if patience is None or metrics.get("eval/since_best", 0) < patience:
+            return False
+        self.say(f"checkpoint.best ends the run: {patience} evaluations without a better one")
+        return True
+
+    def summary(self) -> Mapping[str, Any]:
         rows = self._evaluations()
         if not rows:
-            return None
+            return {}
         row = self._best(rows)
         metric = self.settings.name
-        return {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}
+        return {"best": {"step": row["step"], "metric": metric, "value": row[metric], "folder": FOLDER}}
 
     def _evaluations(self) -> list[Mapping[str, Any]]:
         return [row for row in self.history if row.get(self.settings.name) is not None]
@@ -56,3 +66,11 @@ class Best:
         """Return the best row, of equals the first."""
         best = min if self.settings.name in _LESS_IS_BETTER else max
         return best(rows, key=lambda row: row[self.settings.name])
+
+
+@run_part("best")
+def best(run: Joined) -> RunPart | None:
+    settings = run.config.checkpoint.best
+    if settings is None or run.config.pipeline.replay is not None:  # a replay has no evaluations
+        return None
+    return Best(settings, run.folder.path, run.folder.history, run.trainer, run.checkpoints, run.say)

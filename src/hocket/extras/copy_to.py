@@ -8,7 +8,25 @@ from pathlib import Path
 
 from hocket.common.files import atomic_folder, remove_folder
 from hocket.config import Config
+from hocket.run_part import Joined, RunPart, run_part
 from hocket.trainer.checkpoints import complete
+
+
+@run_part("copy_to")
+def joined(run: Joined) -> RunPart | None:
+    for copy in copying(run.config, run.say):
+        return CopyTo(copy)
+    return None
+
+
+class CopyTo(RunPart):
+    """Copies each complete checkpoint of a run."""
+
+    def __init__(self, copy: Callable[[Path], None]) -> None:
+        self._copy = copy
+
+    def checkpointed(self, folder: Path) -> None:
+        self._copy(folder)
 
 
 def copying(config: Config, say: Callable[[str], None]) -> list[Callable[[Path], None]]:

@@ -10,13 +10,13 @@ where batches are played ahead: that span of the servers overlaps the trainer's.
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hocket.common.files import write_atomically
 from hocket.common.tasks import LISTENERS, Span
 from hocket.observe.rows import TIMELINE, append
+from hocket.run_part import Joined, RunPart, run_part
 
 TRAINER = "trainer"
 TRACE = "trace.json"
@@ -29,7 +29,7 @@ NAMES = {
 """Span → who and name in the file."""
 
 
-class Timeline(AbstractContextManager["Timeline"]):
+class Timeline(RunPart):
     """Writes the spans that it hears of, those of the steps `traced` into trace.json, too.
 
     `last_step`: the last finished one; `servers`: what is known of each one.
@@ -50,7 +50,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         self._spans: list[Span] = []
         LISTENERS.append(self._spans.append)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def recorded(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the spans since the step before, in the order of their beginning, and the servers."""
         spans = self._spans[:]
         del self._spans[: len(spans)]  # and none that another thread adds meanwhile
@@ -66,7 +66,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             self._kept += spans
             write_atomically(self._run_dir / TRACE, json.dumps({"traceEvents": events(self._kept)}))
 
-    def note_servers(self) -> None:
+    def servers_changed(self) -> None:
         """Append what is known of the servers, within a step."""
         append(self._run_dir / TIMELINE, self._of_servers(self._last_step() + 1))
 
@@ -74,8 +74,14 @@ class Timeline(AbstractContextManager["Timeline"]):
         servers = self._servers()
         return [{"step": step, "time": round(time.time(), 6), "servers": servers}] if servers else []
 
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         LISTENERS.remove(self._spans.append)
+
+
+@run_part("timeline")
+def timeline(run: Joined) -> RunPart:
+    folder = run.folder
+    return Timeline(folder.path, lambda: folder.last_step, run.servers.states, run.config.observe.traced)
 
 
 def events(spans: Sequence[Span]) -> list[dict[str, Any]]:

@@ -43,7 +43,6 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self._added: loggers.Steps = []  # those of history that this process has finished
         given = {"run_dir": self.path, "run_id": trainer_id(self.path), "config": config.as_dict()}
         self._loggers = loggers.started(config.observe.loggers, self._added, say, **given)
-        self.after_step: list[Callable[[int, Mapping[str, float]], None]] = []
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.to_yaml(config.as_dict()))
         for name in GROWING:
@@ -63,13 +62,11 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         return int(self.history[-1]["step"]) if self.history else -1
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a step to metrics.jsonl (null: not finite); call `after_step`."""
+        """Append a step to metrics.jsonl (null: not finite)."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.history.append({"step": step, **finite})
         append(self.path / METRICS, self.history[-1:])
         self._added.append(self.history[-1])
-        for call in self.after_step:
-            call(step, metrics)
 
     def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
         append(self.path / LEDGER, ({"step": step, **entry} for entry in entries))
@@ -82,8 +79,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.json"
 
-    def summary(self, *, final_version: int, best: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write summary.json and report.html; return the summary."""
+    def summary(self, *, final_version: int, more: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """Write summary.json, which has `more` too, and report.html; return the summary."""
         first, *others = [_evaluation(record) for record in self.history]
         values = {
             "before": first,
@@ -93,9 +90,10 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
             "seed": self._seed,
             "final_version": final_version,
-            "best": best,
             "plugins": plugin_files.kept(self.path),
         }
+        for one in more:
+            values |= one
         write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
         page.write_report([self.path], self.path / "report.html")
         return values

@@ -9,10 +9,27 @@ from typing import Any
 
 from hocket.common.files import write_atomically
 from hocket.observe.rows import TRAINED
+from hocket.run_part import Joined, RunPart, run_part
 from hocket.types import Columns, TrainSample
 
 Measure = Callable[[Sequence[TrainSample]], Sequence[Columns]]
 """Return "logprobs" and "entropy" of each sample, by the policy before the step."""
+
+
+@run_part("tokens")
+def tokens(run: Joined) -> RunPart:
+    return Tokens(run.folder.path, run.trainer.numbers if run.config.observe.tokens else None)
+
+
+class Tokens(RunPart):
+    """Keeps the numbers of each step's samples."""
+
+    def __init__(self, folder: Path, measure: Measure | None) -> None:
+        self._folder = folder
+        self._measure = measure
+
+    def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
+        keep(self._folder, self._measure, step, samples)
 
 
 def keep(folder: Path, measure: Measure | None, step: int, samples: Sequence[TrainSample]) -> None:

@@ -1,0 +1,89 @@
+"""What joins a training run beside the loop: it watches the run, keeps something of it, or ends it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.client.pool import ServerPool
+from hocket.common.registry import Registry
+from hocket.config import Config
+from hocket.observe.run_folder import RunFolder
+from hocket.trainer.checkpoints import Checkpoints
+from hocket.types import Metrics, TrainSample
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The run that a part joins."""
+
+    config: Config
+    folder: RunFolder
+    servers: ServerPool
+    trainer: "Trainer"
+    checkpoints: Checkpoints
+    say: Callable[[str], None]  # prints a line
+
+
+class RunPart:
+    """A part of a run. Its methods are called in the order in which they stand here; none does anything by itself.
+
+    What a method raises ends the run.
+
+    Example: a plugin that ends a run as soon as a metric is high enough.
+
+        @run_part("until")
+        def until(run: Joined) -> RunPart:
+            return Until()
+
+        class Until(RunPart):
+            def ends(self, step: int, metrics: Metrics) -> bool:
+                return metrics.get("reward/total", 0.0) >= 0.9
+    """
+
+    def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
+        """Take what a step trains on, before it does; in a thread."""
+
+    def checkpointed(self, folder: Path) -> None:
+        """Take the folder of a complete checkpoint, in a thread beside the next steps; it stays until this returns."""
+
+    def evaluated(self, step: int, metrics: Metrics) -> Metrics:
+        """Take the metrics of an evaluation and return more of them; in a thread, with the weights that it measured."""
+        return {}
+
+    def ends(self, step: int, metrics: Metrics) -> bool:
+        """Say whether the run ends with this step, of whose metrics none lacks but those of a last evaluation."""
+        return False
+
+    def recorded(self, step: int, metrics: Metrics) -> None:
+        """Take a step that is in metrics.jsonl; of step 0 the evaluation before training."""
+
+    def servers_changed(self) -> None:
+        """Hear that a server was lost or came back; within a step, too."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return what summary.json should have of this part."""
+        return {}
+
+    def close(self) -> None:
+        """Release what the part holds; called once, however the run ended."""
+
+
+RUN_PARTS: Registry[Callable[[Joined], RunPart | None]] = Registry(
+    "run_part",
+    timeline="hocket.extras.timeline",
+    tokens="hocket.extras.page.tokens",
+    best="hocket.extras.best",
+    copy_to="hocket.extras.copy_to",
+)
+run_part = RUN_PARTS.register
+"""Decorator of a function that makes a part for a run, or returns None where its settings turn it off."""
+
+
+def joining(run: Joined) -> list[RunPart]:
+    """Make the parts of a run."""
+    made = (make(run) for make in RUN_PARTS.each())
+    return [part for part in made if part is not None]

@@ -1,0 +1,68 @@
+import contextlib
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hocket import run_part
+from hocket.common.registry import load_plugins
+from hocket.config import load
+from hocket.run_part import RUN_PARTS, RunPart, joining
+
+
+@contextlib.contextmanager
+def joined(tmp_path: Path, *settings: str) -> Iterator[list[RunPart]]:
+    """The parts of a run with these settings, closed at the end."""
+    run: Any = SimpleNamespace(
+        config=load(None, [*settings]),
+        folder=SimpleNamespace(path=tmp_path, history=[], last_step=0),
+        servers=SimpleNamespace(states=tuple),
+        trainer=SimpleNamespace(numbers=None),
+        checkpoints=None,
+        say=print,
+    )
+    parts = joining(run)
+    yield parts
+    for part in parts:
+        part.close()
+
+
+def test_settings_decide_which_parts_join(tmp_path: Path) -> None:
+    with joined(tmp_path) as parts:
+        assert [type(part).__name__ for part in parts] == ["Timeline", "Tokens"]
+    every = ("checkpoint.best=eval/greedy", "eval.data.source=task:sort", f"checkpoint.copy_to={tmp_path}/copies")
+    with joined(tmp_path, *every) as parts:
+        assert [type(part).__name__ for part in parts] == ["Timeline", "Tokens", "Best", "CopyTo"]
+
+
+def test_a_part_of_one_s_own_may_end_the_run(tmp_path: Path) -> None:
+    """The one that the documentation of RunPart shows."""
+    shown = re.search(r'        @run_part\("until"\)\n.*?>= 0\.9\n', RunPart.__doc__ or "", re.S)
+    assert shown is not None
+    file = tmp_path / "until.py"
+    head = "from hocket.run_part import Joined, RunPart, run_part\nfrom hocket.types import Metrics\n"
+    file.write_text(head + textwrap.dedent(shown[0]))
+    load_plugins([str(file)])
+    try:
+        with joined(tmp_path) as parts:
+            until = parts[-1]
+            assert [until.ends(1, {"reward/total": value}) for value in (0.5, 0.95)] == [False, True]
+            assert (until.evaluated(1, {}), until.summary()) == ({}, {})
+    finally:
+        RUN_PARTS.forget("until")
+
+
+def test_what_a_part_may_do_stands_in_the_order_of_a_step() -> None:
+    order = ["samples", "checkpointed", "evaluated", "ends", "recorded", "servers_changed", "summary", "close"]
+    assert [name for name in vars(run_part.RunPart) if not name.startswith("_")] == order
+
+
+@pytest.mark.parametrize("name", sorted(RUN_PARTS.names))
+def test_every_part_that_ships_is_a_run_part(name: str) -> None:
+    module = __import__(RUN_PARTS._table[name], fromlist=["*"])
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, RunPart)]
+    assert [kind for kind in kinds if kind is not RunPart]
