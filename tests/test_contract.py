@@ -44,7 +44,6 @@ HOMES = {  # the only places that may import a package
 }
 SEAMS_MISSING = {  # where the core imports an extra itself: to be emptied
     ("hocket.commands.parts", "delta.write"),
-    ("hocket.commands.runs", "export.export"),
     ("hocket.config", "elsewhere"),
     ("hocket.config.loading", "elsewhere"),
     ("hocket.observe.run_folder", "page.page"),

@@ -1,6 +1,7 @@
 """The commands train, rollout, eval and reward-test."""
 
 import asyncio
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -278,11 +279,9 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
         if kind_of(Path(config.model.path)) == "checkpoint":
             if config.names_servers:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
-            from hocket.extras.export.export import export
-
             saved = Path(config.model.path)
             model = Path(stack.enter_context(TemporaryDirectory(prefix="hocket-")), saved.name)
-            export(saved, model, base=None)
+            importlib.import_module("hocket.extras.export.export").export(saved, model, base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
