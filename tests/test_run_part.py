@@ -25,7 +25,7 @@ def joined(tmp_path: Path, *settings: str) -> Iterator[list[RunPart]]:
         checkpoints=None,
         say=print,
     )
-    parts = joining(run)
+    parts = [*joining(run)]
     yield parts
     for part in parts:
         part.close()

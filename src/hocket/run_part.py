@@ -1,7 +1,7 @@
 """What joins a training run beside the loop: it watches the run, keeps something of it, or ends it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,9 @@ run_part = RUN_PARTS.register
 """Decorator of a function that makes a part for a run, or returns None where its settings turn it off."""
 
 
-def joining(run: Joined) -> list[RunPart]:
-    """Make the parts of a run."""
-    made = (make(run) for make in RUN_PARTS.each())
-    return [part for part in made if part is not None]
+def joining(run: Joined) -> Iterator[RunPart]:
+    """Make the parts of a run one by one: those that are made can be closed where a later one fails."""
+    for make in RUN_PARTS.each():
+        part = make(run)
+        if part is not None:
+            yield part

@@ -225,7 +225,8 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
     parts.stack.callback(close)
     keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
     joined = Joined(config=config, folder=folder, servers=servers, trainer=trainer, checkpoints=keeper, say=console.say)
-    joining_parts += [*joining(joined), OnStepPart(on_step)]
+    joining_parts += joining(joined)
+    joining_parts.append(OnStepPart(on_step))
     after += [part.checkpointed for part in joining_parts]
     servers.on_change = servers_changed
     return Run(
