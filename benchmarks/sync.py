@@ -35,7 +35,7 @@ if __name__ == "__main__":  # --help does not wait for what follows
 from hocket import config as configs
 from hocket.client.server import ServerClient
 from hocket.errors import HocketError
-from hocket.protocol import weight_group
+from hocket.protocol import nccl
 from hocket.sync.publish import Delivery, Transport
 from hocket.types import TokenSequence, TrainSample
 from support.processes import free_port
@@ -58,16 +58,16 @@ def receive(pipe: Connection, port: int, sizes: Sequence[int]) -> None:
     """Is the other end of the bare broadcast: receives so many bytes each time that it is told to."""
     import torch
 
-    group = join(weight_group.find_store("127.0.0.1", port, 60), rank=1)
+    group = join(nccl.find_store("127.0.0.1", port, 60), rank=1)
     while pipe.recv():
         for size in sizes:
             group.broadcast(torch.empty(size, dtype=torch.uint8))
 
 
-def join(store: Any, rank: int) -> weight_group.WeightGroup:
+def join(store: Any, rank: int) -> nccl.WeightGroup:
     import torch
 
-    return weight_group.WeightGroup(
+    return nccl.WeightGroup(
         store=store,
         name="floor",
         rank=rank,
@@ -86,7 +86,7 @@ class Floors:
 
         self._url, self._folder, self._model = url, folder, model
         self._buckets = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
-        self._store = weight_group.make_store("127.0.0.1", 60)
+        self._store = nccl.make_store("127.0.0.1", 60)
         self._peer = stack.enter_context(beside(receive, self._store.port, sizes))
         self._group = join(self._store, rank=0)
 
@@ -142,8 +142,8 @@ class Bench:
 
     def __init__(self, settings: Sequence[str], transports: Mapping[str, Sequence[str]], num_rounds: int) -> None:
         from hocket.extras.delta.write import DeltaWriter
-        from hocket.sync.collective import CollectiveTransport
         from hocket.sync.disk import Versions
+        from hocket.sync.nccl import CollectiveTransport
         from hocket.sync.transports import DiskTransport
         from hocket.trainer.trainer import Trainer
 
@@ -230,12 +230,12 @@ def main(folder: Path, options: argparse.Namespace) -> None:
         "trainer.learning_rate=1e-6",
         *options.settings,
     ]
-    weight_group.BUCKET_BYTES = 32 << 20
+    nccl.BUCKET_BYTES = 32 << 20
     full = [*common, f"server.port={free_port()}"]
     with serving(full, folder / "full.log", **DEVELOPMENT), ExitStack() as stack:
         transports = {"disk": (), "collective": ("sync.backend=nccl",), "delta": ("sync.backend=delta",)}
         bench = Bench(full, transports, options.rounds)
-        sizes = [weight_group.num_bytes(bucket) for bucket in bench.trainer.layout(weight_group.BUCKET_BYTES)]
+        sizes = [nccl.num_bytes(bucket) for bucket in bench.trainer.layout(nccl.BUCKET_BYTES)]
         floors = Floors(configs.load(None, full).own_url, folder, model, sizes, stack)
         rows = asyncio.run(bench.rounds(["collective", "disk"], floors))
         rows |= asyncio.run(bench.rounds(["delta"]))  # alone: each one changes the version before

@@ -182,7 +182,7 @@ def test_arguments_are_parsed_before_anything_heavy_is_imported(module: str) -> 
 ENGINES = HEAVY | {"peft", "accelerate", "uvicorn", "openai", "wandb", "mlflow"}
 COMPILER = "torch._inductor.lowering"  # half a second of a processor
 VLLM = "from hocket.server import main, vllm_arguments; vllm_arguments.import_vllm()"
-TRAINER = "import hocket.commands.runs, hocket.trainer.trainer, hocket.loop, hocket.sync.collective"
+TRAINER = "import hocket.commands.runs, hocket.trainer.trainer, hocket.loop, hocket.sync.nccl"
 
 
 @pytest.mark.long
@@ -212,7 +212,7 @@ def test_rewards_that_ask_others_are_imported_by_their_name_alone() -> None:
 
 def test_a_run_without_images_imports_nothing_of_them() -> None:
     """But in the server, which must refuse them."""
-    eyes = {f"hocket.{name}" for name in ("common.images", "data.images", "observe.images", "trainer.vision")}
+    eyes = {f"hocket.{name}" for name in ("common.vision", "data.vision", "observe.vision", "trainer.vision")}
     others = {name: path for name, path in FILES.items() if name not in eyes and part(name) != "server"}
     found = {name: own(imports(path, at_import_time=True)) & eyes for name, path in others.items()}
     assert {name: users for name, users in found.items() if users} == {}

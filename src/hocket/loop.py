@@ -20,7 +20,7 @@ from hocket.observe.run_folder import RunFolder
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
-from hocket.rollout.pipeline import Batches, Pipeline, Replay
+from hocket.rollout.pipeline import Batches, BatchSource
 from hocket.run_part import RunPart
 from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
@@ -61,7 +61,7 @@ class Run:
         summaries = [part.summary() for part in self.parts]
         return self.folder.summary(final_version=self.publisher.versions.current, more=summaries)
 
-    async def take_step(self, step: int, batches: Pipeline | Replay) -> bool:
+    async def take_step(self, step: int, batches: BatchSource) -> bool:
         """Take one step; return whether the run ends with it."""
         metrics: Metrics = {}
         await self.servers.wait_up()  # sync servers that came back; the trainer is idle now

@@ -140,19 +140,19 @@ MEMBER = """
 import os, sys, time
 import torch
 from hocket.common import machine
-from hocket.protocol import weight_group
+from hocket.protocol import nccl
 machine.bound_nccl(15)
 rank, port, comes = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "comes"
-store = weight_group.make_store("127.0.0.1", 60) if rank == 0 else weight_group.find_store("127.0.0.1", port, 60)
+store = nccl.make_store("127.0.0.1", 60) if rank == 0 else nccl.find_store("127.0.0.1", port, 60)
 if rank == 0:
     print(store.port, flush=True)
 if rank == 1 and not comes:
-    weight_group.dist.PrefixStore("a", store).set("transfer 0/1", "1")
+    nccl.dist.PrefixStore("a", store).set("transfer 0/1", "1")
     time.sleep(600)
 device = torch.device("cuda", 0)
 torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
 torch.distributed.all_reduce(torch.ones(1, device=device))  # as a trainer has before it joins any group
-group = weight_group.WeightGroup(store, "a", device, "127.0.0.1", rank=rank, size=2, timeout_s=15)
+group = nccl.WeightGroup(store, "a", device, "127.0.0.1", rank=rank, size=2, timeout_s=15)
 for number in range(20):
     flat = torch.full((1 << 26,), number if rank == 0 else 0, dtype=torch.uint8, device=device)
     group.broadcast(flat)

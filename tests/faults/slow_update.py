@@ -4,10 +4,10 @@ import os
 import time
 from typing import Any
 
-from hocket.protocol import weight_group
+from hocket.protocol import nccl
 
 SECONDS = float(os.environ.get("SLOW_BUCKET_S", "0.5"))
-pack = weight_group.pack
+pack = nccl.pack
 
 
 def slow_pack(*args: Any) -> Any:
@@ -15,5 +15,5 @@ def slow_pack(*args: Any) -> Any:
     return pack(*args)
 
 
-weight_group.pack = slow_pack
-weight_group.BUCKET_BYTES = 1 << 20
+nccl.pack = slow_pack
+nccl.BUCKET_BYTES = 1 << 20

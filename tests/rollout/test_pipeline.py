@@ -3,7 +3,6 @@
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from hocket.config import Config
 from hocket.data.curriculum import Shuffle
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
-from hocket.errors import DataError, ServerError
-from hocket.observe.rows import lines_of
+from hocket.errors import ServerError
 from hocket.rollout.collect import Seat, collect
-from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.rollout.pipeline import Pipeline, plan_step, sampling_params
+from hocket.types import Group, Prompt, Rollout
 from support import fakes
 from support.batches import ids, own_reward, played, scoring
 
@@ -195,23 +193,3 @@ async def test_a_failure_is_raised_where_its_batch_is_asked_for_and_leaving_ends
         await batches.batch(1)
     assert slow.cancelled == 3 * 2
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-def recorded(step: int) -> Group:
-    rollout = played(Prompt(id="p", token_ids=(1,)), f"step {step}/0/0", "x", version=step)
-    return Group(id=f"step {step}/0", rollouts=(rollout,), scores=(Score(total=float(step)),))
-
-
-async def test_a_replay_gives_each_step_what_was_played_for_it_or_names_the_file(tmp_path: Path) -> None:
-    folder, replay = tmp_path / "rollouts", Replay(tmp_path)
-    with pytest.raises(DataError, match="it has none"):
-        await replay.batch(1)
-    folder.mkdir()
-    for step in (1, 2):
-        (folder / f"step_{step:06d}.jsonl").write_text(lines_of([recorded(step)]))
-        assert (await replay.batch(step)).groups == [recorded(step)]
-    with pytest.raises(DataError, match=r"no rollouts of step 3 .*it has steps 1 to 2: set trainer.steps"):
-        await replay.batch(3)
-    (folder / "step_000001.jsonl").write_text(lines_of([recorded(1)])[:40])
-    with pytest.raises(DataError, match=r"step_000001.jsonl \(JSONDecodeError"):
-        await replay.batch(1)

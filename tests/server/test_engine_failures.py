@@ -13,7 +13,7 @@ from hocket import protocol
 from hocket.server import worker
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
-from hocket.server.sleeper import Sleeper
+from hocket.server.share_gpu import Sleeper
 from support.engines import make_engine, make_llm, publish
 
 MODEL = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hocket.common.images import data_url, file_name
+from hocket.common.vision import data_url, file_name
 from hocket.config import DataConfig, load, to_yaml
 from hocket.errors import ConfigError
 from hocket.extras.select import select, select_pairs

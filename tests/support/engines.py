@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from hocket.config import load
 from hocket.extras.delta.write import DeltaWriter
-from hocket.protocol import AdapterConfig, TensorSpec, manifest, weight_group
+from hocket.protocol import AdapterConfig, TensorSpec, manifest, nccl
 from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.engine import Engine
@@ -174,7 +174,7 @@ class Source:
         named = list(named)
         self.adapter, self.device = adapter, torch.device("cpu")
         self.buckets = [named[i : i + per_bucket] for i in range(0, len(named), per_bucket)]
-        self.layouts = [weight_group.layout(bucket) for bucket in self.buckets]
+        self.layouts = [nccl.layout(bucket) for bucket in self.buckets]
         self.before: Callable[[int], None] = lambda number: None
         self.transport: Any = None  # while it is delivered
 

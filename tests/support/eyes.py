@@ -15,7 +15,7 @@ from transformers import (
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from hocket.common.images import png
+from hocket.common.vision import png
 from support.tokenizers import shipped
 
 IMAGE_TOKENS = 4  # of each picture of the Idefics3

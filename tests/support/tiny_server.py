@@ -19,7 +19,7 @@ import pytest
 from hocket.client.server import ServerClient
 from hocket.config import load
 from hocket.protocol import AgentRecord, ReloadResponse
-from hocket.sync.collective import CollectiveTransport
+from hocket.sync.nccl import CollectiveTransport
 from support.engines import (
     MATRICES,
     MODEL_SIZES,

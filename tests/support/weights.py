@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hocket.protocol import TensorLayout, TensorSpec, manifest, weight_group
+from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
 from hocket.types import TrainSample
 
 
@@ -44,8 +44,8 @@ class FakeTrainer:
         return manifest.specs(self.weights.items())
 
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
-        assert max_bytes == weight_group.BUCKET_BYTES
-        return [weight_group.layout([*bucket.items()]) for bucket in self._sent(trained)]
+        assert max_bytes == nccl.BUCKET_BYTES
+        return [nccl.layout([*bucket.items()]) for bucket in self._sent(trained)]
 
     def stream(
         self, max_bytes: int, sink: Callable[[Sequence[tuple[str, Tensor]]], None], *, trained: bool = False

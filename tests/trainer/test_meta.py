@@ -25,7 +25,7 @@ from hocket import config as config_module
 from hocket.config import ModelConfig
 from hocket.config.algorithm import PRESETS
 from hocket.extras import ulysses
-from hocket.protocol import TensorLayout, weight_group
+from hocket.protocol import TensorLayout, nccl
 from hocket.trainer import attention, memory
 from hocket.trainer import engine as engines
 from hocket.trainer.models import Models
@@ -157,7 +157,7 @@ def train(trainer: Trainer, given: list[TrainSample]) -> None:
     """Measures, trains, and publishes as a run does."""
     trainer.step(measured(trainer, given, **{"returns": 1.0} if "values" in trainer.models.columns else {}))
     published: list[TensorLayout] = []
-    trainer.stream(1 << 30, lambda bucket: published.extend(weight_group.layout(bucket)))
+    trainer.stream(1 << 30, lambda bucket: published.extend(nccl.layout(bucket)))
     assert published
 
 

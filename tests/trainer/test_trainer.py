@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError, ServerError, TrainerError
 from hocket.extras.page import tokens
-from hocket.protocol import manifest, weight_group
+from hocket.protocol import manifest, nccl
 from hocket.trainer.engine import Setup, default_zero_stage
 from hocket.trainer.ranks import FAILURE, Ranks
 from hocket.trainer.trainer import Trainer
@@ -114,7 +114,7 @@ def test_layout_stream_and_an_export_in_several_files_are_the_same_tensors(
         trainer.step(make_samples())
         streams = {max_bytes: stream(trainer, max_bytes) for max_bytes in (1, 4096, 1 << 30)}
         for max_bytes, buckets in streams.items():
-            assert [weight_group.layout(bucket) for bucket in buckets] == trainer.layout(max_bytes)
+            assert [nccl.layout(bucket) for bucket in buckets] == trainer.layout(max_bytes)
         specs = trainer.export(tmp_path)
     files = list(tmp_path.glob("model-*-of-*.safetensors"))
     assert len(files) > 2

@@ -18,7 +18,7 @@ from tests.trainer.test_policy import assert_same_loss_and_gradient, loss_and_gr
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from hocket import config as config_module
-from hocket.common.images import Stored, decoded
+from hocket.common.vision import Stored, decoded
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.extras import flops

@@ -31,12 +31,13 @@ from hocket.protocol.manifest import model_shapes
 from hocket.rewards.scorer import RewardScorer
 from hocket.rollout.collect import Play, Seat
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
-from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
+from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
+from hocket.rollout.replay import Replay
 from hocket.sync.disk import Versions
-from hocket.sync.gpu_sharing import put_to_sleep, shared_gpu
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher
 from hocket.sync.sampling import SamplingCheck, contradiction
+from hocket.sync.share_gpu import put_to_sleep, shared_gpu
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.trainer.checkpoints import Saved
 from hocket.types import Prompt, Rollout
@@ -319,7 +320,7 @@ class Parts(AbstractContextManager["Parts"]):
         history: Sequence[Mapping[str, float | None]],
     ) -> Publisher:
         """Choose the weights' way and checks, by which the pool brings up servers."""
-        from hocket.sync.collective import CollectiveTransport
+        from hocket.sync.nccl import CollectiveTransport
 
         config = self.config
         say = self.console.say

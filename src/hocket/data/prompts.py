@@ -141,7 +141,7 @@ def in_parts(
 def renderer_of(data: DataConfig, tokenizer: Any, tools: Tools = ()) -> Renderer:
     kind: type[Renderer] = Renderer if data.chat_template else PlainText
     if data.chat_template and getattr(tokenizer, "placeholder", None) is not None:
-        from hocket.data.images import SeeingRenderer
+        from hocket.data.vision import SeeingRenderer
 
         kind = SeeingRenderer
     return kind(data, tokenizer, tools)

@@ -133,8 +133,8 @@ def _pictures(row: Row, run: Path) -> Row:
     """Return the column "images" of a row that has some."""
     found: Row = {}
     if row.get("images"):
-        from hocket.common.images import data_url
-        from hocket.observe.images import image_of
+        from hocket.common.vision import data_url
+        from hocket.observe.vision import image_of
 
         with reading(run / "images"):
             found = {"images": [data_url(image_of(one, run).data) for one in row["images"]]}

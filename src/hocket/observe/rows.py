@@ -34,7 +34,7 @@ def write_rollouts(folder: Path, name: str, groups: Iterable[Group]) -> Path:
     """Write rollouts/NAME.jsonl, and the pictures that it names; return its path."""
     for sequence in (one for group in groups for rollout in group.rollouts for one in rollout.sequences):
         if sequence.images:
-            from hocket.observe.images import keep
+            from hocket.observe.vision import keep
 
             keep(folder, sequence)
     path = folder / "rollouts" / f"{name}.jsonl"
@@ -213,7 +213,7 @@ def _sequence(row: Mapping[str, Any], folder: Path | None) -> TokenSequence:
     token_ids = tuple(row.get("token_ids", ()))
     images: tuple[Image, ...] = ()
     if row.get("images"):
-        from hocket.observe.images import image_of
+        from hocket.observe.vision import image_of
 
         images = tuple(image_of(image, folder) for image in row["images"])
     return TokenSequence(

@@ -312,7 +312,7 @@ class GroupAddress(Strict):
 
 
 class CollectiveSource(Strict):
-    """A version that comes in buckets (weight_group.py)."""
+    """A version that comes in buckets (nccl.py)."""
 
     kind: Literal["nccl"] = "nccl"
     group: GroupAddress

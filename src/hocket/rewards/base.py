@@ -24,7 +24,7 @@ def _sampled_ids(rollout: Rollout) -> tuple[int, ...]:
 
 
 def _decoded(rollout: Rollout) -> list[Any]:
-    from hocket.common.images import decoded
+    from hocket.common.vision import decoded
 
     return [decoded(image.data) for image in rollout.prompt.images]
 
@@ -70,7 +70,7 @@ def named(rollout: Rollout) -> dict[str, Any]:
     """Return what a reward can name of a rollout, as JSON can say it; images as data URLs."""
     told = {name: of(rollout) for name, of in _OF_FIRST.items() if name not in ("rollout", "images")}
     if images := rollout.prompt.images:
-        from hocket.common.images import data_url
+        from hocket.common.vision import data_url
 
         told["images"] = [data_url(image.data) for image in images]
     return told

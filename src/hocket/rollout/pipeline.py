@@ -10,20 +10,31 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from decimal import Decimal
-from pathlib import Path
+from typing import Protocol
 
 from hocket.client.pool import Deadline
-from hocket.common.files import numbered
 from hocket.common.tasks import cancel, note, seed_of
 from hocket.config import RolloutConfig
-from hocket.errors import DataError
 from hocket.observe.metrics import rollout_metrics, staleness_metrics
-from hocket.observe.rows import DAMAGED, groups_of
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
 
 NewBatch = Callable[[Plan], Awaitable[Batch]]
 """Gathers a plan's batch."""
+
+
+class BatchSource(Protocol):
+    """Gives the batches that a run trains on."""
+
+    def begin_early(self, step: int) -> None:
+        """Begin a step's batch while the step before is still evaluated, where that may be."""
+
+    async def batch(self, step: int, *, version: int | None = None) -> Batch:
+        """Return a step's batch, empty at the stream's end."""
+
+
+Batches = Callable[[NewBatch], AbstractAsyncContextManager[BatchSource]]
+"""Opens a source of batches for a run."""
 PROGRESS_S = 0.2
 
 
@@ -114,36 +125,3 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     async def _gather(self, plan: Plan) -> None:
         await self.new_batch(plan)
         self._finished = time.perf_counter()
-
-
-class Replay:
-    """Gives the recorded batches of an earlier run, to train without a server."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "rollouts"
-
-    def begin_early(self, step: int) -> None:
-        """Generate nothing."""
-
-    async def batch(self, step: int, *, version: int | None = None) -> Batch:
-        """Return a step's batch. Raise DataError if it can't be read."""
-        start = time.perf_counter()
-        path = self._folder / f"step_{step:06d}.jsonl"
-        try:
-            with path.open(encoding="utf-8") as lines:
-                groups = groups_of(lines, self._folder.parent)
-            if not groups:
-                raise ValueError("it is empty")
-        except (OSError, *DAMAGED) as error:
-            steps = [*numbered(self._folder, "step_*.jsonl")]
-            there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
-            raise DataError(
-                f"pipeline.replay: no rollouts of step {step} in {path} ({error!r}); {there}: set trainer.steps "
-                "to what is there, or name another run folder"
-            ) from error
-        times = {"time/generate": time.perf_counter() - start, "time/reward": 0.0}
-        return Batch(groups=groups, metrics=times | rollout_metrics(groups))
-
-
-Batches = Callable[[NewBatch], AbstractAsyncContextManager[Pipeline | Replay]]
-"""Gathers batches ahead of training, or reads recorded ones."""

@@ -49,7 +49,7 @@ class Sampler:
         require_ready: Callable[[], None],
         template: Mapping[str, Any],
     ) -> None:
-        self.eyes: Any = None  # what opens images: server/images.py
+        self.eyes: Any = None  # what opens images: server/vision.py
         self.placeholder = getattr(tokenizer, "placeholder", None)  # the token that stands for one
         self._llm = llm
         self._tokenizer = tokenizer

@@ -24,11 +24,11 @@ PARTS: Registry[Callable[[Server], None]] = Registry(
     "server part",
     metrics="hocket.server.metrics",
     delta="hocket.extras.delta.load",
-    nccl="hocket.server.collective",
+    nccl="hocket.server.nccl",
     upload="hocket.extras.upload",
-    share_gpu="hocket.server.sleeper",
+    share_gpu="hocket.server.share_gpu",
     openai="hocket.server.openai",
-    images="hocket.server.images",
+    images="hocket.server.vision",
     agents="hocket.extras.agents.sessions",
 )
 server_part = PARTS.register

@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from hocket.common import machine
 from hocket.common.environment import version_of
-from hocket.common.images import MAX_IMAGES
 from hocket.common.machine import is_here
 from hocket.common.registry import refuse_owned
+from hocket.common.vision import MAX_IMAGES
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, cause_of

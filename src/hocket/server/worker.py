@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from hocket.protocol import AdapterConfig, TensorSpec, manifest
-from hocket.protocol.weight_group import Part
+from hocket.protocol.nccl import Part
 from hocket.server import versions, vllm_api, vllm_weights
+from hocket.server.nccl_worker import GroupReceiver
 from hocket.server.vllm_api import answered
-from hocket.server.worker_group import GroupReceiver
 
 
 class WorkerExtension(GroupReceiver):

@@ -16,8 +16,9 @@ from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
+from hocket.trainer.float32_head import compute_in_float32
 from hocket.trainer.models import Column, Extra, Models
-from hocket.trainer.policy import ScalarModel, compute_in_float32
+from hocket.trainer.policy import ScalarModel
 from hocket.trainer.step import Learner, Update
 
 

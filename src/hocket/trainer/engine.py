@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError
-from hocket.trainer import offload
+from hocket.trainer import share_gpu
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import KINDS, MASTER
 
@@ -288,7 +288,7 @@ class DeepSpeedEngine:
 
     def tensors(self) -> Iterator[Tensor]:
         module = self._engine.module
-        return offload.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
+        return share_gpu.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
 
     def close(self) -> None:
         self._engine.destroy()

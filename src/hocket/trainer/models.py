@@ -21,7 +21,7 @@ from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.extras import flops, ulysses
-from hocket.trainer import attention, guards, memory, offload
+from hocket.trainer import attention, guards, memory, share_gpu
 from hocket.trainer.batching import Make, TrainBatch, unpack
 from hocket.trainer.draws import draw_sums
 from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets
@@ -93,7 +93,7 @@ class Models:
         self.micro_batch_tokens = CHUNK_TOKENS  # of the first rehearsal
         self.fitted_for: int | None = None  # hash of what micro_batch_tokens=auto depends on
         self._longest = 1  # positions of this rank's longest sequence in the work of now
-        self.away: offload.Offloaded = ()
+        self.away: share_gpu.Offloaded = ()
         self._spans: list[Span] = []  # that rank 0 has not heard of
         if config.observe.trace is not None and not ranks.is_main:
             LISTENERS.append(self._spans.append)
@@ -320,10 +320,10 @@ class Models:
 
     def offload(self) -> None:
         tensors = itertools.chain.from_iterable(of_model() for of_model in self.tensors)
-        self.away = offload.offload(tensors, self.ranks.device)
+        self.away = share_gpu.offload(tensors, self.ranks.device)
 
     def onload(self) -> None:
-        offload.onload(self.away, self.ranks.device)
+        share_gpu.onload(self.away, self.ranks.device)
         self.away = ()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hocket.common.shell import LEFT_OVER
 from hocket.common.tasks import in_own_thread
 from hocket.errors import TrainerError, cause_of
-from hocket.protocol.weight_group import why_broken
+from hocket.protocol.nccl import why_broken
 from hocket.trainer.attention import WHOLE
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError
 from hocket.protocol.messages import Request
-from hocket.trainer import engine, offload
+from hocket.trainer import engine, share_gpu
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Column, Extra, Models
 from hocket.trainer.policy import Policy
@@ -134,4 +134,4 @@ class FrozenModel:
         return logprobs_bt
 
     def tensors(self) -> Iterator[Tensor]:
-        return offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()))
+        return share_gpu.tensors_in(list(self._module.parameters()), list(self._module.buffers()))

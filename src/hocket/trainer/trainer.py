@@ -19,7 +19,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import TrainerError
 from hocket.extras import flops
 from hocket.observe.metrics import over_updates
-from hocket.protocol import TensorLayout, TensorSpec, manifest, weight_group
+from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
 from hocket.trainer import batching, guards
 from hocket.trainer.auxiliary import configured
 from hocket.trainer.engine import whole_shape
@@ -273,7 +273,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[TensorLayout]]:
         """Describe the buckets that `stream` will give."""
         buckets = self.engine.layout(max_bytes, trained=trained)
-        return [weight_group.layout(self.policy.as_published(bucket)) for bucket in buckets]
+        return [nccl.layout(self.policy.as_published(bucket)) for bucket in buckets]
 
     def stream(self, max_bytes: int, sink: Sink, *, trained: bool = False) -> None:
         """Give `sink` the weights, or the trained ones, in buckets of about max_bytes.

@@ -13,7 +13,7 @@ from PIL.Image import new
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from hocket.common.images import decoded, png
+from hocket.common.vision import decoded, png
 from hocket.trainer.attention import Segments
 from hocket.types import Image
 

@@ -155,7 +155,7 @@ class Agents:
 def _task(prompt: Prompt, seat: Seat, url: str, session: SessionResponse) -> Task:
     messages: Iterable[Message] = copy.deepcopy(prompt.messages or ())  # others play the same prompt
     if prompt.images:
-        from hocket.common.images import shown
+        from hocket.common.vision import shown
 
         messages = shown(messages, (image.data for image in prompt.images))
     return Task(

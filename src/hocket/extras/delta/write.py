@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from hocket.extras.delta import codec as delta
-from hocket.protocol import TensorSpec, manifest, weight_group
+from hocket.protocol import TensorSpec, manifest, nccl
 from hocket.sync.disk import Versions, WrittenVersion
 
 FULL_EVERY = 50  # versions; the others are deltas
@@ -49,7 +49,7 @@ class DeltaWriter:
                 self._last[name] = new
 
         def fill(folder: Path) -> Mapping[str, TensorSpec]:
-            self._versions.trainer.stream(weight_group.BUCKET_BYTES, sink)
+            self._versions.trainer.stream(nccl.BUCKET_BYTES, sink)
             delta.save(changes, folder, base.checksum)
             return manifest.specs(self._last.items())
 

@@ -122,7 +122,7 @@ class Endpoint(Service):
             return read(str(await self._stored(key)))
         said: Any = content
         if images:
-            from hocket.common.images import part_of
+            from hocket.common.vision import part_of
 
             said = [{"type": "text", "text": content}, *(part_of(image.data) for image in images)]
         body = {"model": model, "messages": [{"role": "user", "content": said}], **request}

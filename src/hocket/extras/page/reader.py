@@ -124,7 +124,7 @@ class RunReader:
         for row in found if tokens else ():
             row["texts"] = pieces(_tokenizer(self.folder), row["token_ids"])
         if files := dict.fromkeys(image["file"] for row in found if tokens for image in row.get("images", ())):
-            from hocket.observe.images import shown
+            from hocket.observe.vision import shown
 
             found[0]["pictures"] = shown(self.folder, files)
         return found

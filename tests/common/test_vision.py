@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from hocket.common import images
+from hocket.common import vision
 
 
 def file_of(
@@ -33,28 +33,28 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_a_file_has_the_name_of_its_bytes_and_its_kind(kind: str) -> None:
     data = file_of(kind=kind)
-    name = images.file_name(data)
+    name = vision.file_name(data)
     assert name.endswith(f".{kind.lower()}")
     assert len(name.partition(".")[0]) == 64
-    assert images.from_text(images.data_url(data)) == data
-    assert images.decoded(data).size == (4, 2)
+    assert vision.from_text(vision.data_url(data)) == data
+    assert vision.decoded(data).size == (4, 2)
 
 
 @pytest.mark.filterwarnings("ignore:Truncated File Read")
 def test_what_is_transparent_is_on_white_and_what_a_camera_turned_is_upright() -> None:
-    assert images.decoded(file_of("RGBA", (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
-    assert images.decoded(file_of("LA", (7, 255))).getpixel((0, 0)) == (7, 7, 7)
-    assert images.decoded(file_of("P", 0)).mode == images.decoded(file_of("CMYK", (0, 0, 0, 0), "JPEG")).mode == "RGB"
+    assert vision.decoded(file_of("RGBA", (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
+    assert vision.decoded(file_of("LA", (7, 255))).getpixel((0, 0)) == (7, 7, 7)
+    assert vision.decoded(file_of("P", 0)).mode == vision.decoded(file_of("CMYK", (0, 0, 0, 0), "JPEG")).mode == "RGB"
     turned = Image.Exif()
     turned[0x0112] = 6
-    assert images.decoded(file_of(kind="JPEG", exif=turned)).size == (2, 4)
+    assert vision.decoded(file_of(kind="JPEG", exif=turned)).size == (2, 4)
     odd = struct.pack(">6sHHIHHHIII", b"Exif\0\0", 0x4D4D, 42, 8, 1, 0x0131, 5, 1, 26, 0)  # a rational for a text
-    assert images.decoded(file_of(exif=odd)).size == (4, 2)
+    assert vision.decoded(file_of(exif=odd)).size == (4, 2)
 
 
 def test_a_phones_photo_is_its_first_picture() -> None:
     photo = file_of(kind="MPO", save_all=True, append_images=[Image.new("RGB", (2, 2))])
-    assert images.decoded(photo).size == (4, 2)
+    assert vision.decoded(photo).size == (4, 2)
 
 
 BROKEN = {
@@ -69,7 +69,7 @@ BROKEN = {
     "bomb": (bomb(60_000, 60_000), "more than 33,554,432 pixels"),
     "smaller bomb": (bomb(8_000, 12_000), "more than 33,554,432 pixels"),
     "small bomb": (bomb(8_000, 8_000), "more than 33,554,432 pixels"),
-    "too many bytes": (file_of() + bytes(images.MAX_BYTES), "more than 20,971,520: make it smaller"),
+    "too many bytes": (file_of() + bytes(vision.MAX_BYTES), "more than 20,971,520: make it smaller"),
 }
 
 
@@ -78,27 +78,27 @@ BROKEN = {
 def test_a_broken_or_huge_file_is_refused_by_name(name: str) -> None:
     data, message = BROKEN[name]
     with pytest.raises(ValueError, match=message):
-        images.decoded(data)
+        vision.decoded(data)
 
 
 def test_a_prompt_has_so_many_images_of_so_many_bytes_and_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     one = file_of()
-    images.check_all([one] * images.MAX_IMAGES)
+    vision.check_all([one] * vision.MAX_IMAGES)
     for files, limit, value in (
-        ([one] * (images.MAX_IMAGES + 1), "MAX_IMAGES", images.MAX_IMAGES),
+        ([one] * (vision.MAX_IMAGES + 1), "MAX_IMAGES", vision.MAX_IMAGES),
         ([one] * 2, "MAX_BYTES_TOGETHER", 2 * len(one) - 1),
         ([one] * 2, "MAX_PIXELS_TOGETHER", 15),
     ):
-        monkeypatch.setattr(images, limit, value)
+        monkeypatch.setattr(vision, limit, value)
         with pytest.raises(ValueError, match="leave some out"):
-            images.check_all(files)
+            vision.check_all(files)
         monkeypatch.undo()
 
 
 def test_what_is_no_base64_is_refused() -> None:
     for text in ("data:image/png;base64,?", "not base64!"):
         with pytest.raises(ValueError, match="no base64"):
-            images.from_text(text)
+            vision.from_text(text)
 
 
 @pytest.fixture
@@ -122,20 +122,20 @@ def host() -> Iterator[str]:
 
 
 def test_only_hosts_that_are_named_are_asked_and_no_redirect_is_followed(host: str) -> None:
-    assert images.fetched(f"{host}/file", {"127.0.0.1"}, "hosts") == b"a file"
+    assert vision.fetched(f"{host}/file", {"127.0.0.1"}, "hosts") == b"a file"
     with pytest.raises(ValueError, match="302"):
-        images.fetched(f"{host}/moved", {"127.0.0.1"}, "hosts")
+        vision.fetched(f"{host}/moved", {"127.0.0.1"}, "hosts")
     for url in (f"{host}/file", "file:///etc/passwd", "http://127.0.0.1@elsewhere/", "ftp://elsewhere/a.png"):
         with pytest.raises(ValueError, match=r"not allowed: allow it by data\.image_hosts"):
-            images.fetched(url, {"elsewhere.org"}, "data.image_hosts")
+            vision.fetched(url, {"elsewhere.org"}, "data.image_hosts")
 
 
 def test_messages_show_their_pictures_in_order_as_openai_has_them() -> None:
     first, second = file_of(color="red"), file_of(color="blue")
     content = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
     said = [
-        *images.shown([{"role": "system", "content": "Look."}, {"role": "user", "content": content}], [first, second])
+        *vision.shown([{"role": "system", "content": "Look."}, {"role": "user", "content": content}], [first, second])
     ]
     assert said[0] == {"role": "system", "content": "Look."}
     urls = [part["image_url"]["url"] for part in said[1]["content"] if part["type"] == "image_url"]
-    assert urls == [images.data_url(first), images.data_url(second)]
+    assert urls == [vision.data_url(first), vision.data_url(second)]

@@ -1,4 +1,4 @@
-"""Receive broadcast versions inside the engine's processes; collective.py has the engine's half."""
+"""Receive broadcast versions inside the engine's processes; nccl.py has the engine's half."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hocket.common.tasks import in_own_thread
-from hocket.protocol import CollectiveSource, GroupAddress, weight_group
-from hocket.protocol.weight_group import Part, WeightGroup
+from hocket.protocol import CollectiveSource, GroupAddress, nccl
+from hocket.protocol.nccl import Part, WeightGroup
 from hocket.server.vllm_api import answered
 
 
@@ -52,7 +52,7 @@ class GroupReceiver:
 def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
     if address.device is None:
         return torch.device("cpu")
-    if weight_group.gpu_id(own) == address.device:
+    if nccl.gpu_id(own) == address.device:
         raise RuntimeError(
             "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
             "(CUDA_VISIBLE_DEVICES), or set sync.backend=disk"
@@ -61,8 +61,8 @@ def _device_for(address: GroupAddress, own: torch.device) -> torch.device:
 
 
 def _join(address: GroupAddress, rank: int, size: int, device: torch.device) -> WeightGroup:
-    store = weight_group.find_store(address.host, address.port, address.timeout_s)
-    own = weight_group.address_towards(address.host, address.port)
+    store = nccl.find_store(address.host, address.port, address.timeout_s)
+    own = nccl.address_towards(address.host, address.port)
     return WeightGroup(store, address.name, device, own, rank=rank, size=size, timeout_s=address.timeout_s)
 
 
@@ -74,11 +74,11 @@ def _leave(joined: "Future[WeightGroup]") -> None:
 def _receive(group: WeightGroup, source: CollectiveSource) -> Iterator[Part]:
     """Yield each bucket's tensors, verified, and specs. Raises RuntimeError that names the bucket."""
     for number, bucket in enumerate(source.buckets, 1):
-        flat = torch.empty(weight_group.num_bytes(bucket), dtype=torch.uint8, device=group.device)
+        flat = torch.empty(nccl.num_bytes(bucket), dtype=torch.uint8, device=group.device)
         if number == 1:  # there is room for it: the trainer may send
             group.announce(source.turn)
         try:
             group.broadcast(flat)
         except RuntimeError as error:
             raise RuntimeError(f"bucket {number}/{len(source.buckets)} did not come: {error}") from error
-        yield weight_group.unpack(flat, bucket)
+        yield nccl.unpack(flat, bucket)

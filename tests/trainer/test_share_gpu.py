@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from hocket.trainer.offload import offload, onload, sizes
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.share_gpu import offload, onload, sizes
 from support import training
 from support.processes import wait_for
 from support.training import CPU, bytes_besides, storages

@@ -23,8 +23,8 @@ from hocket.client.server import ServerClient
 from hocket.common.tasks import run_in_thread
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import manifest, weight_group
-from hocket.protocol.weight_group import why_broken
+from hocket.protocol import manifest, nccl
+from hocket.protocol.nccl import why_broken
 from hocket.sync.publish import Answer, Delivery
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class CollectiveTransport:
             raise
         answers = [(checksum, await link.outcome() if isinstance(link, _Link) else link) for link in joined]
         metrics = {
-            "sync/mebibytes": sum(map(weight_group.num_bytes, buckets)) / 2**20,
+            "sync/mebibytes": sum(map(nccl.num_bytes, buckets)) / 2**20,
             "sync/prepare_s": prepared - start,
             "sync/transfer_s": time.perf_counter() - prepared,
         }
@@ -70,11 +70,11 @@ class CollectiveTransport:
 
     @functools.cached_property
     def buckets(self) -> list[list[protocol.TensorLayout]]:
-        return self.trainer.layout(weight_group.BUCKET_BYTES)
+        return self.trainer.layout(nccl.BUCKET_BYTES)
 
     @functools.cached_property
     def trained(self) -> list[list[protocol.TensorLayout]]:
-        return self.trainer.layout(weight_group.BUCKET_BYTES, trained=True)
+        return self.trainer.layout(nccl.BUCKET_BYTES, trained=True)
 
     def close(self) -> None:
         for link in self._links.values():
@@ -88,14 +88,14 @@ class CollectiveTransport:
 
             def sink(named: Sequence[tuple[str, Tensor]]) -> None:
                 nonlocal running
-                flat, added = weight_group.pack(named, self.trainer.device)
+                flat, added = nccl.pack(named, self.trainer.device)
                 specs.update(added)
                 list(running)
                 name = f"bucket {next(numbers)}/{len(buckets)} of version {version}"
                 running = threads.map(lambda link: link.send(name, flat), links)
 
             only = {} if buckets is self.buckets else {"trained": True}
-            self.trainer.stream(weight_group.BUCKET_BYTES, sink, **only)
+            self.trainer.stream(nccl.BUCKET_BYTES, sink, **only)
             list(running)
         return manifest.total_checksum(specs)
 
@@ -125,24 +125,24 @@ class _Link:
         self.is_closed = False
         self.holds_frozen = False  # it was sent a whole version
         self.unreachable = False
-        self.group: weight_group.WeightGroup | None = None  # once joined
+        self.group: nccl.WeightGroup | None = None  # once joined
         self.answer: asyncio.Task[Answer]
         self._transport = transport
         self._server = server
         self._workers = health.workers
         self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
-        self._receiving: weight_group.WeightGroup | None = None  # the group, once its workers are ready
+        self._receiving: nccl.WeightGroup | None = None  # the group, once its workers are ready
         self._transfers = 0  # of the group so far
         self._failure: SyncError | None = None  # seen from this end
         url = urlsplit(server.url)
         timeout_s = transport.sync.timeout_s
-        host = weight_group.address_towards(url.hostname or "", url.port or 80)
-        self._store = weight_group.make_store(host, timeout_s)
+        host = nccl.address_towards(url.hostname or "", url.port or 80)
+        self._store = nccl.make_store(host, timeout_s)
         self._address = protocol.GroupAddress(
             name=secrets.token_hex(8),
             host=host,
             port=self._store.port,
-            device=weight_group.gpu_id(self._device),
+            device=nccl.gpu_id(self._device),
             timeout_s=timeout_s,
         )
 
@@ -187,16 +187,16 @@ class _Link:
     async def _announced(self, number: int) -> bool:
         """Return whether all workers announce a transfer before the answer."""
         ranks = range(1, 1 + self._workers)
-        while not weight_group.announced(self._store, self._address.name, number, ranks):
+        while not nccl.announced(self._store, self._address.name, number, ranks):
             if self.answer.done():
                 return False
             await asyncio.sleep(POLL_S)
         return True
 
-    def _join(self) -> weight_group.WeightGroup:
+    def _join(self) -> nccl.WeightGroup:
         address = self._address
         timeout_s = self._transport.sync.bucket_timeout_s
-        return weight_group.WeightGroup(
+        return nccl.WeightGroup(
             self._store, address.name, self._device, address.host, rank=0, size=1 + self._workers, timeout_s=timeout_s
         )
 

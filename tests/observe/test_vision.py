@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from PIL import Image as Pictures
 
-from hocket.common.images import decoded, file_name, from_text, png
+from hocket.common.vision import decoded, file_name, from_text, png
 from hocket.extras.page.page import write_report
 from hocket.extras.page.reader import RunReader
 from hocket.observe.rows import groups_of, rollout_of, write_rollouts
-from hocket.rollout.pipeline import Replay
+from hocket.rollout.replay import Replay
 from hocket.types import Group, Prompt
 from support import fakes
 from support.eyes import picture

@@ -17,7 +17,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoProcessor
 
-from hocket.common.images import data_url, decoded
+from hocket.common.vision import data_url, decoded
 from hocket.config import DataConfig
 from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts, renderer_of
@@ -240,7 +240,7 @@ def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
 
     first = start()
     with monkeypatch.context() as patch:
-        patch.setattr("hocket.data.images.decoded", None)  # the second has nothing to decode
+        patch.setattr("hocket.data.vision.decoded", None)  # the second has nothing to decode
         second = start()
     assert isinstance(second, cache.KeptPrompts)
     assert ([*first], first.fingerprint) == ([*second], second.fingerprint)

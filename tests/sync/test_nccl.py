@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hocket import config as config_module
 from hocket.errors import ServerError, TrainerError
-from hocket.protocol import CollectiveSource, GroupAddress, ReloadRequest, ReloadResponse, manifest, weight_group
+from hocket.protocol import CollectiveSource, GroupAddress, ReloadRequest, ReloadResponse, manifest, nccl
 from hocket.server import vllm_weights
 from hocket.server.worker import WorkerExtension
-from hocket.sync.collective import CollectiveTransport
+from hocket.sync.nccl import CollectiveTransport
 from hocket.sync.publish import Answer
 from support.servers import FakeServer
 from support.weights import FakeTrainer
@@ -145,7 +145,7 @@ async def test_every_worker_of_every_server_gets_every_tensor_bit_by_bit() -> No
 
 @pytest.mark.long
 def test_a_worker_that_is_still_joining_does_not_keep_its_process_from_ending() -> None:
-    store = weight_group.make_store("127.0.0.1", 60)  # nobody else joins
+    store = nccl.make_store("127.0.0.1", 60)  # nobody else joins
     address = GroupAddress(host="127.0.0.1", port=store.port, name="g", device=None, timeout_s=600)
     code = f"""
 import torch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.rewards.test_model import TEMPLATE, made
 
-from hocket.common.images import data_url
+from hocket.common.vision import data_url
 from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
 from support import fakes

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image as Pictures
 
 from hocket.client.batcher import Turn
-from hocket.common.images import data_url, decoded
+from hocket.common.vision import data_url, decoded
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.prompts import renderer_of
@@ -97,7 +97,7 @@ async def test_what_an_environment_draws_is_read_at_its_place_and_never_trained(
 async def test_an_episode_with_more_images_than_a_prompt_may_have_fails_alone(
     prompt: Prompt, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.common.images.MAX_IMAGES", 3)
+    monkeypatch.setattr("hocket.common.vision.MAX_IMAGES", 3)
     rollout, _ = await play(drawing(*SHOWN), prompt, renderer)
     assert "4 images have" in str(rollout.error)
     assert rollout.sequences[0].turns == 1

@@ -7,8 +7,8 @@ from typing import Any
 
 import pydantic
 
-from hocket.common.images import check_all, data_url, decoded, fetched, file_name, from_text
 from hocket.common.tasks import run_in_thread
+from hocket.common.vision import check_all, data_url, decoded, fetched, file_name, from_text
 from hocket.protocol import ImagePart
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError, invalid

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image as Pictures
 
 from hocket.client.server import prompt_input
-from hocket.common.images import MAX_PIXELS, data_url, decoded
+from hocket.common.vision import MAX_PIXELS, data_url, decoded
 from hocket.protocol import ReloadResponse
 from hocket.server.generate import Sampler
 from hocket.types import Image

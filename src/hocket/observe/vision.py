@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.common.files import naming, partial_of
-from hocket.common.images import Stored, data_url, decoded, file_name, from_text, png
+from hocket.common.vision import Stored, data_url, decoded, file_name, from_text, png
 from hocket.types import Image, TokenSequence
 
 SHOWN = 160, 160  # pixels

@@ -15,7 +15,7 @@ from hocket import config as config_module
 from hocket import protocol
 from hocket.client.pool import ServerPool
 from hocket.errors import ServerError, SyncError
-from hocket.sync.gpu_sharing import put_to_sleep
+from hocket.sync.share_gpu import put_to_sleep
 from hocket.types import Prompt, TrainSample
 from support import fakes
 from support.weights import FakeTrainer

@@ -13,7 +13,7 @@ from typing import Any
 
 import PIL.Image
 
-from hocket.common.images import Stored, check_all, decoded, fetched, file_name, from_text, png
+from hocket.common.vision import Stored, check_all, decoded, fetched, file_name, from_text, png
 from hocket.config import DataConfig
 from hocket.data.renderer import PICTURES, Images, Options, Renderer, Tools
 from hocket.types import Image, Message

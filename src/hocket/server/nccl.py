@@ -1,4 +1,4 @@
-"""Take versions that the trainer broadcasts from its memory; worker_group.py receives them."""
+"""Take versions that the trainer broadcasts from its memory; nccl_worker.py receives them."""
 
 import asyncio
 
