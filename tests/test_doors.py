@@ -59,7 +59,7 @@ from hocket.config import load
 run, recorded = sys.argv[1:]
 steps = ["trainer.steps=2", "eval.num_prompts=0", "data.limit=8", f"run.dir={run}", f"pipeline.replay={recorded}"]
 train(load("config/quickstart.yaml", steps))
-seen = [name for name in sys.modules if name.startswith("hocket.") and name.endswith((".images", ".vision"))]
+seen = [name for name in sys.modules if name.startswith("hocket.") and name.endswith(".vision")]
 sys.exit(" ".join(seen) or 0)
 """
 
