@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.client.pool import ServerPool
+from hocket.client.pool import Member, ServerPool
 from hocket.common.registry import Registry
 from hocket.config import Config
 from hocket.observe.run_folder import RunFolder
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import Metrics, TrainSample
+from hocket.types import Metrics, Rollout, TrainSample
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -44,8 +44,26 @@ class RunPart:
                 return metrics.get("reward/total", 0.0) >= 0.9
     """
 
+    async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+        """Take the rollouts of a batch's prompts before a step learns from some (`trains`) or, if False, from none.
+
+        None: an evaluation's, which the current weights played. Returns more metrics.
+        """
+        return {}
+
     def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
         """Take what a step trains on, before it does; in a thread."""
+
+    def trained(self, metrics: Metrics) -> Metrics:
+        """Take a step's metrics after its update and before its weights are published; return more of them."""
+        return {}
+
+    async def published(self, members: Sequence[Member], came: bool) -> Metrics:
+        """Take the servers that have loaded a new version or, if they `came` just now, the current one.
+
+        Returns more metrics.
+        """
+        return {}
 
     def checkpointed(self, folder: Path) -> None:
         """Take the folder of a complete checkpoint, in a thread beside the next steps; it stays until this returns."""

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hocket.config import LoraConfig, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
-from hocket.extras.export.export import export
 from hocket.protocol import AdapterConfig
 from hocket.trainer import lora
+from hocket.trainer.export import export
 from hocket.trainer.lora import Adapter
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks

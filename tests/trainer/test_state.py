@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from hocket import config as config_module
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
-from hocket.extras.export.export import export
 from hocket.protocol import manifest
 from hocket.trainer.checkpoints import Checkpoints
+from hocket.trainer.export import export
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer

@@ -21,10 +21,9 @@ from hocket import config as config_module
 from hocket.common.vision import Stored, decoded
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.extras import flops
-from hocket.extras.export.export import export
-from hocket.trainer import batching, memory, prefixes
+from hocket.trainer import batching, flops, memory, prefixes
 from hocket.trainer.critic import ValueModel
+from hocket.trainer.export import export
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.weights import part_of

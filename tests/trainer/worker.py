@@ -25,10 +25,10 @@ from tests.trainer.test_vision import make_seeing
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
-from hocket.extras import flops, long_rows
+from hocket.extras import long_rows
 from hocket.extras.stages import stage_of
 from hocket.extras.stages.pairs import sample
-from hocket.trainer import engine, policy, ranks
+from hocket.trainer import engine, flops, policy, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Objective
 from hocket.trainer.ranks import Ranks
