@@ -15,7 +15,7 @@ from support import rules
 from support.processes import start_fork_server, use_fork_server
 
 ROOT = Path(__file__).parent
-LONGEST = ("server/", "sync/test_lies", "test_optional", "test_doors", "faults/", "e2e/", "trainer/", "benchmarks/")
+LONGEST = ("server/", "sync/test_lies", "test_optional", "test_core", "faults/", "e2e/", "trainer/", "benchmarks/")
 """What is begun first, so that no process is left with something long at the end."""
 TOGETHER = ("tests/server/", "tests/trainer/test_ranks")
 """What files that share engines or ranks, which take long to start, begin with."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.client.pool import Member, ServerPool
 from hocket.common.registry import Registry
 from hocket.config import Config
+from hocket.errors import ConfigError
 from hocket.observe.run_folder import RunFolder
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Metrics, Rollout, TrainSample
@@ -99,6 +100,23 @@ RUN_PARTS: Registry[Callable[[Joined], RunPart | None]] = Registry(
 )
 run_part = RUN_PARTS.register
 """Decorator of a function that makes a part for a run, or returns None where its settings turn it off."""
+
+
+ASKED_FOR = {
+    "timeline": "observe.trace",
+    "tokens": "observe.tokens",
+    "best": "checkpoint.best",
+    "copy_to": "checkpoint.copy_to",
+}
+"""Part → the setting that asks for it."""
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for a setting that asks for a part whose file was deleted."""
+    for name, setting in ASKED_FOR.items():
+        section, _, key = setting.partition(".")
+        if name not in RUN_PARTS.names and getattr(getattr(config, section), key):
+            raise ConfigError(f"{setting} needs the run part {name!r}, whose file in hocket/extras was deleted")
 
 
 def joining(run: Joined) -> Iterator[RunPart]:

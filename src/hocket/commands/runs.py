@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hocket import run_part
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient, prompt_input
@@ -61,6 +62,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
     trainer_choices.check(config.trainer)
+    run_part.check(config)
     machine.bound_nccl(config.sync.bucket_timeout_s)
     on_gpu = bool(visible_gpus())
     config = config.chosen(on_gpu=on_gpu)  # on all ranks; config.yaml says it, too

@@ -64,7 +64,14 @@ class Registry(Generic[T]):
 
     def _has(self, name: str) -> bool:
         if name in self._modules and _is_there(self._modules[name]):
-            importlib.import_module(self._modules.pop(name))
+            module = self._modules.pop(name)  # first, as the module registers the name
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                self._modules[name] = module
+                if not (error.name or "").startswith("hocket."):
+                    raise
+                raise ConfigError(f"{self.kind} {name!r} needs {error.name}, which was deleted") from error
         return name in self.items
 
     @property
