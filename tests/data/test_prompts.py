@@ -16,11 +16,13 @@ import pyarrow.parquet
 import pytest
 
 from hocket.config import DataConfig, HeldOutConfig
+from hocket.data import renderer as renderer_module
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.renderer import Renderer, TooLongError
 from hocket.data.sources import TASKS
-from hocket.errors import DataError
+from hocket.errors import ConfigError, DataError
 from hocket.types import Prompt
+from support.examples import plugged, shown
 from support.records import says, user
 from support.tokenizers import shipped
 
@@ -264,3 +266,22 @@ def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_
             rendering.encode(["short", text], at_most=5)
     with pytest.raises(TooLongError):
         rendering.following([user("x" * 300)], ended=None, at_most=5)
+
+
+def test_a_renderer_of_one_s_own_is_named_by_the_setting_with_its_options(tmp_path: Path) -> None:
+    """The one that the documentation of `renderer` shows."""
+    head = (
+        "from collections.abc import Sequence\nfrom typing import Any\nfrom hocket.config import DataConfig\n"
+        "from hocket.data.renderer import Options, PlainText, Tools, renderer\nfrom hocket.types import Message\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "sort ba", "answer": "ab"}\n')
+    source = str(tmp_path / "rows.jsonl")
+    tokenizer = shipped(chat_template=None)
+    code = head + shown(renderer_module, '@renderer("forum")')
+    with plugged(tmp_path, code, (renderer_module.RENDERERS, "forum")):
+        data = DataConfig(source=source, renderer={"name": "forum", "sign": "##"})
+        (prompt,), _ = load_prompts(data, tokenizer, max_prompt_tokens=100)
+        assert prompt.messages == ({"role": "user", "content": "sort ba"},)
+        assert tokenizer.decode(prompt.token_ids) == "## user: sort ba ## assistant:"
+    with pytest.raises(ConfigError, match=r"data\.renderer: there is no renderer 'forum'; known: chat, plain"):
+        load_prompts(DataConfig(source=source, renderer="forum"), tokenizer, max_prompt_tokens=100)

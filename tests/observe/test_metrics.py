@@ -11,11 +11,12 @@ import torch
 from hocket.algorithm.losses import LossConfig
 from hocket.algorithm.samples import shape, signal_metrics, train_samples
 from hocket.config import load
+from hocket.observe import metrics as metrics_module
 from hocket.observe.metrics import (
-    METRICS,
     SUSPICIOUS,
     Alarms,
     alarms,
+    known_metrics,
     reference,
     rollout_metrics,
     staleness_metrics,
@@ -23,6 +24,7 @@ from hocket.observe.metrics import (
 )
 from hocket.types import FinishReason, Group, Prompt, Rollout, Score
 from support.batches import loss_of
+from support.examples import plugged, shown
 from support.records import sequence
 
 
@@ -203,7 +205,7 @@ def loss_metrics() -> dict[str, float]:
 
 
 def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
-    known = {metric.name for metric in METRICS}
+    known = {metric.name for metric in known_metrics()}
     group = group_of(rollout(2, "stop", 1))
     settings = load(None, ["algorithm.preset=reinforce_pp", "algorithm.overlong_share=0.5"])
     after = shape(group, settings.algorithm, settings.rollout.max_tokens, pass_reward="exact_match")
@@ -227,3 +229,15 @@ def test_rates_of_a_step_by_hand() -> None:
         "pipeline/wait_for_batch": 0.375,
         "pipeline/wait_for_rewards": 0.125,
     }
+
+
+def test_a_plugin_s_metric_is_healthy_as_its_table_says(tmp_path: Path) -> None:
+    """The one that the documentation of `metric_table` shows."""
+    head = "from hocket.observe.metrics import Metric, metric_table\n"
+    code = head + shown(metrics_module, 'metric_table("moves")')
+    with plugged(tmp_path, code, (metrics_module.METRIC_TABLES, "moves")):
+        assert alarms({"env/moves": 40.0}) == {}
+        said = "env/moves = 41 (> 40): moves of a game; the policy moves in circles"
+        assert alarms({"env/moves": 41.0}) == {"env/moves": said}
+        assert "| `env/moves` | moves of a game | ≤ 40 |" in reference()
+    assert alarms({"env/moves": 41.0}) == {}

@@ -14,7 +14,7 @@ def shown(module: ModuleType, begins: str) -> str:
     """Returns the block of code in a module's documentation whose first line begins so."""
     assert module.__file__ is not None
     text = Path(module.__file__).read_text(encoding="utf-8")
-    found = re.search(rf"^( +){re.escape(begins)}.*\n((\1.*)?\n)+", text, re.M)
+    found = re.search(rf"^( +){re.escape(begins)}.*\n((\1.*)?\n)*", text, re.M)
     assert found is not None, begins
     return textwrap.dedent(found[0])
 

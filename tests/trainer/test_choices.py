@@ -8,9 +8,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from hocket.algorithm.choices import KINDS, choose
 from hocket.config import load
 from hocket.errors import ConfigError
-from hocket.trainer import choices
+from hocket.trainer import choices, models
 from hocket.trainer.choices import KERNELS, RECOMPUTATIONS, check, chosen_kernels, chosen_recomputation
 from hocket.trainer.ranks import Ranks
 from support.examples import plugged, shown
@@ -66,3 +67,24 @@ def test_a_plugin_s_recomputation_takes_the_same_step_and_counts_its_own_memory(
                 states.append(state_of(trainer))
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_plugin_s_column_is_measured_for_the_advantage_that_needs_it(
+    ranks: Ranks, tied_model: str, tmp_path: Path
+) -> None:
+    """The one that the documentation of `column` shows: A = the reward + 0.5 entropy, token by token."""
+    head = (
+        "from torch import Tensor\nfrom hocket.algorithm.choices import advantage, choose\n"
+        "from hocket.config import Config\nfrom hocket.trainer.models import Auxiliary, column\n"
+    )
+    code = head + shown(models, '@column("entropies")')
+    names = ((models.COLUMNS, "entropies"), (KINDS["baseline"], "curious"))
+    chosen = ("algorithm.baseline={name: curious, bonus: 0.5}", "algorithm.scale=none", "algorithm.correction=none")
+    samples = make_groups(tied_model, prompt=9)
+    with plugged(tmp_path, code, *names), make_trainer(ranks, tied_model, *chosen) as trainer:
+        (columns,) = trainer.measure([samples[0].sequence])
+        expected = [own["entropy"] for own in trainer.numbers(samples[:1])]
+        assert columns.keys() == {"entropies"}
+        assert columns["entropies"] == pytest.approx(expected[0], rel=1e-5)  # the same pass, in a row of another length
+        choice = choose("baseline", trainer._config.algorithm.baseline)
+        assert choice(rewards_t=torch.tensor([0.0, 1.0]), entropies_t=torch.tensor([0.5, 2.0])).tolist() == [1.25, 2.0]

@@ -52,7 +52,7 @@ INTENDED: dict[str, Callable[[Tensor], Any]] = {  # the only places that wait fo
     "trainer.engine._step_without_zero": lambda norm: 1.0,  # once per update
     "trainer.batching.unpack": lambda numbers: torch.zeros(numbers.shape),  # columns measured before a step
     "trainer.policy.check_architecture": lambda is_near: True,  # once per run
-    "extras.flops._seconds_of_product": lambda product: 1.0,  # once per run
+    "trainer.flops._seconds_of_product": lambda product: 1.0,  # once per run
 }
 
 
@@ -181,7 +181,7 @@ def test_adapters_and_recomputed_activations_do_so_too(
     extra = ("algorithm.entropy_coef=0.01", "algorithm.kl=k3", "algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
     with make_trainer(ranks, model, settings, *extra) as trainer:
         train(trainer, samples(2, 129))
-    assert waiting.met >= set(INTENDED) - {"extras.flops._seconds_of_product"}  # once per process
+    assert waiting.met >= set(INTENDED) - {"trainer.flops._seconds_of_product"}  # once per process
 
 
 @pytest.mark.long

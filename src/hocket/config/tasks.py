@@ -8,7 +8,7 @@ import pydantic
 from pydantic import Field
 
 from hocket.common.registry import refuse_owned
-from hocket.config.sections import Names, Range, Section, or_name
+from hocket.config.sections import Chosen, Names, Range, Section, or_name
 
 _or_source = pydantic.BeforeValidator(lambda value: {"source": value} if isinstance(value, str) else value)
 
@@ -41,6 +41,8 @@ class DataConfig(Section):
     """System message before every prompt and conversation that has none."""
     chat_template: Annotated[bool | dict[str, Any], pydantic.AfterValidator(_not_own)] = True
     """Text prompts become a user message in the chat template, of options such as {enable_thinking: false}."""
+    renderer: Chosen | None = None
+    """What makes tokens of rows and messages. Default: by the model; or your own."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longer prompts are dropped. Default: what fits."""
     limit: int | None = Field(None, ge=1)

@@ -14,7 +14,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.data.columns import check_characters, columns_of
 from hocket.data.day import DAY
 from hocket.data.prompt_list import Prompts
-from hocket.data.renderer import PlainText, Renderer, Tools
+from hocket.data.renderer import RENDERERS, Renderer, Tools
 from hocket.data.sources import identity, read_rows
 from hocket.errors import DataError
 from hocket.types import Prompt
@@ -48,7 +48,9 @@ def load_prompts(
         raise DataError(f"{what}; add {advice} at the end of the template")
 
     origin: tuple[object, ...] | None = None
-    content = identity(data, has_images=renderer.placeholder is not None)
+    content = None  # the code of a renderer that is not hocket's may change
+    if data.renderer is None:
+        content = identity(data, has_images=renderer.placeholder is not None)
     if content is not None:
         template = tokenizer.chat_template
         settings = data.model_dump_json(exclude={"max_prompt_tokens"})
@@ -139,9 +141,11 @@ def in_parts(
 
 
 def renderer_of(data: DataConfig, tokenizer: Any, tools: Tools = ()) -> Renderer:
-    kind: type[Renderer] = Renderer if data.chat_template else PlainText
-    if data.chat_template and getattr(tokenizer, "placeholder", None) is not None:
-        from hocket.data.vision import SeeingRenderer
-
-        kind = SeeingRenderer
-    return kind(data, tokenizer, tools)
+    """Make the renderer that data.renderer names: without it that of chats, of images, or of plain text."""
+    chosen = data.renderer
+    if chosen is None:
+        takes_images = getattr(tokenizer, "placeholder", None) is not None
+        by_template = "vision" if takes_images else "chat"
+        chosen = by_template if data.chat_template else "plain"
+    make = RENDERERS.choose(chosen, f"{data.section}.renderer", keys=("data", "tokenizer", "tools"))
+    return make(data, tokenizer, tools)

@@ -7,9 +7,10 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data.columns import answer_of, checked, column, unmarked
 from hocket.data.day import DAY
@@ -51,6 +52,29 @@ def _as_read(message: Message) -> Message:
     return {**unmarked(message), "tool_calls": calls}
 
 
+RENDERERS: Registry[Callable[..., "Renderer"]] = Registry("renderer", vision="hocket.data.vision")
+renderer = RENDERERS.register
+"""Decorator of a subclass of Renderer, which `data.renderer` then names; made of (data, tokenizer, tools, options).
+
+Example: a plugin that writes turns as a base model may know them from forums.
+
+    @renderer("forum")
+    class Forum(PlainText):
+        def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools, *, sign: str = "###") -> None:
+            self._sign = sign
+            super().__init__(data, tokenizer, tools)
+
+        def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
+            turns = [f"{self._sign} {message['role']}: {message['content']} " for message in messages]
+            return "".join([*turns, f"{self._sign} assistant:"])
+
+        def asked(self, text: str, **more: Any) -> tuple[str, tuple[Message, ...]]:
+            messages = self.chat(text)
+            return self.render(messages), messages
+"""
+
+
+@renderer("chat")
 class Renderer:
     """Render rows and messages with a chat template, which writes all special tokens, and encode them."""
 
@@ -273,6 +297,7 @@ class Renderer:
         return eos
 
 
+@renderer("plain")
 class PlainText(Renderer):
     """Take prompts as they are, behind the token that the tokenizer puts before text."""
 

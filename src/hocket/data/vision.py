@@ -15,13 +15,14 @@ import PIL.Image
 
 from hocket.common.vision import Stored, check_all, decoded, fetched, file_name, from_text, png
 from hocket.config import DataConfig
-from hocket.data.renderer import PICTURES, Images, Options, Renderer, Tools
+from hocket.data.renderer import PICTURES, Images, Options, Renderer, Tools, renderer
 from hocket.types import Image, Message
 
 KEYS = ("image", "url", "path", "base64")  # of a part with its picture, as templates of transformers know them
 PLACE = {"type": "image"}
 
 
+@renderer("vision")
 class SeeingRenderer(Renderer):
     """Renders for a model that takes images."""
 

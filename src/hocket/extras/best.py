@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.common.files import atomic_folder
 from hocket.config import BestConfig
+from hocket.observe.metrics import Metric, metric_table
 from hocket.run_part import Joined, RunPart, run_part
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.types import Metrics
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _LESS_IS_BETTER = ("eval/reward_errors", "eval/truncated", "eval/length_mean")
 FOLDER = "best"  # in the run folder: a model, or an adapter
+
+metric_table("best")([Metric("eval/since_best", "checkpoint.best: evaluations since the best one")])
 
 
 @dataclasses.dataclass(frozen=True)

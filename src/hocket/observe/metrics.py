@@ -8,6 +8,7 @@ from itertools import chain, compress
 from typing import NamedTuple
 
 from hocket.common import markdown
+from hocket.common.registry import Registry
 from hocket.types import Group
 
 PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
@@ -68,9 +69,6 @@ METRICS = (
     Metric("rollout/turns_mean", "mean turns of an episode, if any has several"),
     Metric("rollout/tool_errors", "share of tools' results that begin with `error: `",
            high=0.25, advice="read rollouts/*.jsonl: unknown tools, wrong arguments, tools that fail"),
-    Metric("tool/NAME/calls", "calls of a tool per episode"),
-    Metric("tool/NAME/errors", "those whose result begins with `error: `, per episode"),
-    Metric("tool/NAME/seconds", "seconds in a tool per episode"),
     Metric("env/NAME", "mean of a number that the environment gives for an episode"),
     Metric("rollout/sequences_mean", "mean sequences of an episode; each rewritten history adds one"),
     Metric("staleness/mean", "mean of newest version − oldest that sampled a token of the rollout"),
@@ -90,13 +88,9 @@ METRICS = (
     Metric("eval/greedy_stderr", "its standard error, over prompts"),
     Metric("eval/sampled_stderr", "its standard error, over prompts"),
     Metric("eval/zero_or_one", "share of these rewards that are 0 or 1; at 1 the means are accuracies"),
-    Metric("eval/since_best", "checkpoint.best: evaluations since the best one"),
     Metric("eval/logprob_gap", "sampling/logprob_gap of held-out prompts"),
     Metric("eval/z", "sampling/z of the sampled answers",
            low=-5, high=5, advice="eval/sampled misleads: see sampling/z"),
-    Metric("eval/loss", "held-out rows: sft: mean cross-entropy of taught tokens, in nats; rm, dpo: loss"),
-    Metric("eval/rewards/accuracies", "rm, dpo: rewards/accuracies of held-out pairs"),
-    Metric("eval/rewards/margins", "rm, dpo: rewards/margins of held-out pairs"),
     Metric("eval/pass@K", "unbiased chance of one reward >= eval.threshold in K samples (arXiv 2107.03374)"),
     Metric("eval/reward_errors", "share of held-out answers without a score, left out of the means",
            high=0.05, advice="read `error` in rollouts/eval_*.jsonl"),
@@ -134,12 +128,6 @@ METRICS = (
            advice="the policy stops exploring: lower trainer.learning_rate, resume from an earlier checkpoint, or add "
            "algorithm.kl_coef or entropy_coef",
            change=f"≥ {ENTROPY_KEPT:g} of that of any of the {NUM_ENTROPIES} steps before"),
-    Metric("rewards/chosen", "chosen completions: rm: mean score; dpo: mean of beta · log(policy / reference)"),
-    Metric("rewards/rejected", "the same of rejected completions"),
-    Metric("rewards/margins", "rewards/chosen − rewards/rejected"),
-    Metric("rewards/accuracies", "share of pairs whose chosen one has the higher reward"),
-    Metric("logps/chosen", "dpo: mean log-prob of chosen completions"),
-    Metric("logps/rejected", "dpo: of rejected ones"),
     Metric("critic/loss", "mean of half the squared error of values"),
     Metric("critic/explained_variance", "1 − Var(return − value) / Var(return); 0: as a constant",
            low=-0.5, advice="the critic misleads: raise critic.warmup_steps or critic.learning_rate"),
@@ -175,7 +163,6 @@ METRICS = (
            high=0, advice="the console has server and cause; samples are not the policy's"),
     Metric("sync/missing_error", "standard error of that share; it is not told above 0.2: rounding hides the update"),
     Metric("sync/proof_s", "seconds to compare parameters and log-probs"),
-    Metric("sync/changed", "sync.backend=delta: share of weights with changed bits"),
     Metric("step/tokens_per_s", "sampled tokens per second of time/step − time/eval"),
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
     Metric("time/batch", "seconds from batch start to last token; overlaps earlier steps if max_staleness > 0"),
@@ -190,6 +177,27 @@ METRICS = (
     Metric("time/step", "seconds of the whole step"),
 )
 # fmt: on
+METRIC_TABLES: Registry[Sequence[Metric]] = Registry(
+    "table of metrics",
+    tools="hocket.extras.tools",
+    stages="hocket.extras.stages",
+    best="hocket.extras.best",
+    delta="hocket.extras.delta",
+)
+metric_table = METRIC_TABLES.register
+"""Adds metrics that a feature reports, for alarms, page and docs.
+
+Example: a plugin that says what is healthy for a number that its environment gives.
+
+    metric_table("moves")((Metric("env/moves", "moves of a game", high=40, advice="the policy moves in circles"),))
+"""
+
+
+def known_metrics() -> list[Metric]:
+    """Return all metrics, those of features and plugins last."""
+    return [*METRICS, *chain.from_iterable(METRIC_TABLES.each())]
+
+
 SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"})
 """Metrics of an update that a step has the sum of, not the mean."""
 OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
@@ -333,7 +341,7 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a sentence for each metric that is NaN or unhealthy, by name."""
     found = {}
     age = metrics.get("staleness/max")
-    for name, _, low, high, *_ in METRICS:
+    for name, _, low, high, *_ in known_metrics():
         if name not in metrics or (age and name in ON_POLICY):  # of stale rollouts: how far the policy moved
             continue
         value = metrics[name]
@@ -376,13 +384,13 @@ class Alarms:
 
 
 def _sentence(name: str, value: float, bound: str) -> str:
-    (metric,) = (known for known in METRICS if known.name == name)
+    (metric,) = (known for known in known_metrics() if known.name == name)
     return f"{name} = {value:.4g} ({bound}): {metric.meaning}; {metric.advice}"
 
 
 def reference() -> str:
     rows = []
-    for name, meaning, low, high, advice, change in METRICS:
+    for name, meaning, low, high, advice, change in known_metrics():
         bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None]
         healthy = " ".join([*bounds, *([change] if change else [])])
         rows.append((f"`{name}`", meaning.replace("|", "\\|"), healthy, advice))

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from hocket.algorithm.choices import choose
 from hocket.algorithm.losses import LossOutput
-from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig
+from hocket.config import Config, CriticConfig, ModelConfig
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.float32_head import compute_in_float32
-from hocket.trainer.models import Column, Extra, Models
+from hocket.trainer.models import Auxiliary, Column, Models, column
 from hocket.trainer.policy import ScalarModel
 from hocket.trainer.step import Learner, Update
 
@@ -35,15 +35,19 @@ class ValueModel(ScalarModel):
         self.model.set_output_embeddings(head)
 
 
-def critic(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
-    if "values" not in choose("baseline", algorithm.baseline).needs:
+@column("values")
+def critic(config: Config) -> Auxiliary | None:
+    """Train a critic, and measure its values, where the advantage needs them."""
+    if "values" not in choose("baseline", config.algorithm.baseline).needs:
         return None
+    critic = config.critic
+    model = config.model
     own = model.beside(critic.path)
     if critic.path is not None:
         tokenizer = model_folder.examine(own, "critic.path", head=None, needs_weights=False)
         tokenizers.check_same_ids(tokenizer, f"critic.path={critic.path}", model)
     load = functools.partial(_load, critic, own)
-    return Extra(model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
+    return Auxiliary(model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
 
 
 def _load(critic: CriticConfig, model: ModelConfig, models: Models) -> Column:

@@ -9,8 +9,9 @@ from hocket.common.files import kind_of, newest_version
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError
 from hocket.trainer import checkpoints
-from hocket.trainer.policy import PREFIX, WEIGHTS
+from hocket.trainer.policy import PREFIX
 from hocket.trainer.state import MASTER, POLICY, SavedTensors
+from hocket.trainer.weights import WEIGHTS
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:
@@ -20,8 +21,8 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     if output.exists():
         raise ConfigError(f"{output} exists already; name another folder")
     transformers.utils.logging.disable_progress_bar()
-    if kind in WEIGHTS:
-        return WEIGHTS[kind].export(folder, output, base=base)
+    if kind in WEIGHTS.names:
+        return WEIGHTS.get(kind).export(folder, output, base=base)
     if kind != "checkpoint":
         wanted = "RUN/checkpoints/step_N, or RUN/weights/vN of a run with model.lora"
         raise ConfigError(f"{folder} is neither a checkpoint nor an adapter; name {wanted}")
@@ -34,4 +35,4 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     tensors = {
         name.removeprefix(prefix): saved.read(name).to(dtype) for name in saved.shapes() if name.startswith(prefix)
     }
-    WEIGHTS[config.weights](config).make_model(tensors, dtype, output)
+    WEIGHTS.get(config.weights)(config).make_model(tensors, dtype, output)

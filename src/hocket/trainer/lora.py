@@ -25,6 +25,7 @@ from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig, manifest
 from hocket.trainer.weights import (
     SCORE,
+    WEIGHTS,
     Weights,
     empty_model,
     linear_layers,
@@ -50,6 +51,7 @@ def _warn(message: str) -> None:
     log.warning(message)
 
 
+@WEIGHTS.register("adapter")
 class Adapter(Weights):
     """The adapter alone is trained, in the precision of the frozen model."""
 

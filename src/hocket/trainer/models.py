@@ -15,7 +15,7 @@ from torch import Tensor
 from hocket.algorithm.choices import choose
 from hocket.algorithm.losses import LossOutput
 from hocket.common.machine import return_freed_memory
-from hocket.common.registry import load_plugins
+from hocket.common.registry import Registry, load_plugins
 from hocket.common.tasks import LISTENERS, Span, note, seed_of
 from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
@@ -47,8 +47,8 @@ Sink = Callable[[Any], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
-    """What an objective needs beside the policy: a column, measured before a step."""
+class Auxiliary:
+    """What an objective needs beside the policy: a column of numbers per token, measured before a step."""
 
     column: str  # its name in `TrainSample.columns`
     load: Callable[["Models"], Column] | None = None  # adds what it loads to `learners` and `tensors`
@@ -68,16 +68,39 @@ class Objective:
     epochs: int = 1
     minibatches: int = 1  # of an epoch
     unit: int = 1  # samples, one after another, that no micro-batch divides
-    extras: Sequence[Extra] = ()
+    auxiliaries: Sequence[Auxiliary] = ()
 
     def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, Any]]:
         """Return every model's config and skeleton, the policy's first."""
         found = [(policy, skeleton(policy, self.kind))]
-        for extra in self.extras:
-            if extra.model is not None:
-                whole = skeleton(extra.model)
-                found.append((extra.model, whole if extra.learns else whole.requires_grad_(False)))
+        for one in self.auxiliaries:
+            if one.model is not None:
+                whole = skeleton(one.model)
+                found.append((one.model, whole if one.learns else whole.requires_grad_(False)))
         return found
+
+
+COLUMNS: Registry[Callable[[Config], Auxiliary | None]] = Registry(
+    "column",
+    old_logprobs="hocket.trainer.auxiliary",
+    ref_logprobs="hocket.trainer.reference",
+    values="hocket.trainer.critic",
+)
+column = COLUMNS.register
+"""Decorator of a function that returns what measures a column, or None where the config needs it not.
+
+Example: a plugin whose advantage grows with the policy's entropy before the step.
+
+    @column("entropies")
+    def entropies(config: Config) -> Auxiliary | None:
+        if "entropies" not in choose("baseline", config.algorithm.baseline).needs:
+            return None
+        return Auxiliary(column="entropies", load=lambda models: lambda batch: models.engine.forward(batch)[1])
+
+    @advantage("curious", per="token", needs=("entropies",))
+    def curious(rewards_t: Tensor, entropies_t: Tensor, bonus: float = 0.1) -> Tensor:
+        return rewards_t.sum() + bonus * entropies_t
+"""
 
 
 class Models:
@@ -120,7 +143,7 @@ class Models:
         share = pairs if settings.share_prefixes else 0.0
         self.packing: dict[str, Any] = {"unit": objective.unit, "share": share, "key_share": shape.key_share}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
-        delay = sum(extra.delay for extra in objective.extras)
+        delay = sum(one.delay for one in objective.auxiliaries)
         self.engine = DeepSpeedEngine(self.policy, self.setup, name=POLICY)
         self.engine.plan(settings.steps - delay)
         self.policy.check_architecture(device)
@@ -128,13 +151,13 @@ class Models:
             name=POLICY,
             engine=self.engine,
             loss=self._policy_loss,
-            reads=[extra.column for extra in objective.extras],
+            reads=[one.column for one in objective.auxiliaries],
             learns=lambda: all(other.engine.num_steps >= delay for other in self.learners[1:]),
         )
         self.learners = [policy]
         self.tensors: list[Callable[[], Iterator[Tensor]]] = [self.engine.tensors]  # of each model
         self.columns: dict[str, Column] = {"logprobs": lambda batch: self.engine.forward(batch)[0]}
-        self.columns |= {extra.column: extra.load(self) for extra in objective.extras if extra.load}
+        self.columns |= {one.column: one.load(self) for one in objective.auxiliaries if one.load}
         fixed = settings.micro_batch_tokens
         self.micro_batch_tokens = self._fitted() if fixed == "auto" else fixed
 
@@ -256,8 +279,8 @@ class Models:
         return [positions, sum(ends) - sum(starts), operations]
 
     def forget(self) -> None:
-        for extra in self._objective.extras:
-            self.columns.pop(extra.column)
+        for one in self._objective.auxiliaries:
+            self.columns.pop(one.column)
         del self.tensors[len(self.learners) :]
         gc.collect()  # hooks of ZeRO-3 hold a model in a cycle
 

@@ -21,12 +21,10 @@ from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.float32_head import compute_in_float32
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, token_logprobs
-from hocket.trainer.lora import Adapter
-from hocket.trainer.weights import Weights, attending, empty_model, head_of, load_model, sees, unshared
+from hocket.trainer.weights import WEIGHTS, attending, empty_model, head_of, load_model, sees, unshared
 from hocket.types import Image
 
 PREFIX = "model."  # of names of Policy.model's parameters
-WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -61,7 +59,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         transformers.utils.logging.disable_progress_bar()
-        self.weights = WEIGHTS[config.weights](config)
+        self.weights = WEIGHTS.get(config.weights)(config)
         options = {
             "dtype": dtype,
             "attn_implementation": attention.NAME,
@@ -209,7 +207,7 @@ def skeleton(config: ModelConfig, kind: type[Policy] = Policy) -> Any:
     """Return a model as it is trained, on the meta device. Raise TrainerError for one that would train wrong."""
     model = empty_model(config.path, scores=kind.scores)
     architecture.try_small(model.config)
-    weights = WEIGHTS[config.weights](config)
+    weights = WEIGHTS.get(config.weights)(config)
     if os.environ.get("RANK", "0") == "0":
         weights.notice(model)
     with torch.device("meta"):

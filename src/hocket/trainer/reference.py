@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from hocket.client.server import ServerClient
-from hocket.config import AlgorithmConfig, CriticConfig, ModelConfig
+from hocket.config import Config, ModelConfig
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError
 from hocket.protocol.messages import Request
 from hocket.trainer import engine, share_gpu
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.models import Column, Extra, Models
+from hocket.trainer.models import Auxiliary, Column, Models, column
 from hocket.trainer.policy import Policy
 from hocket.types import TokenSequence
 
@@ -28,19 +28,22 @@ WAITS_S = (2.0, 10.0, 30.0)  # for a server that fails
 log = logging.getLogger(__name__)
 
 
-def reference(algorithm: AlgorithmConfig, critic: CriticConfig, model: ModelConfig) -> Extra | None:
-    if algorithm.kl == "off":
+@column("ref_logprobs")
+def reference(config: Config) -> Auxiliary | None:
+    """Measure the reference's log-probs, where there is a KL."""
+    if config.algorithm.kl == "off":
         return None
-    path = algorithm.reference
+    path = config.algorithm.reference
+    model = config.model
     if path is not None and "://" in path:
         sha256 = tokenizers.fingerprint(tokenizers.load(model.path))
-        return Extra(column="ref_logprobs", ask=functools.partial(_ask, path, sha256))
+        return Auxiliary(column="ref_logprobs", ask=functools.partial(_ask, path, sha256))
     if path is None and model.weights == "adapter":
-        return Extra(column="ref_logprobs", load=_under_adapter)
+        return Auxiliary(column="ref_logprobs", load=_under_adapter)
     return frozen(path, "algorithm.reference", model)
 
 
-def frozen(path: str | None, setting: str, model: ModelConfig) -> Extra:
+def frozen(path: str | None, setting: str, model: ModelConfig) -> Auxiliary:
     """Return the log-probs of the whole model at `path`, or that the run starts from."""
     own = model.beside(path)
     if path is not None:
@@ -51,7 +54,7 @@ def frozen(path: str | None, setting: str, model: ModelConfig) -> Extra:
         models.tensors.append(frozen.tensors)
         return frozen.logprobs
 
-    return Extra(column="ref_logprobs", model=own, load=load)
+    return Auxiliary(column="ref_logprobs", model=own, load=load)
 
 
 def _under_adapter(models: Models) -> Column:

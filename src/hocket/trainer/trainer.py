@@ -203,10 +203,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Columns]:
         """Return what the algorithm needs of each sequence before the step; [] for nothing."""
-        extras = self._objective.extras
-        if not extras:
+        auxiliaries = self._objective.auxiliaries
+        if not auxiliaries:
             return []
-        names = tuple(extra.column for extra in extras if extra.load)
+        names = tuple(one.column for one in auxiliaries if one.load)
         found: list[Columns] = [{} for _ in sequences]
         used = [place for place, sequence in enumerate(sequences) if is_measured(sequence, self._config.algorithm)]
         samples = [
@@ -216,11 +216,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if samples:
             for index, columns in self._on_each(Models.numbers, self._shares(samples, names)).items():
                 found[used[index]] = columns
-            for extra in extras:
-                if extra.ask:
-                    told = run(extra.ask([sequences[place] for place in used], self._config.token))
+            for one in auxiliaries:
+                if one.ask:
+                    told = run(one.ask([sequences[place] for place in used], self._config.token))
                     for place, values in zip(used, told, strict=True):
-                        found[place] = {**found[place], extra.column: values}
+                        found[place] = {**found[place], one.column: values}
         return found
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[Sequence[float]]:

@@ -24,6 +24,7 @@ from transformers.utils import (
 )
 
 from hocket.common.files import atomic_folder
+from hocket.common.registry import Registry
 from hocket.config import ModelConfig
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
@@ -42,7 +43,7 @@ SCORE = "score.weight"  # of a sequence classifier
 
 
 class Weights:
-    """All weights of a model; `policy.WEIGHTS` has the other kinds."""
+    """All weights of a model; WEIGHTS has the other kinds."""
 
     adapter: AdapterConfig | None = None  # what servers must know of weights that are no whole model
 
@@ -102,6 +103,11 @@ class Weights:
     def export(cls, folder: Path, output: Path, *, base: str | None) -> None:
         """Write a whole model from published weights; `base`: the model before training, if moved."""
         raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers")
+
+
+WEIGHTS: Registry[type[Weights]] = Registry("kind of weights", adapter="hocket.trainer.lora")
+"""What of a model is trained, published and exported, by ModelConfig.weights."""
+WEIGHTS.register("model")(Weights)
 
 
 def published_name(model: Any, name: str) -> str:

@@ -22,8 +22,7 @@ from hocket.common.files import write_atomically
 from hocket.config.sections import leaves
 from hocket.errors import ConfigError
 from hocket.extras.page.reader import Rows, RunReader
-from hocket.observe.metrics import METRICS as TABLE
-from hocket.observe.metrics import PHASES
+from hocket.observe.metrics import PHASES, known_metrics
 from hocket.observe.rows import config_of, reading, said
 from hocket.observe.run_folder import report
 
@@ -54,7 +53,7 @@ def data_of(runs: Sequence[RunReader]) -> dict[str, Any]:
     return {
         "runs": [run.data() for run in runs],
         "differing": _differing([run.folder for run in runs]),
-        "meanings": {metric.name: metric.meaning for metric in TABLE},
+        "meanings": {metric.name: metric.meaning for metric in known_metrics()},
         "phases": PHASES,
     }
 

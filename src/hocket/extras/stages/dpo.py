@@ -15,7 +15,7 @@ from hocket.extras.stages import STAGES, pairs
 from hocket.extras.stages.driver import Row, Stage
 from hocket.extras.stages.preferences import load_preferences
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.models import Extra, Objective
+from hocket.trainer.models import Auxiliary, Objective
 from hocket.trainer.reference import frozen
 
 REFERENCE = "ref_logprobs"  # column: at a sequence's end its log-prob by the reference
@@ -46,12 +46,12 @@ class DpoOptions(Stage):
                 raise ValueError(f"{option} has no effect with loss={self.loss}, only with {' or '.join(losses)}")
 
     def objective(self, model: ModelConfig) -> Objective:
-        extras = [Extra(column=REFERENCE, load=lambda models: models.columns["logprobs"])]
+        auxiliaries = [Auxiliary(column=REFERENCE, load=lambda models: models.columns["logprobs"])]
         if self.reference is not None:
-            extras = [frozen(self.reference, "dpo.reference", model)]
+            auxiliaries = [frozen(self.reference, "dpo.reference", model)]
         if self.loss == "simpo":
-            extras = []
-        return Objective(loss=functools.partial(pair_loss, options=self), extras=extras, unit=2)
+            auxiliaries = []
+        return Objective(loss=functools.partial(pair_loss, options=self), auxiliaries=auxiliaries, unit=2)
 
     def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
         found = load_preferences(data, tokenizer, longest)

@@ -180,7 +180,7 @@ def _train(task: _Task, saved: Saved | None) -> None:
     ):
         kept = Rows(stage.rows, flat(rows))
         parts: dict[str, Part] = {"recorder": folder, command: kept}
-        if objective.extras:
+        if objective.auxiliaries:
             if saved is None:
                 console.say(f"the reference's log-probs of {len(rows)} {stage.rows} are measured once")
                 kept.measured = _measured(trainer, rows)
