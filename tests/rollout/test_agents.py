@@ -436,7 +436,7 @@ async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_elsewhere_wh
 
 
 def call(asked: list[int], *sampled: int) -> AgentCall:
-    logprobs = tuple(-i / 1000 for i in sampled)
+    logprobs = tuple(-i / 1024 for i in sampled)
     done = fakes.completion(*sampled, logprobs=logprobs, text=f"<{sampled[0]}>")
     return AgentCall(prompt_token_ids=tuple(asked), completion=done)
 
@@ -471,7 +471,7 @@ def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice(rng: rando
         assert sorted(trained) == sorted(i for done in completions for i in done.token_ids)
         for one in sequences:
             assert len(one.token_ids) == len(one.mask) == len(one.logprobs)
-            expected = [-i / 1000 if own else 0.0 for i, own in zip(one.token_ids, one.mask, strict=True)]
+            expected = [-i / 1024 if own else 0.0 for i, own in zip(one.token_ids, one.mask, strict=True)]
             assert list(one.logprobs) == expected
             assert not one.mask[0]
             assert one.mask[-1]

@@ -103,7 +103,7 @@ def sampled(seed: int, max_tokens: int) -> Completion:
     token_ids = tuple([*body[:-1], END][:max_tokens])
     return Completion(
         token_ids=token_ids,
-        logprobs=tuple(-rng.random() for _ in token_ids),
+        logprobs=tuple(-rng.randrange(1 << 20) / (1 << 20) for _ in token_ids),
         finish_reason="stop" if token_ids[-1] == END else "length",
         versions=((seed % 3 + 1, 0, len(token_ids)),),
         text=f"text of {seed}",

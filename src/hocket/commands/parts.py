@@ -256,8 +256,10 @@ class Parts(AbstractContextManager["Parts"]):
         return here, [name for name in rewards if name not in here]
 
     def _scorer(self, names: Callable[[Config], Iterable[str]]) -> RewardScorer:
-        sources = self.sources.items()
-        return EachScorer({name: RewardScorer(self.calls[name], names(one.config)) for name, one in sources})
+        scorers = {name: RewardScorer(self.calls[name], names(one.config)) for name, one in self.sources.items()}
+        if len(scorers) == 1:
+            return next(iter(scorers.values()))
+        return EachScorer(scorers)
 
     def plays(self, servers: ServerPool) -> dict[str, Play]:
         """Return how each source plays an episode."""
@@ -269,6 +271,10 @@ class Parts(AbstractContextManager["Parts"]):
         length: Callable[[PromptSource], int] = lambda source: source.config.rollout.max_tokens,
     ) -> Play:
         """Return what plays a prompt as its source does, with the source's length."""
+        if len(plays) == 1:
+            (only,) = self.sources.values()
+            if length(only) == self.config.rollout.max_tokens:
+                return next(iter(plays.values()))
 
         async def play(prompt: Prompt, seat: Seat) -> Rollout:
             sampling = seat.sampling.model_copy(update={"max_tokens": length(self.sources[prompt.source])})

@@ -84,7 +84,6 @@ class Environment:
     keeps_messages = True  # what was said is in its rollouts as a chat, to be learned by sft
     thinking_tokens = 0  # before an answer of rollout.max_tokens
     gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
-    takes_turns = True  # else all episodes begin at once: the engine queues them
     decode: Callable[[Sequence[int]], str]  # of token ids to text, by the run's tokenizer
     step_timeout_s: float = 0.0  # of each step, which env.timeout_s does not count
     metrics: Mapping[str, float] = {}  # of the episode, by name, `env/NAME`: a step has their means
@@ -152,7 +151,6 @@ class SingleTurn(Environment):
 
     def __init__(self, thinking_tokens: Annotated[int, Field(ge=0)] = 0) -> None:
         self.thinking_tokens = thinking_tokens
-        self.takes_turns = thinking_tokens > 0
         self._thinks = thinking_tokens > 0
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:

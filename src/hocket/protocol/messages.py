@@ -182,7 +182,7 @@ class Completion(Strict):
     """One sampled completion of at least one token."""
 
     token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "<u4", "I")]
-    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "d")]  # under the distribution sampled from
+    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "f")]  # under the distribution sampled from
     text: str  # of the turn, with its tokens in the prompt (`begun`); without the stop token, or stop string
     after_text: str = Field(default="", exclude_if=lambda text: not text)  # the stop string, and the rest of its token
     finish_reason: FinishReason

@@ -70,6 +70,13 @@ def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
     return len(prompt.token_ids) + sampling.max_tokens
 
 
+def late(seat: Seat, failed: ServerError) -> str:
+    """Return the error of an episode that a failure of the servers ends after its deadline; raise an earlier one."""
+    if not seat.deadline.over:
+        raise failed
+    return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
+
+
 @dataclasses.dataclass
 class Episode:
     """One episode; it is a whole sequence after every turn, also where the next one fails."""
@@ -105,10 +112,7 @@ class Episode:
         except EpisodeError as failed:
             error = f"environment: {failed}"
         except ServerError as failed:
-            if not self.seat.deadline.over:
-                raise
-            limit = f"{self.seat.deadline.seconds:g} s (rollout.timeout_s)"
-            error = f"the episode was not over within {limit}: {failed}"
+            error = late(self.seat, failed)
         finally:
             self._hold(0)
         return Rollout(

@@ -25,7 +25,7 @@ class Transcript:
     ) -> None:
         self.number = number  # of the next turn in the episode
         self.opening = self._template_opening = opening
-        self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("d")
+        self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("f")  # as wide as they come
         self.images: list[Image] = []
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
@@ -37,18 +37,23 @@ class Transcript:
         self._before = ""  # what the turn's text has before these,
         self._after = ""  # and what the model wrote after that text: a stop string
         self.finish_reason: FinishReason = "stop"
-        self.add_observation(token_ids, Observation(), images)
+        self.add_observation(token_ids, None, images)
 
-    def add_observation(self, token_ids: Sequence[int], observation: Observation, images: Sequence[Image] = ()) -> None:
-        """Append tokens that were not sampled, and the images whose tokens are among them."""
+    def add_observation(
+        self, token_ids: Sequence[int], observation: Observation | None, images: Sequence[Image] = ()
+    ) -> None:
+        """Append tokens that were not sampled, and the images whose tokens are among them; None: the prompt."""
         start = len(self.token_ids)
         self.images += (dataclasses.replace(image, start=start + image.start) for image in images)
         self.token_ids.extend(token_ids)
         self.mask += [False] * len(token_ids)
-        self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
-        self._goes_on = observation.goes_on
+        self.logprobs.extend(array("f", bytes(4 * len(token_ids))))
+        self._goes_on = observation is not None and observation.goes_on
         if not self._goes_on or token_ids:
             self.begun = 0
+        if observation is None:
+            self._state = state_of(token_ids, images)
+            return
         if self._goes_on and token_ids:
             self.text += self._after + observation.text
             self._before = self.text

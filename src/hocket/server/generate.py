@@ -139,7 +139,7 @@ class Sampler:
             calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, turn)
         completion = Completion(
             token_ids=array("I", token_ids),
-            logprobs=array("d", output.logprobs.logprobs),
+            logprobs=array("f", output.logprobs.logprobs),
             text=text,
             after_text=whole.removeprefix(text) if by_string else "",
             finish_reason=output.finish_reason,

@@ -95,8 +95,8 @@ class Guard:
         self.app = app
         self._free = free
         self.opens: Callable[[str, bytes], bool] = lambda path, key: False  # whether the key opens the path
-        # (path, body) -> None, or another body; raise ApiError
-        self.checks: list[Callable[[str, bytes], Awaitable[bytes | None]]] = []
+        # Of paths that match: body → None, or another body; raise ApiError
+        self.checks: list[tuple[re.Pattern[str], Callable[[bytes], Awaitable[bytes | None]]]] = []
         self._hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
         self._token = token
 
@@ -113,8 +113,9 @@ class Guard:
                 return await self.app(scope, receive, send)
             if scope["method"] != "PUT":
                 body = await self._body(Request(scope, receive))
-                for check in self.checks:
-                    body = await check(scope["path"], body) or body
+                for paths, check in self.checks:
+                    if paths.fullmatch(scope["path"]):
+                        body = await check(body) or body
                 receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
             scope.setdefault("state", {})[ADMITTED] = True
             await self.app(scope, receive, send)

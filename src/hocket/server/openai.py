@@ -31,13 +31,12 @@ class _Asked(pydantic.BaseModel):
 def install(server: Server) -> None:
     """Have the guard refuse such bodies and, while the engine is not ready, all requests there."""
 
-    async def check(path: str, content: bytes) -> None:
-        if PATH.fullmatch(path):
-            server.engine.require_ready()
-            if content:
-                await run_in_thread(_check, content)
+    async def check(content: bytes) -> None:
+        server.engine.require_ready()
+        if content:
+            await run_in_thread(_check, content)
 
-    server.guard.checks.append(check)
+    server.guard.checks.append((PATH, check))
 
 
 def _check(content: bytes) -> None:

@@ -87,14 +87,14 @@ def install(server: Server) -> None:
     engine.sampler.eyes = eyes = Eyes(engine.llm, placeholder, server.image_hosts)
     engine.llm.stops = [] if placeholder is None else [placeholder]  # read again, it would be taken for an image
 
-    async def check(path: str, content: bytes) -> bytes | None:
-        if not content or not PATH.fullmatch(path):
+    async def check(content: bytes) -> bytes | None:
+        if not content:
             return None
         files, content = await run_in_thread(_checked, eyes, content)
         CARRIED.set(files)
         return content
 
-    server.guard.checks.append(check)
+    server.guard.checks.append((PATH, check))
 
 
 def _checked(eyes: Eyes, content: bytes) -> tuple[list[bytes], bytes]:
