@@ -110,7 +110,7 @@ def test_what_can_not_be_had_is_a_line_and_with_strict_a_failure(
     monkeypatch.setattr(optional, "fill", fill)
     assert optional.main(["mcp"]) == 0
     assert optional.main(["mcp", "--strict"]) == 1
-    line = f"mcp: mcp 2.3.0 can't be had: {reason}; unproven: tests/envs/test_mcp.py"
+    line = f"mcp: mcp 2.3.0 can't be had: {reason}; unproven: tests/extras/tools/test_mcp.py"
     assert capsys.readouterr().out.splitlines() == ["", line] * 2
 
 
@@ -134,7 +134,7 @@ def test_a_failed_test_and_one_skipped_though_its_package_is_installed_are_failu
     monkeypatch.setattr(optional, "fill", lambda folder, pins: None)
     monkeypatch.setattr(optional, "run", run)
     assert optional.main(["mcp", "-x"]) == int(status != 0 or report == REPORT)
-    assert given[0][-2:] == ["tests/envs/test_mcp.py", "-x"]
+    assert given[0][-2:] == ["tests/extras/tools/test_mcp.py", "-x"]
     said = capsys.readouterr().out
     if report == REPORT:
         assert "mcp: mcp 2.3.0: 1 passed, 1 failed, 2 skipped in " in said

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tests.trainer.conftest import peak  # noqa: F401 - for each test here
 from torch import Tensor, nn
 from transformers.models.qwen2 import modeling_qwen2
 

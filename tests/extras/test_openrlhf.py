@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from hocket.client.batcher import Turn
 from hocket.client.pool import ServerPool
+from hocket.common import openrlhf
 from hocket.common.registry import load_plugins
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
@@ -65,6 +67,16 @@ async def played(engine: FakeEngine, name: str, answer: str = "12", **options: A
     bounds = limits(max_turns=8, max_length=400, timeout_s=20.0)
     place = dataclasses.replace(seat(), sampling=SAMPLING.model_copy(update={"max_tokens": 20}))
     return await player(bind(name, options), ServerPool([]), engine.ask, renderer(), bounds)(prompt, place)
+
+
+def test_the_example_of_a_file_for_openrlhf_can_be_a_plugin_before_an_environment_is_made_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, openrlhf.BASES, raising=False)
+    file = tmp_path / "turns.py"
+    file.write_bytes((ROOT / "examples" / "agents" / "turns.py").read_bytes())
+    load_plugins([str(file)])
+    assert bind("step", {"path": str(file)})
 
 
 async def test_a_function_keeps_its_globals_for_one_episode_and_numbers_become_metrics(tmp_path: Path) -> None:

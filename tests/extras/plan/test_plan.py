@@ -16,8 +16,8 @@ from hocket.extras.stages import staged
 from hocket.trainer import models as models_module
 from hocket.trainer.memory import GIB
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "plan.csv"
+ROOT = Path(__file__).parents[3]
+GOLDEN = Path(__file__).with_name("plan.csv")
 SIZES = {  # of Qwen2.5: hidden size, inner size, layers, heads, heads of keys, vocabulary; whether the head is tied
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),

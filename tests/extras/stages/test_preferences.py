@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.data.test_demonstrations import shown
+from tests.extras.stages.test_demonstrations import shown
 
 from hocket.config import DataConfig
 from hocket.errors import DataError

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.conftest import peak  # noqa: F401 - for each test here
 from torch import Tensor
 
 from hocket.extras import long_rows

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stages.record_trl import BATCH, PAIRS, RATE, REWARDS, SMOOTHING, START, STEPS, make_classifier, rows
+from tests.extras.stages.record_trl import BATCH, PAIRS, RATE, REWARDS, SMOOTHING, START, STEPS, make_classifier, rows
 
 from hocket.extras.stages import dpo, pairs, rm
 from hocket.trainer.batching import TrainBatch

@@ -25,7 +25,7 @@ from hocket.commands.cli import main
 from support.episodes import Scorers, make_rollout
 from support.processes import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").split("### On another GPU or machine")[1]
 SERVES, ASKS = (shlex.split(line) for line in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)[0].strip().splitlines())
 TOKEN = SERVES[0].partition("=")[2]

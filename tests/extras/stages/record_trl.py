@@ -1,6 +1,6 @@
 """Record what TRL's own code gives: losses of pairs in float64, metrics, and whole trainings of 20 steps.
 
-    pip install trl==1.16.0 && python tests/stages/record_trl.py
+    pip install trl==1.16.0 && python tests/extras/stages/record_trl.py
 
 It writes trl.json beside this file. The losses are methods of TRL's trainers on a stand-in that has the settings they
 read; the trainings are whole ones, on the rows and in the order of `rows`.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 START = ROOT / "checkpoints" / "tiny-sort"
 PAIRS, TOKENS = 6, 7
 SMOOTHING = 0.1

@@ -18,7 +18,7 @@ from hocket.envs.base import bind
 from hocket.errors import ConfigError
 from support.processes import is_gone, wait_for
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+SOURCE = Path(__file__).resolve().parents[3] / "src"
 TASK = Task(
     messages=({"role": "user", "content": "Sort: ba"},),
     text="Sort: ba",

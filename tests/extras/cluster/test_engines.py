@@ -1,6 +1,6 @@
 """The files for SLURM, Ray and Kubernetes: compared with golden ones, and read by the engines' own checkers.
 
-After a change of a template: HOCKET_GOLDEN=write python3 run.py test tests/test_engines.py, then read the difference.
+After a change of a template: HOCKET_GOLDEN=write python3 run.py test tests/extras/cluster, then read the difference.
 """
 
 import json
@@ -29,8 +29,8 @@ from hocket.extras.cluster.engines import lay_out
 from support.processes import wait_for
 from support.programs import write_program
 
-ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = Path(__file__).parents[1] / "golden" / "engines"
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = Path(__file__).parent / "golden" / "engines"
 SHARED = Path("/shared/hocket")  # the checkout, as nodes of a cluster see it
 PYTHON = "/shared/hocket/.venv/bin/python"
 EXAMPLE = "config/multi_node/math7b.yaml"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from tests.rewards.test_vision import RED, seeing
 from tokenizers import processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -136,3 +137,10 @@ def test_a_model_that_can_not_score_is_refused_at_the_start(
     path = made(tmp_path, "Qwen2", **changes)
     with pytest.raises(ConfigError, match=message):
         scorer_of({"reward_model": {"path": path} | options})
+
+
+async def test_a_reward_model_gives_no_score_where_there_is_an_image(scorer_of: Scorers, tmp_path: Path) -> None:
+    scorer = scorer_of({"reward_model": {"path": made(tmp_path, "Qwen2", template=TEMPLATE)}})
+    seen, read = await scorer.score_group([seeing(make_rollout(), RED), make_rollout()])
+    assert "reads text alone, and the prompt has images: leave out rewards.functions.reward_model" in str(seen.error)
+    assert read.error is None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.conftest import peak  # noqa: F401 - for each test here
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig, TrainerConfig
