@@ -1,7 +1,7 @@
 """What the tests of extras share with those of the core, whose folders have it, and a clock."""
 
 import pytest
-from tests.data.conftest import bos_tokenizer, sighted, tokenizer, write_jsonl  # noqa: F401
+from tests.data.conftest import bos_tokenizer, sighted, tokenizer, window, write_jsonl  # noqa: F401
 from tests.rewards.conftest import one_worker, plugin, register, scorer_of, scores_of  # noqa: F401
 from tests.server.conftest import server, servers  # noqa: F401
 from tests.trainer.conftest import experts_model, ranks, tied_model, untied_model  # noqa: F401

@@ -1,8 +1,12 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tests.test_loop import trained
+
 from hocket.config import BestConfig
 from hocket.extras.best import Best
+from hocket.types import Metrics
 
 
 class World:
@@ -57,3 +61,29 @@ def test_an_evaluation_in_which_no_answer_has_a_score_is_passed_over(tmp_path: P
     assert world.evaluate(1, 0.5) == 0
     assert world.best.evaluated(2, {"eval/reward_errors": 1.0}) == {}
     assert world.best.summary()["best"]["step"] == 1
+
+
+async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[int] = []
+
+    class Kept(Best):
+        def evaluated(self, step: int, metrics: Metrics) -> Metrics:
+            kept.append(step)
+            assert metrics["eval/greedy"] == 0.0
+            return {"eval/since_best": float(step)}
+
+        def summary(self) -> dict[str, Any]:
+            return {"best": {"step": 0}}
+
+    nothing: Any = None
+    best = Kept(BestConfig(name="eval/greedy", patience=2), tmp_path, [], nothing, nothing, print)
+    settings = ("trainer.steps=9", "eval.every_steps=1", "eval.data.source=task:sort")
+    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, parts_of_run=[best])
+    assert kept == [0, 1, 2]
+    assert [row.get("eval/since_best") for row in metrics] == [0.0, 1.0, 2.0]
+    assert (summary["steps"], summary["best"]) == (2, {"step": 0})
+    assert "checkpoint.best ends the run: 2 evaluations without a better one" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -14,7 +14,10 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.data.test_vision import BLUE, RED, Write
 
+from hocket import config as config_module
+from hocket.commands import runs as commands
 from hocket.config import DataConfig
 from hocket.data import sources
 from hocket.data.curriculum import Shuffle
@@ -25,6 +28,7 @@ from hocket.data.stream import PromptStream
 from hocket.errors import DataError
 from hocket.extras import cache
 from hocket.extras.cache import KeptPrompts
+from support.processes import ROOT
 from support.records import user, write_rows
 from support.tokenizers import shipped
 
@@ -192,3 +196,43 @@ def test_a_hugging_face_data_set_is_known_by_its_content(
                 (prompt,) = load(f"hf:{source}")
                 assert (prompt.answer, prompt.id) == (answer, f"hf:{source}/train:0")
     assert len(list(folder.rglob("*.arrow"))) == 4
+
+
+def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
+    sighted: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "12:30.png").write_bytes(RED)
+    data = DataConfig(source=write_jsonl({"prompt": "a", "image": "12:30.png"}), answer_column=None)
+
+    def start() -> Prompts:
+        return load_prompts(data, sighted, max_prompt_tokens=100)[0]
+
+    first = start()
+    with monkeypatch.context() as patch:
+        patch.setattr("hocket.data.vision.decoded", None)  # the second has nothing to decode
+        second = start()
+    assert isinstance(second, cache.KeptPrompts)
+    assert ([*first], first.fingerprint) == ([*second], second.fingerprint)
+    (tmp_path / "12:30.png").write_bytes(BLUE)
+    third = start()
+    assert third[0].images[0].data == BLUE
+    assert third.fingerprint != first.fingerprint
+
+
+def test_a_start_makes_no_prompt_of_the_cache_but_those_that_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, made, make = tmp_path / "rows.jsonl", list[object](), KeptPrompts.__getitem__
+    write_rows(rows, *({"prompt": "a" * size, "answer": "b"} for size in (1, 9, 30, 2)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sources, "SMALL", 0)  # bytes from which on prompts are cached
+    monkeypatch.setattr(KeptPrompts, "__getitem__", lambda self, index: made.append(index) or make(self, index))
+    settings = [f"data.source={rows}", "data.max_prompt_tokens=20", "rollout.max_tokens=16"]
+    settings.append(f"model.path={ROOT}/checkpoints/tiny-sort")
+    with commands.Console(1) as console:
+        parts = commands.Parts(config_module.load(None, settings), console)
+        prompts, _, _ = parts.load(compare=False)
+        assert len(prompts[""]) == 3
+    assert made == [slice(None, 2), 0, 1]
+    assert parts.needed == 9 + 3 + 16  # of those that are short enough; the template adds 3 tokens

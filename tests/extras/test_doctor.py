@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.commands.test_cli import check_quiet
 
 from hocket.common import environment
 from hocket.extras import doctor
@@ -87,3 +88,8 @@ def test_what_triton_and_torch_need_on_a_gpu_is_looked_for(monkeypatch: pytest.M
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
     (tmp_path / "Python.h").touch()
     assert all(one.ok for one in doctor.libraries())
+
+
+def test_a_report_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
+    prints = "from hocket.extras import doctor; doctor.run = lambda: print('x' * 1_000_000)"
+    check_quiet(["doctor"], prints, "run", tmp_path)

@@ -1,8 +1,19 @@
 """The account of each epoch, from lines and a state written out by hand."""
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from hocket.extras.ledger import Account, accounts, table
+import pytest
+from tests.data import test_stream as streams
+from tests.data.test_mixture import new_stream
+
+from hocket.commands.cli import main
+from hocket.data.curriculum import Curriculum
+from hocket.data.stream import Outcome
+from hocket.extras.ledger import Account, accounts, by_source, table
+from support.records import prompts, saved, write_rows
 
 
 def line(draw: int, epoch: int, prompt: str, state: str = "trained", why: str = "") -> dict[str, Any]:
@@ -101,3 +112,67 @@ def test_the_newest_four_epochs_are_shown_and_the_problems_of_all() -> None:
         *(f"epoch {e}: 2 prompts" for e in (3, 4, 5, 6)),
         "epoch 0: 1 prompts are not accounted for: b",
     ]
+
+
+def test_the_ledger_accounts_for_each_source() -> None:
+    stream = new_stream({"a": 3, "b": 1}, 4)
+    for number in [*stream.take(25)][:24]:
+        stream.settle(number, Outcome(state="trained"))
+    rows = [*stream.sizes(), *stream.entries()]
+    assert rows[:2] == [{"num_prompts": 4, "source": "a"}, {"num_prompts": 4, "source": "b"}]
+    assert sorted(row["draw"] for row in rows[2:]) == list(range(24))
+    found = {name: accounts(mine, state) for name, mine, state in by_source(rows, saved(stream))}
+    finished = {name: sum(account.finished for account in of) for name, of in found.items()}
+    assert not [account.problems for of in found.values() for account in of if account.problems]
+    assert finished["a"] + finished["b"] >= 4
+    assert found["a"][0].states == {"trained": 4}
+    (alone,) = by_source([{"num_prompts": 2}, {"epoch": 0, "prompt": "x", "state": "trained", "draw": 0}], None)
+    assert (alone[0], len(alone[1]), alone[2]) == ("", 2, None)
+
+
+def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints" / "step_000003"  # a replay has checkpoints, too, but no draws
+    folder.mkdir(parents=True)
+    (folder / "COMPLETE").touch()
+    for path in (tmp_path, tmp_path / "elsewhere"):
+        assert main(["ledger", str(path)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {path} is no run with a ledger")
+    draws = [{"step": 1, "draw": i, "epoch": i, "prompt": "a", "state": "trained"} for i in range(2)]
+    lines = [{"step": 0, "num_prompts": 2}, *draws]
+    write_rows(tmp_path / "ledger.jsonl", *lines)
+    prompts = {"epoch": 1, "num_prompts": 2, "in_flight": [{"draw": 5, "epoch": 0, "prompt": "b"}], "entries": []}
+    saved = {"step": 3, "config": {}, "metrics": {}, "trainer": {}, "parts": {"prompts": prompts}}
+    write_rows(folder / "state.json", saved)
+    assert main(["ledger", str(tmp_path)]) == 0
+    table = ["epoch 0: 2 prompts", "         1  trained", "         1  in flight"]
+    assert capsys.readouterr().out.splitlines()[:3] == table
+    for row in ("{", {"step": 1, "draw": 1}, draws[0] | {"epoch": "x"}):
+        write_rows(tmp_path / "ledger.jsonl", *lines, row)
+        assert main(["ledger", str(tmp_path)]) == 1
+        assert f"{tmp_path}/ledger.jsonl is damaged: " in capsys.readouterr().err
+    write_rows(tmp_path / "ledger.jsonl", *lines)
+    shutil.rmtree(folder)  # now nothing tells where b is
+    (tmp_path / "summary.json").touch()
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert "epoch 0: 1 prompts are not accounted for: never named\n" in capsys.readouterr().out
+
+
+def test_an_epoch_whose_prompts_are_all_retired_is_finished_and_balanced() -> None:
+    stream = streams.new_stream(prompts(3), seed=0, retire_after=2)
+    for draw in [*stream.take(5), *stream.take(1)]:
+        stream.settle(draw, streams.solved(1.0))
+    assert stream.take(2) == {}
+    found = accounts([{"num_prompts": 3}, *stream.entries()], stream.state())
+    assert [(a.finished, a.problems, "pending" in a.states) for a in found] == [(True, (), False)] * 2
+
+
+@pytest.mark.usefixtures("window")
+@pytest.mark.parametrize(("make", "retire_after"), streams.PLANS.values(), ids=streams.PLANS)
+@pytest.mark.parametrize("trial", range(4))
+def test_over_any_number_of_kills_the_ledger_has_one_place_for_each_prompt_of_an_epoch(
+    make: Callable[[], Curriculum | None], retire_after: int, seed: int, trial: int
+) -> None:
+    ledger, end = streams.killed(make, retire_after, seed, trial)
+    found = accounts([{"num_prompts": 37}, *ledger], end)
+    assert all(account.finished for account in found[: end["epoch"]])
+    assert not any(account.problems for account in found)

@@ -1,9 +1,12 @@
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.extras import worker
 from tests.trainer.conftest import peak  # noqa: F401 - for each test here
+from tests.trainer.test_ranks import assert_same_steps, reference, run_together  # noqa: F401
 from torch import Tensor
 
 from hocket.extras import long_rows
@@ -60,3 +63,25 @@ def test_an_mlp_sees_no_more_than_a_tile(scores: bool) -> None:
     result.sum().backward()
     assert max(seen) == 4096
     assert torch.equal(hidden.grad, torch.full_like(hidden, 2.0))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def tiled(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By number of ranks, the folder with one for each SCENARIO-MODEL of worker.py."""
+    root = tmp_path_factory.mktemp("tiled")
+    for size in (1, 2):
+        run_together(size, root / str(size), [("tiles", tied_model)], worker.__file__)
+    return {size: root / str(size) for size in (1, 2)}
+
+
+@pytest.mark.ranks
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_in_tiles_are_those_of_plain_torch_on_one_rank_and_on_two(
+    tiled: dict[int, Path],
+    reference: dict[str, Any],  # noqa: F811
+    tied_model: str,
+    size: int,
+) -> None:
+    first, folder = tiled[1] / "tiles-tied" / "ZeRO-0", tiled[size] / "tiles-tied" / "ZeRO-3, MLPs in tiles"
+    assert_same_steps(folder, first, reference, tied_model)

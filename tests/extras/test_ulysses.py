@@ -1,19 +1,24 @@
-"""Rows that several ranks compute together; test_ranks.py trains on them."""
+"""Rows that several ranks compute together; on those of worker.py, too."""
 
 import concurrent.futures
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.extras import worker
+from tests.trainer import test_meta as meta
 from tests.trainer.conftest import peak  # noqa: F401 - for each test here
+from tests.trainer.test_meta import Waiting, model, waiting  # noqa: F401
+from tests.trainer.test_ranks import ALIKE, assert_like_one, run_together
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError
 from hocket.extras import ulysses
 from hocket.extras.ulysses import Split
-from hocket.trainer import memory
+from hocket.trainer import attention, memory
 from hocket.trainer.attention import Segments, attend
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
@@ -64,7 +69,47 @@ def test_parts_that_do_not_divide_the_ranks_or_the_heads_of_any_model_are_refuse
 ) -> None:
     with pytest.raises(ConfigError, match="sequence_parallel=2 does not divide the 1 ranks: set a divisor"):
         make_trainer(ranks, tied_model, "trainer.sequence_parallel=2")
-    model = ModelConfig(path=tied_model)
+    model = ModelConfig(path=tied_model)  # noqa: F811
     models, config = [(model, skeleton(model))], TrainerConfig(sequence_parallel=3)
     with pytest.raises(ConfigError, match=f"sequence_parallel=3 does not divide the 4 attention heads of {tied_model}"):
         memory.needed(models, config, torch.float32, num_ranks=3, on_gpu=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["kernel", "groups"])
+def test_a_rank_that_computes_a_part_of_each_row_does_so_too(
+    ranks: Ranks,
+    model: str,  # noqa: F811
+    waiting: Waiting,  # noqa: F811
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "has_kernel", lambda query, *args: query.is_meta and kind == "kernel")
+    monkeypatch.setattr(ulysses, "all_to_all_single", lambda received, parts, group: parts.clone())
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **options: None)
+    with meta.make_trainer(ranks, model, "algorithm.preset=ppo") as trainer:
+        trainer.ranks.part = ulysses.Split(2, 0, group=None)
+        meta.train(trainer, meta.samples(2, 128))
+    assert waiting.met >= {"trainer.step.accumulate", "trainer.engine._step_without_zero"}
+
+
+@pytest.fixture(scope="module")
+def divided(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By number of ranks, the folder with one for each SCENARIO-MODEL of worker.py."""
+    root = tmp_path_factory.mktemp("divided")
+    folders = {size: root / str(size) for size in worker.SPLITS_OF}
+    for size, folder in folders.items():
+        run_together(size, folder, [("splits", tied_model)], worker.__file__)
+    return folders
+
+
+@pytest.mark.ranks
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("size", "name"), [(size, name) for size, names in worker.SPLITS_OF.items() if size > 1 for name in names]
+)
+def test_ranks_that_divide_rows_train_like_one_rank(
+    divided: dict[int, Path], tied_model: str, size: int, name: str
+) -> None:
+    like = "1 not shared" if name[2:] in ALIKE else f"1 {name[2:]}"
+    assert_like_one(divided[1] / "splits-tied" / like, divided[size] / "splits-tied" / name, tied_model)

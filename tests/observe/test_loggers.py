@@ -153,7 +153,7 @@ def test_a_failed_run_is_told_as_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ("tensorbord", r"no logger 'tensorbord' \(did you mean 'tensorboard'\?\); known: .*mlflow.*trackio, wandb"),
+        ("fakes", r"no logger 'fakes' \(did you mean 'fake'\?\); known: .*fake"),
         ("[{name: fake, failing: 1}]", r"fake\(.*\) has no option 'failing' \(did you mean 'fails'\?\)"),
         ("[{name: fake, rollouts: -1}]", r"observe.loggers.0.rollouts: .*greater than or equal to 0"),
         ("[fake, missing]", r"observe.loggers: missing needs the package not_there: .*pip install not_there, or leave"),

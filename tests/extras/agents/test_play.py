@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from tests.extras.agents.servers import FakeServers, FakeSession
 
 from hocket.algorithm.samples import shape
 from hocket.common.tasks import seed_of
@@ -24,7 +25,7 @@ from hocket.protocol import AgentCall, SessionRequest
 from hocket.types import Group, Prompt
 from support import fakes
 from support.batches import SAMPLING, gathered, own_reward
-from support.episodes import FakeServers, FakeSession, seated, until
+from support.episodes import seated, until
 
 
 @pytest.fixture(autouse=True)

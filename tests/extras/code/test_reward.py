@@ -6,6 +6,7 @@ import pytest
 
 from hocket.extras.code import reward as rewards_of_code
 from hocket.extras.code.reward import code
+from hocket.rewards.base import REWARDS
 
 ADDS = "```python\nprint(int(input()) + 1)\n```"
 
@@ -35,3 +36,7 @@ def test_a_test_that_says_nothing_of_a_program_is_an_error_before_any_program_ru
 def test_numbers_stand_for_their_text_and_a_test_of_a_program_may_say_so() -> None:
     tests = [{"input": 3, "output": 4, "testtype": "stdin"}, {"input": "-1", "output": "0", "fn_name": None}]
     assert code(ADDS, {"tests": tests}, sandbox="limits_only").total == 1.0
+
+
+def test_a_program_that_may_run_for_ever_has_a_deadline() -> None:
+    assert REWARDS.get("code").runs == "worker"

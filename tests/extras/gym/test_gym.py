@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hocket.config import Config, RewardSpec, load
+from hocket.config import Config, DataConfig, RewardSpec, load
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError
 from hocket.rewards.base import bind
@@ -79,3 +79,8 @@ class TestWithThePackage:
             assert score("I do not know", meta) < 0.1
             assert tagged(f"It is <answer>{row['answer']}</answer>", meta) == 1
             assert tagged(row["answer"], meta) < 0.1
+
+
+def test_an_unknown_kind_of_source_lists_those_of_extras_too() -> None:
+    with pytest.raises(ConfigError, match=r"there is no source 's3'; known: gym, hf, task, verifiers; add your own"):
+        read_rows(DataConfig(source="s3://bucket/rows.jsonl"))

@@ -19,9 +19,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from tests.commands.test_mixture import config as mixture
 
 from hocket import config
 from hocket.commands.cli import main
+from hocket.errors import ConfigError
+from hocket.extras.http_reward.serve import serve
 from support.episodes import Scorers, make_rollout
 from support.processes import free_port
 
@@ -170,3 +173,8 @@ def test_other_machines_need_a_token_and_a_model_that_can_not_be_loaded_ends_it(
     assert "lets other machines in: set server.token" in capsys.readouterr().err
     assert main([*command, f"server.port={free_port()}"]) == 1
     assert "error: reward 'broken_model' can't be set up: OSError: no weights" in capsys.readouterr().err
+
+
+def test_rewards_that_differ_between_sources_are_no_answer_to_another_process() -> None:
+    with pytest.raises(ConfigError, match=r"the source guess has rewards of its own: add data\.sources="):
+        serve(mixture())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.observe.test_loggers import HOSTILE, run
 
+from hocket.errors import ConfigError
 from hocket.observe import loggers
 from hocket.observe.loggers import COLUMNS
 from support.processes import ROOT, START_S
@@ -132,3 +133,9 @@ def test_mlflow_reads_a_resumed_run_as_one(tmp_path: Path, monkeypatch: pytest.M
     table = load_dict(f"{one.info.artifact_uri}/rollouts/step_000001.json")
     assert table["columns"] == list(COLUMNS)
     assert len(table["data"]) == 2
+
+
+def test_a_misspelt_logger_is_refused_before_the_run_with_the_known_ones(tmp_path: Path) -> None:
+    said = r"no logger 'tensorbord' \(did you mean 'tensorboard'\?\); known: .*mlflow.*trackio, wandb"
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path, "tensorbord")

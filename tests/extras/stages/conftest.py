@@ -1,4 +1,5 @@
 import pytest
+from tests.data.test_vision import folder  # noqa: F401
 from tests.trainer.conftest import peak  # noqa: F401
 
 

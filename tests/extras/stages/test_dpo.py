@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.extras.stages.runs import assert_goes_on, make_config, make_pairs, patch_rows, run
 
 import hocket
 from hocket.common.files import newest_version
@@ -17,7 +18,6 @@ from hocket.extras.stages import dpo, pairs
 from hocket.trainer.reference import FrozenModel
 from hocket.trainer.trainer import Trainer
 from support.numbers import rounding
-from support.stages import assert_goes_on, make_config, make_pairs, patch_rows, run
 from support.training import additions, logprobs_of, pack, sequence
 
 

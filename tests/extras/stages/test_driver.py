@@ -4,10 +4,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tests.extras.stages import runs as stages
 
 from hocket.errors import ConfigError, TrainerError
 from hocket.extras.stages import driver
-from support import stages
 from support.training import sequence
 
 

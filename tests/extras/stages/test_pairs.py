@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer import worker
+from tests.extras import worker
 from tests.trainer.conftest import make_model
 from tests.trainer.test_ranks import run_together
 
@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
     @functools.cache
     def of_ranks(size: int) -> Path:
-        run_together(size, root / str(size), [("pairs", model)])
+        run_together(size, root / str(size), [("pairs", model)], worker.__file__)
         return root / str(size) / "pairs-tied"
 
     return of_ranks

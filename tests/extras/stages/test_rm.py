@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tests.extras.stages.runs import assert_goes_on, make_config, make_pairs, patch_rows, run, weights_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hocket.config import RewardsConfig
@@ -22,7 +23,6 @@ from support.batches import scorer_of_all
 from support.numbers import rounding
 from support.parameters import mostly_long
 from support.processes import ROOT
-from support.stages import assert_goes_on, make_config, make_pairs, patch_rows, run, weights_of
 from support.training import additions, gradient_additions, pack, sequence
 
 TINY = ROOT / "checkpoints" / "tiny-sort"

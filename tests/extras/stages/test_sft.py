@@ -7,6 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tests.extras.stages import runs as stages
+from tests.extras.stages.runs import assert_goes_on, weights_of
 
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
@@ -14,10 +16,8 @@ from hocket.errors import ConfigError, DataError
 from hocket.extras.stages import driver, sft
 from hocket.extras.stages.driver import in_epochs
 from hocket.types import TokenSequence
-from support import stages
 from support.numbers import rounding
 from support.parameters import mostly_long
-from support.stages import assert_goes_on, weights_of
 from support.training import additions, logprobs_of, sequence
 
 ROWS = [((1, 2, 3), (4, 5, 63)), ((6,), (7, 63)), ((2, 2), (8, 9, 10, 63))]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.extras.stages.record_trl import BATCH, PAIRS, RATE, REWARDS, SMOOTHING, START, STEPS, make_classifier, rows
+from tests.extras.stages.runs import run
 
 from hocket.extras.stages import dpo, pairs, rm
 from hocket.trainer.batching import TrainBatch
 from support.numbers import rounding
 from support.parameters import mostly_long
-from support.stages import run
 from support.training import assert_near, gradient_additions, pack, sequence
 
 RECORDED = json.loads((Path(__file__).parent / "trl.json").read_text(encoding="utf-8"))  # by record_trl.py

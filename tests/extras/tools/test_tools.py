@@ -201,3 +201,17 @@ async def test_an_episode_has_so_many_seconds_for_tools_and_counts_each_tool() -
     slow = {"tool/slow_of_tests/calls": 2, "tool/slow_of_tests/errors": 2}
     assert counted == {"tool/calculate/calls": 2, "tool/calculate/errors": 2, **slow}
     assert 0.3 <= episode.metrics["tool/slow_of_tests/seconds"] < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("tool", {}, r"no environment 'tool' \(did you mean 'tools'\?\).*single_turn"),
+        ("tools", {"tools": ["calculat"], "parser": "hermes"}, r"no tool 'calculat' \(did you mean 'calculate'\?\)"),
+        ("tools", {"tools": [], "parser": "hermes"}, "env.tools: Value should have at least 1 item"),
+        ("tools", {"tools": ["x"], "parser": "hermes", "call_timeout_s": 0}, "env.call_timeout_s: .* greater than 0"),
+    ],
+)
+def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str, options: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        bind(name, options)
