@@ -36,7 +36,7 @@ from hocket import config as configs
 from hocket.client.server import ServerClient
 from hocket.errors import HocketError
 from hocket.protocol import nccl
-from hocket.sync.publish import Delivery, Transport
+from hocket.sync.transports import Delivery, Transport
 from hocket.types import TokenSequence, TrainSample
 from support.processes import free_port
 
@@ -142,9 +142,9 @@ class Bench:
 
     def __init__(self, settings: Sequence[str], transports: Mapping[str, Sequence[str]], num_rounds: int) -> None:
         from hocket.extras.delta.write import DeltaWriter
-        from hocket.sync.disk import Versions
+        from hocket.sync.disk import DiskTransport
         from hocket.sync.nccl import CollectiveTransport
-        from hocket.sync.transports import DiskTransport
+        from hocket.sync.versions import Versions
         from hocket.trainer.trainer import Trainer
 
         config = configs.load(None, [*settings])
@@ -156,9 +156,8 @@ class Bench:
                 self.transports[name] = CollectiveTransport(self.trainer, chosen.sync)
             else:
                 versions = Versions(chosen.run_dir, self.trainer)
-                if chosen.sync.backend == "delta":
-                    versions.first = DeltaWriter(versions).write
-                self.transports[name] = DiskTransport(versions, chosen.sync_root, chosen.sync)
+                write = DeltaWriter(versions).write if chosen.sync.transport == "delta" else None
+                self.transports[name] = DiskTransport(versions, chosen.sync_root, chosen.sync, write=write)
         self._url = config.own_url
         self.version, self.num_rounds = 0, num_rounds
 

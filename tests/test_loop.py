@@ -70,18 +70,6 @@ class World:
         self.publishes.append(publishes)
         yield {}
 
-    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> dict[str, float]:
-        self.checked.append([len(rollouts) for rollouts in groups])
-        self.trains.append(trains)
-        if self.lie in {rollout.id for rollouts in groups for rollout in rollouts}:
-            raise SyncError("a server lies")
-        return {"sampling/logprob_gap": 0.25, "sync/max_gap": 0.5}
-
-    def check_step(self, metrics: dict[str, float]) -> dict[str, float]:
-        if self.lie == "gap" and "train/logprob_gap" in metrics:
-            raise SyncError("a server lies")
-        return {}
-
     async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
         label = seat.group.rpartition("/")[0]
         if label not in self.played:
@@ -127,6 +115,26 @@ class World:
 
     def save(self) -> None:
         self.diary.append(("save", self.current))
+
+
+class Checks(RunPart):
+    """Takes the rollouts and metrics of a world, and finds its lie."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+        world = self._world
+        world.checked.append([len(rollouts) for rollouts in groups])
+        world.trains.append(trains)
+        if world.lie in {rollout.id for rollouts in groups for rollout in rollouts}:
+            raise SyncError("a server lies")
+        return {"sampling/logprob_gap": 0.25, "sync/max_gap": 0.5}
+
+    def trained(self, metrics: Metrics) -> Metrics:
+        if self._world.lie == "gap" and "train/logprob_gap" in metrics:
+            raise SyncError("a server lies")
+        return {}
 
 
 async def trained(
@@ -188,7 +196,7 @@ async def trained(
             folder=folder,
             console=console,
             checkpoints=kept,
-            parts=[*parts_of_run, OnStepPart(on_step)],
+            parts=[Checks(world), *parts_of_run, OnStepPart(on_step)],
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     return world, [json.loads(line) for line in lines], summary

@@ -47,5 +47,6 @@ def test_a_part_of_one_s_own_may_end_the_run(tmp_path: Path) -> None:
 
 
 def test_what_a_part_may_do_stands_in_the_order_of_a_step() -> None:
-    order = ["samples", "checkpointed", "evaluated", "ends", "recorded", "servers_changed", "summary", "close"]
+    order = ["rolled_out", "samples", "trained", "published", "checkpointed", "evaluated", "ends", "recorded"]
+    order += ["servers_changed", "summary", "close"]
     assert [name for name in vars(run_part.RunPart) if not name.startswith("_")] == order

@@ -28,6 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (["--rest", "-k", "resume"], [[*SHARED, "-m", "long and not gpu", "-k", "resume"]]),
         (["--seed", "7", "--shuffle"], [[*SHARED, "-m", "not long and not gpu", "--seed", "7", "--shuffle"]]),
         (["-m", "gpu"], [[*SHARED[:3], "-m", "not gpu", "-m", "gpu"]]),  # pytest takes the last one
+        (["--core", "-x"], [[*SHARED, "-m", suite.UNIT, "-x"]]),
         (["tests/data", "-x"], [[*SHARED[:3], "-m", "not gpu", "tests/data", "-x"]]),
     ],
 )

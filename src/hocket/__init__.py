@@ -62,7 +62,7 @@ EXTRA_COMMANDS = {  # name → the module that registers it, and what it does
         "report the fate of every prompt of the run in folder RUN",
     ),
     "export": (
-        "hocket.extras.export.command",
+        "hocket.extras.export",
         "turn a checkpoint, or a trained adapter (model.lora), into a Hugging Face model folder",
     ),
     "plan": (

@@ -25,7 +25,7 @@ from hocket.run_part import RunPart
 from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group, Metrics
+from hocket.types import Group, Metrics, Rollout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +118,13 @@ class Run:
         metrics = signal_metrics(shaped, self.stream.uses_pass_rates)
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
-            metrics |= await self.publisher.check_rollouts([one.group.rollouts for one in shaped], bool(groups))
+            metrics |= await self.check_rollouts([one.group.rollouts for one in shaped], bool(groups))
             if groups:
                 metrics |= await self.train_policy(step, groups, metrics.get("sync/max_gap", math.inf))
             else:
                 await run_in_thread(self.trainer.pass_step)
-            metrics |= self.publisher.check_step(metrics)
+            for part in self.parts:
+                metrics |= part.trained(metrics)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
             if publishes:
                 with timed(metrics, "time/sync"):
@@ -134,6 +135,13 @@ class Run:
                 self.stream.settle(one.group.draw, fate(one, untrained.get(one.group.id)))
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
+
+    async def check_rollouts(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+        """Show the parts a batch's rollouts, before anything is learnt from them; what a part raises stops the run."""
+        metrics: Metrics = {}
+        for part in self.parts:
+            metrics |= await part.rolled_out(groups, trains)
+        return metrics
 
     async def evaluate(self, step: int, generated: Callable[[], None] = lambda: None) -> Metrics:
         """Return the eval/* metrics of the weights that the servers hold; empty without held-out prompts."""
@@ -147,7 +155,7 @@ class Run:
         self.console.progress(step, "checking the evaluation")
         async with self.publisher.training(publishes=False):
             with timed(metrics, "time/eval"):
-                metrics |= await self.evaluation.check(groups, self.publisher.check_rollouts)
+                metrics |= await self.evaluation.check(groups, self.check_rollouts)
             for part in self.parts:
                 metrics |= await run_in_thread(part.evaluated, step, measured)
         return metrics | measured

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.client.pool import ServerPool
+from hocket.client.pool import Member, ServerPool
 from hocket.common.registry import Registry
 from hocket.config import Config
+from hocket.errors import ConfigError
 from hocket.observe.run_folder import RunFolder
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import Metrics, TrainSample
+from hocket.types import Metrics, Rollout, TrainSample
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -44,8 +45,26 @@ class RunPart:
                 return metrics.get("reward/total", 0.0) >= 0.9
     """
 
+    async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+        """Take the rollouts of a batch's prompts before a step learns from some (`trains`) or, if False, from none.
+
+        None: an evaluation's, which the current weights played. Returns more metrics.
+        """
+        return {}
+
     def samples(self, step: int, samples: Sequence[TrainSample]) -> None:
         """Take what a step trains on, before it does; in a thread."""
+
+    def trained(self, metrics: Metrics) -> Metrics:
+        """Take a step's metrics after its update and before its weights are published; return more of them."""
+        return {}
+
+    async def published(self, members: Sequence[Member], came: bool) -> Metrics:
+        """Take the servers that have loaded a new version or, if they `came` just now, the current one.
+
+        Returns more metrics.
+        """
+        return {}
 
     def checkpointed(self, folder: Path) -> None:
         """Take the folder of a complete checkpoint, in a thread beside the next steps; it stays until this returns."""
@@ -81,6 +100,23 @@ RUN_PARTS: Registry[Callable[[Joined], RunPart | None]] = Registry(
 )
 run_part = RUN_PARTS.register
 """Decorator of a function that makes a part for a run, or returns None where its settings turn it off."""
+
+
+ASKED_FOR = {
+    "timeline": "observe.trace",
+    "tokens": "observe.tokens",
+    "best": "checkpoint.best",
+    "copy_to": "checkpoint.copy_to",
+}
+"""Part → the setting that asks for it."""
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for a setting that asks for a part whose file was deleted."""
+    for name, setting in ASKED_FOR.items():
+        section, _, key = setting.partition(".")
+        if name not in RUN_PARTS.names and getattr(getattr(config, section), key):
+            raise ConfigError(f"{setting} needs the run part {name!r}, whose file in hocket/extras was deleted")
 
 
 def joining(run: Joined) -> Iterator[RunPart]:

@@ -11,6 +11,7 @@ import yaml
 from hocket import config
 from hocket.config.algorithm import PRESETS, PresetName
 from hocket.errors import ConfigError
+from hocket.extras.elsewhere import NAMES_ELSEWHERE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -258,10 +259,10 @@ def test_a_mistake_is_blamed_on_the_file_or_the_command_line(tmp_path: Path) -> 
 def test_every_name_from_elsewhere_leads_to_a_setting_and_is_none_here() -> None:
     keys = set(re.findall(r"^\| `([a-z_.]+)`", config.reference(), re.MULTILINE))
     keys |= {"eval.data.source", "env.max_turns"}
-    for here, there in config.NAMES_ELSEWHERE.items():
+    for here, there in NAMES_ELSEWHERE.items():
         assert set(re.findall(r"\w+\.[\w.]+", here)) <= keys, here
         assert not [name for name in there.split() for key in keys if f".{key}".endswith(f".{name}")]
-    names = " ".join(config.NAMES_ELSEWHERE.values()).split()
+    names = " ".join(NAMES_ELSEWHERE.values()).split()
     assert len(set(names)) == len(names)
 
 

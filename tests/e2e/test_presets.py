@@ -69,12 +69,6 @@ class Copy:
         del publishes
         yield {}
 
-    async def check_rollouts(self, groups: object, trained: object) -> dict[str, float]:
-        return {}
-
-    def check_step(self, metrics: object) -> dict[str, float]:
-        return {}
-
     async def publish(self) -> dict[str, float]:
         self.trainer.stream(1 << 30, self._load)
         self.current += 1

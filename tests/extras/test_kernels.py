@@ -14,7 +14,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from hocket.config import LoraConfig, ModelConfig, load
 from hocket.errors import ConfigError
 from hocket.extras import kernels, long_rows
-from hocket.trainer import policy as policy_module
+from hocket.trainer.choices import check
 from hocket.trainer.policy import Policy
 from support.training import assert_near, gradient_additions, make_rollouts, pack, sample_of
 
@@ -58,9 +58,9 @@ def test_compiling_what_it_would_slow_down_or_not_change_is_refused(tied_model: 
     with pytest.raises(ConfigError, match="compile needs a CUDA device; set eager here"):
         Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, kernels="compile")
     with pytest.raises(ConfigError, match="finds no layers in a Linear"):
-        kernels.compile_layers(nn.Linear(1, 1))
+        kernels.Compiled().apply(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="compile has no effect on layers of zero_stage=3"):
-        load(None, ["trainer.kernels=compile", "trainer.offload_optimizer=true"])
+        check(load(None, ["trainer.kernels=compile", "trainer.offload_optimizer=true"]).trainer)
 
 
 def test_liger_computes_all_but_the_loss_and_what_it_lacks_is_named(
@@ -88,11 +88,11 @@ def test_liger_computes_all_but_the_loss_and_what_it_lacks_is_named(
 def test_tiles_of_long_rows_are_computed_by_other_kernels(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[int]()
 
-    def fuse(model: Any) -> None:
+    def fuse(kernels: object, model: Any) -> None:
         for layer in model.model.layers:  # as Liger does
             layer.mlp.forward = lambda hidden: seen.append(hidden.shape[1]) or hidden
 
-    monkeypatch.setitem(policy_module.KERNELS, "liger", fuse)
+    monkeypatch.setattr(kernels.Liger, "apply", fuse)
     monkeypatch.setattr(long_rows, "TILE", 5)
     options: Any = {"gradient_checkpointing": "long", "kernels": "liger"}
     numbers_of(Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, **options), 5)

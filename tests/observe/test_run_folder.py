@@ -14,10 +14,12 @@ from hocket import config as config_module
 from hocket.common.files import partial_of
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
+from hocket.observe import run_folder
 from hocket.observe.rows import groups_of, lines_of, read_lines
 from hocket.observe.run_folder import RunFolder, trainer_id
 from hocket.trainer import checkpoints
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from support.examples import plugged, shown
 
 BASE = TokenSequence(
     token_ids=(1, 2, 3, 4, 5), mask=(False, False, True, False, True),  # between two turns the environment spoke
@@ -207,3 +209,17 @@ def test_a_state_takes_back_no_other_file_than_a_run_s(tmp_path: Path) -> None:
     with RunFolder(settings(tmp_path)) as folder:
         folder.restore({"step": 0, "bytes": {"../mine": 0}})
     assert (tmp_path / "runs/mine").read_text() == "mine"
+
+
+def test_a_report_of_one_s_own_is_written_when_a_run_has_ended(tmp_path: Path) -> None:
+    """The one that the documentation of `report` shows."""
+    head = "import json\nfrom pathlib import Path\nfrom hocket.observe.run_folder import report\n"
+    code = head + shown(run_folder, '@report("highest")')
+    with (
+        plugged(tmp_path, code, (run_folder.REPORTS, "highest")),
+        RunFolder(config_module.load(None, [f"run.dir={tmp_path}/a"])) as folder,
+    ):
+        for step, reward in enumerate((0.25, 0.75, 0.5)):
+            folder.finish(step, {"reward/total": reward})
+        folder.summary(final_version=3)
+    assert (tmp_path / "a" / "highest.txt").read_text() == "step 1"

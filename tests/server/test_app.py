@@ -150,7 +150,7 @@ RELOAD = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
 WRONG: list[tuple[str, Any]] = [
     ("/sleep", {"level": True}),
     ("/reload_weights", {**RELOAD, "version": 0}),
-    ("/reload_weights", {**RELOAD, "source": {"kind": "pickle", "name": "v1"}}),
+    ("/reload_weights", {**RELOAD, "source": {"kind": 5, "name": "v1"}}),
     ("/reload_weights", {**RELOAD, "source": {"kind": "nccl", "group": {"name": "g"}, "turn": 1, "buckets": [[]]}}),
 ]
 

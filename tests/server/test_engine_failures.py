@@ -146,6 +146,7 @@ async def test_a_version_held_is_answered_at_once_and_one_refused_changes_nothin
         (request(source=protocol.DiskSource(name="nowhere")), "there is no 'nowhere'"),
         (request(version=2), "the manifest is of version 1, not 2"),
         (request(version=2, source=foreign), "tensor 'x' is (1,) in the version, missing in the model"),
+        (request(source=protocol.OtherSource(kind="pigeon")), "no part of this server reads 'pigeon'; it reads "),
     ):
         assert said in (await refusal(engine.reload(bad)))[2]
     assert [call for (call, *_) in llm.calls] == ["pause", "hocket_load_disk", "version", "resume"]

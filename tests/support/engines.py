@@ -21,8 +21,8 @@ from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.engine import Engine
 from hocket.server.generate import Sampler
-from hocket.sync.disk import Versions
-from hocket.sync.transports import DiskTransport
+from hocket.sync.disk import DiskTransport
+from hocket.sync.versions import Versions
 from support import fakes, tokenizers
 from support.numbers import rounding
 
@@ -163,8 +163,8 @@ class MovingModel:
 
         config = load(None, ["sync.backend=delta", *settings])
         versions = Versions(config.run_dir, self)  # type: ignore[arg-type]
-        versions.first = DeltaWriter(versions).write
-        return DiskTransport(versions, config.sync_root, config.sync, self.said.append)
+        write = DeltaWriter(versions).write
+        return DiskTransport(versions, config.sync_root, config.sync, self.said.append, write=write)
 
 
 class Source:

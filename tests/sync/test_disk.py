@@ -1,6 +1,8 @@
 """Whole versions and uploads on disk, against a fake server that reads the folders as a real one does."""
 
+import functools
 import itertools
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from hocket import config as config_module
-from hocket.errors import ServerError, SyncError
+from hocket.errors import ConfigError, ServerError, SyncError
 from hocket.protocol import ReloadRequest, ReloadResponse, manifest
 from hocket.protocol.manifest import ModelShapes
 from hocket.server import versions
 from hocket.server.engine import Held
 from hocket.server.errors import ApiError
-from hocket.sync.disk import Versions
-from hocket.sync.publish import Answer
-from hocket.sync.transports import DiskTransport
+from hocket.sync import transports
+from hocket.sync.disk import DiskTransport
+from hocket.sync.transports import Answer, Sending, chosen_transport
+from hocket.sync.versions import Versions
 from hocket.types import Metrics
 from support import fakes
+from support.examples import plugged, shown
 from support.servers import FakeServer
 from support.weights import FakeTrainer
 
@@ -78,7 +82,15 @@ class Disk:
         self.trainer = FakeTrainer({"a": weights["a"]}, {"b": weights["b"]})
         self.said, self.run = list[str](), tmp_path / "runs" / "a"
         self.versions = Versions(config.run_dir, self.trainer)  # type: ignore[arg-type]
-        self._transport = DiskTransport(self.versions, config.sync_root, config.sync, self.said.append)
+        sending = Sending(
+            config=config,
+            trainer=self.trainer,  # type: ignore[arg-type]
+            versions=self.versions,
+            disk=functools.partial(DiskTransport, self.versions, config.sync_root, config.sync, self.said.append),
+            say=self.said.append,
+            at_end=lambda function: None,
+        )
+        self._transport = chosen_transport(config.chosen(on_gpu=False).sync)(sending)
 
     def step(self, *at: int) -> None:
         self.trainer.step("a", *at)
@@ -104,7 +116,7 @@ class Disk:
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FileServer]:
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
-    monkeypatch.setattr("hocket.sync.transports.REST_S", 0.0)
+    monkeypatch.setattr("hocket.sync.disk.REST_S", 0.0)
     numbers = itertools.count()
     return lambda: FileServer(f"http://{next(numbers)}", tmp_path / "runs")
 
@@ -151,7 +163,7 @@ async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_le
 async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken_again_are_removed(
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.sync.disk.KEEP", 9)
+    monkeypatch.setattr("hocket.sync.versions.KEEP", 9)
     disk = Disk(tmp_path)
     for version in (3, 4, 5):
         await disk.deliver(version)
@@ -228,3 +240,21 @@ async def test_a_resumed_run_that_publishes_nothing_more_has_its_last_version_an
         state = resumed.versions.state()  # of its checkpoint
         assert (resumed.versions.save(), resumed.trainer.exports) == (folder, 0)
         assert resumed.names() == ["weights/v000001"]
+
+
+async def test_a_transport_of_one_s_own_is_named_by_the_setting_with_its_options(tmp_path: Path, servers: Any) -> None:
+    """The one that the documentation of `transport` shows."""
+    head = (
+        "import time\nfrom collections.abc import Callable, Sequence\n"
+        "from hocket.client.server import ServerClient\n"
+        "from hocket.sync.transports import Delivery, Sending, Transport, transport\n"
+    )
+    code = head + shown(transports, '@transport("timed")')
+    with plugged(tmp_path, code, (transports.TRANSPORTS, "timed")):
+        disk, server = Disk(tmp_path, "sync.backend={name: timed, unit: seconds}"), servers()
+        await disk.deliver(1, server)
+        assert re.fullmatch(r"version 1: \d+\.\d{3} seconds", disk.said[0])
+        with pytest.raises(ConfigError, match=r"transport timed\(sending, unit\) has no option 'speed'"):
+            Disk(tmp_path, "sync.backend={name: timed, speed: 2}")
+    with pytest.raises(ConfigError, match=r"sync.backend: there is no transport 'timed'; known: .*disk, nccl;"):
+        Disk(tmp_path, "sync.backend=timed")

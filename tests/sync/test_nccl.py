@@ -17,7 +17,7 @@ from hocket.protocol import CollectiveSource, GroupAddress, ReloadRequest, Reloa
 from hocket.server import vllm_weights
 from hocket.server.worker import WorkerExtension
 from hocket.sync.nccl import CollectiveTransport
-from hocket.sync.publish import Answer
+from hocket.sync.transports import Answer
 from support.servers import FakeServer
 from support.weights import FakeTrainer
 

@@ -14,10 +14,10 @@ import pytest
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, TrainerError
 from hocket.protocol import Completion, Health, ReloadResponse
-from hocket.sync.disk import Versions
 from hocket.sync.proof import Proof, Scored, missing_share
-from hocket.sync.publish import Delivery, Publisher
-from hocket.sync.transports import WithFallback
+from hocket.sync.publish import Publisher
+from hocket.sync.transports import Delivery, WithFallback
+from hocket.sync.versions import Versions
 from hocket.types import Prompt
 from support import fakes
 from support.servers import FakeServer, Pool, until
@@ -109,7 +109,7 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         sync=config.sync,
         alarmed=lambda: world.alarmed,
     )
-    sync.check = proof.check
+    sync.parts = [proof]
     world = World(sync, proof, pool, there, trainer, disk, fast, pool.said)
     pool.bring_up = functools.partial(sync.bring_up, world.check_model)
     return world

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -104,14 +105,14 @@ def test_what_begins_late_is_not_hidden_by_what_came_before() -> None:
     history: list[dict[str, float]] = [honest] * 60
     check = World().check(history=history)
     for _ in range(4):
-        late = check.check_step(cold | {"sampling/greedy": 6.0})
+        late = check.trained(cold | {"sampling/greedy": 6.0})
         history.append(cold | late)
     assert late["sampling/z"] == pytest.approx(-160 / math.sqrt(400 + 160))  # of the last four steps
     assert late["sampling/colder"] == pytest.approx(0.4)
     assert (late["sampling/greedy"], late["sampling/greedy_odds"]) == (6.0, pytest.approx(24))
     again = World().check(history=history[:-1])  # a run that was resumed
-    assert again.check_step(cold | {"sampling/greedy": 6.0}) == pytest.approx(late)
-    assert World().check().check_step({})["sampling/z"] == 0
+    assert again.trained(cold | {"sampling/greedy": 6.0}) == pytest.approx(late)
+    assert World().check().trained({})["sampling/z"] == 0
 
 
 def prompts(count: int, size: int = 4) -> list[list[Rollout]]:
@@ -125,18 +126,18 @@ WITNESSES = {"sampling/surprise": -3.0, "sampling/variance": 4.0, "sampling/gree
 async def test_the_lot_counts_where_witnesses_are_no_fair_draw(fair: bool, stale: list[int], counted: float) -> None:
     world = World(4, 8e-6, -1, 2, 0)
     check = world.check(share=1.0, fair=fair)
-    metrics = await check.check([*prompts(8), [rollout(9, version=one, id_="step 1/8/0") for one in stale]], True)
+    metrics = await check.rolled_out([*prompts(8), [rollout(9, version=one, id_="step 1/8/0") for one in stale]], True)
     assert {sample.sequence.version_min for sample in world.asked} <= {3}
     assert metrics["sampling/logprob_gap"] == pytest.approx(2e-6)
     assert metrics.get("sync/max_gap") == (None if stale else 3e-5)
     assert metrics["time/check"] > 0
-    assert check.check_step(WITNESSES)["sampling/surprise"] == counted
+    assert check.trained(WITNESSES)["sampling/surprise"] == counted
 
 
 async def test_where_all_rollouts_are_stale_only_answers_that_are_surely_greedy_count() -> None:
     check = World().check()
-    await check.check([[rollout(9, version=2, p=0.6)]], True)
-    found = check.check_step(WITNESSES)
+    await check.rolled_out([[rollout(9, version=2, p=0.6)]], True)
+    found = check.trained(WITNESSES)
     assert found["sampling/z"] == 0
     assert found["sampling/greedy"] == certain_odds(rollout(9, p=0.6).sequences)
 
@@ -156,13 +157,17 @@ def test_witnesses_are_a_fair_draw_where_answers_have_no_say_in_who_is_one(
     monkeypatch.setattr(parts.tokenizers, "end_ids", lambda path, tokenizer: ())
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", setting])
     own: Any = SimpleNamespace(
-        config=config, single_turns=True, console=SimpleNamespace(say=print, alarmed=()), check_server=None
+        config=config.chosen(on_gpu=False),
+        single_turns=True,
+        console=SimpleNamespace(say=print, alarmed=()),
+        check_server=None,
+        stack=contextlib.ExitStack(),
     )
     own.tokenizer = SimpleNamespace(decode=decode)
     own.calls = {"": SimpleNamespace(rewards={"one": SimpleNamespace(of_group=of_group)})}
     prompts: Any = {"": [PROMPT]}
     found = parts.Parts.publisher(own, own, ServerPool(()), prompts, [])
-    assert found.check_step.__self__.fair is fair  # type: ignore[attr-defined]
+    assert found.parts[1].fair is fair  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +181,7 @@ async def test_a_lot_has_its_share_on_average_and_one_prompt_where_training_is_n
     for step in range(200):
         groups = [[rollout(2, id_=f"step {step}/{place}/0")] for place in range(8)]
         world.asked.clear()
-        await world.check(share=0.0625, fair=fair).check(groups, trains)
+        await world.check(share=0.0625, fair=fair).rolled_out(groups, trains)
         sizes.append(len(world.asked))
     assert (min(sizes), max(sizes)) == (least, 1)
     assert abs(sum(sizes) - expected) <= 30
@@ -186,7 +191,7 @@ async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -
     before = {"sampling/surprise": -50.0, "sampling/variance": 1.0}
     groups = [[rollout(index, id_=f"eval 1/0/{index}") for index in range(4)]]
     world = World(4, 8e-6, -9, 9, 0)
-    metrics = await world.check(history=[before]).check([*groups, []], None)
+    metrics = await world.check(history=[before]).rolled_out([*groups, []], None)
     assert len(world.asked) == 4
     assert metrics["sampling/z"] == pytest.approx(-9 / math.sqrt(18))
 
@@ -194,7 +199,7 @@ async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -
 async def test_a_version_that_was_never_published_fails_whoever_is_compared() -> None:
     world = World()
     with pytest.raises(SyncError, match="a server says that version 4 sampled a rollout, but 3 is the newest"):
-        await world.check(share=0.0).check([[rollout(5, version=4)]], False)
+        await world.check(share=0.0).rolled_out([[rollout(5, version=4)]], False)
 
 
 async def test_the_lot_depends_on_the_prompts_name_alone() -> None:
@@ -205,7 +210,7 @@ async def test_the_lot_depends_on_the_prompts_name_alone() -> None:
         numbered = [
             [dataclasses.replace(one, sequences=rollout(place).sequences)] for place, (one,) in enumerate(groups)
         ]
-        await world.check().check(numbered, False)
+        await world.check().rolled_out(numbered, False)
         chosen.append([sample.sequence.token_ids[1] for sample in world.asked])
     assert chosen[0] == chosen[1] != list(range(8))
 
@@ -214,9 +219,9 @@ async def test_the_lot_depends_on_the_prompts_name_alone() -> None:
 async def test_a_gap_beyond_the_bound_fails_before_anything_is_trained(gap: float) -> None:
     world = World(10, gap, 0, 1, 0)
     with pytest.raises(SyncError, match=r"mean \|Δ log-prob\| .* is more than 3e-05 .*Nothing was trained on them"):
-        await world.check().check([[rollout(5)]], False)
+        await world.check().rolled_out([[rollout(5)]], False)
     world.stops = False
-    assert (await world.check().check([[rollout(5)]], False))["sync/max_gap"] == 3e-5
+    assert (await world.check().rolled_out([[rollout(5)]], False))["sync/max_gap"] == 3e-5
     assert len(world.failed) == 2
 
 
@@ -231,7 +236,9 @@ def test_odds_of_greedy_answers_are_one_on_average_and_rise_with_them() -> None:
 async def test_an_answer_that_contradicts_its_tokens_fails() -> None:
     world = World()
     with pytest.raises(SyncError, match="contradicts its tokens: no"):
-        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").check([[rollout(5)]], True)
+        await world.check(claim=lambda sequence: "no" if sequence.token_ids[1] == 5 else "").rolled_out(
+            [[rollout(5)]], True
+        )
 
 
 def decode(token_ids: Sequence[int], skip_special_tokens: bool = False, **spaces: bool) -> str:

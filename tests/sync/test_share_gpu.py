@@ -89,7 +89,10 @@ class Parts:
         self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
-        run: Any = SimpleNamespace(config=self.config, console=console, check_server=lambda health: None)
+        run: Any = SimpleNamespace(
+            config=self.config.chosen(on_gpu=False), console=console, check_server=lambda health: None
+        )
+        run.stack = contextlib.ExitStack()
         known: Any = (self.world, self.pool, {"": prompts}, [])
         self.publisher = hocket.commands.parts.Parts.publisher(run, *known)
 

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from hocket.extras import flops
+from hocket.trainer import flops
 from hocket.trainer.ranks import Ranks
 from support.tokenizers import make_tokenizer
 

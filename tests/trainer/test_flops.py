@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 from hocket.config import LoraConfig, ModelConfig
-from hocket.extras import flops
-from hocket.extras.flops import known_peak, model_flops, peak_flops, step_flops
+from hocket.trainer import flops
+from hocket.trainer.flops import known_peak, model_flops, peak_flops, step_flops
 from hocket.trainer.lora import Adapter
 
 

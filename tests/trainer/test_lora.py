@@ -18,6 +18,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig
 from hocket.trainer import lora
+from hocket.trainer.export import export
 from hocket.trainer.lora import Adapter
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
@@ -93,7 +94,7 @@ def test_the_merged_model_is_what_was_trained_and_complete(
         trainer.export(tmp_path / "adapter")
         trained = logits(trainer.policy.model)
         fingerprint = tokenizers.fingerprint(trainer.tokenizer)
-    Adapter.export(tmp_path / "adapter", tmp_path / "model", base=None)
+    export(tmp_path / "adapter", tmp_path / "model", base=None)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert merged.dtype == getattr(torch, dtype)
     if dtype == "float32":
@@ -107,15 +108,17 @@ def test_the_merged_model_is_what_was_trained_and_complete(
     assert tokenizers.fingerprint(tokenizers.load(str(tmp_path / "model"))) == fingerprint
     assert not list(tmp_path.glob(".*")), "something half written is left"
     assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1
+    with pytest.raises(ConfigError, match="exists already"):
+        export(tmp_path / "adapter", tmp_path / "model", base=None)
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"model\.path"):
-        Adapter.export(tmp_path / "adapter", tmp_path / "again", base=None)
+        export(tmp_path / "adapter", tmp_path / "again", base=None)
     with pytest.raises(ConfigError, match=r"another model than checkpoints/tiny-sort.*does not fit"):
-        Adapter.export(tmp_path / "adapter", tmp_path / "again", base="checkpoints/tiny-sort")
+        export(tmp_path / "adapter", tmp_path / "again", base="checkpoints/tiny-sort")
     with pytest.raises(ConfigError, match="not an adapter"):
         Adapter.export(Path(path), tmp_path / "again", base=None)
     assert not (tmp_path / "again").exists()
-    Adapter.export(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "moved"))
+    export(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "moved"))
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")), logits(merged))
 
 
@@ -130,7 +133,7 @@ def test_a_base_with_code_of_its_own_is_not_run_whatever_a_terminal_would_answer
     adapter = AdapterConfig(base_model_name_or_path=str(base), r=1, lora_alpha=1, target_modules=["q_proj"])
     lora.save(tmp_path / "adapter", adapter, {})
     with pytest.raises(ConfigError, match="can't build its model"):
-        Adapter.export(tmp_path / "adapter", tmp_path / "model", base=None)
+        export(tmp_path / "adapter", tmp_path / "model", base=None)
 
 
 @torch.no_grad()
@@ -150,14 +153,14 @@ def test_an_adapter_that_peft_wrote_is_merged_if_it_is_plain_and_else_its_settin
 
     for name, settings in (("plain", {}), ("dropout", {"lora_dropout": 0.1, "layers_to_transform": [1]})):
         adapter = written(name, **settings)
-        Adapter.export(adapter, tmp_path / f"{name}-model", base=None)
+        export(adapter, tmp_path / f"{name}-model", base=None)
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-model")
         assert_near(logits(merged), logits(with_peft(tied_model, adapter)), additions(tied_model))
     refused = {"use_rslora": True, "use_dora": True, "rank_pattern": {"q_proj": 2}, "bias": "all"}
     for name, value in (refused | {"modules_to_save": ["norm"]}).items():
         adapter = written(name, **{name: value})
         with pytest.raises(ConfigError, match=f"has {name}=.*which is more than export computes; merge it with PEFT's"):
-            Adapter.export(adapter, tmp_path / "none", base=None)
+            export(adapter, tmp_path / "none", base=None)
     assert not (tmp_path / "none").exists()
 
 

@@ -1,19 +1,25 @@
 """The trainer's state in files: models made of it, and what is refused."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
-from hocket.errors import TrainerError
+from hocket.data import tokenizer as tokenizers
+from hocket.errors import ConfigError, TrainerError
+from hocket.protocol import manifest
 from hocket.trainer.checkpoints import Checkpoints
+from hocket.trainer.export import export
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from support import training
-from support.training import make_samples
+from support.training import additions, assert_near, make_samples
 
 IDS = torch.arange(12)[None]
 
@@ -34,6 +40,70 @@ def save(trainer: Trainer, config: config_module.Config) -> Path:
 @torch.no_grad()
 def logprobs(model: torch.nn.Module) -> torch.Tensor:
     return torch.log_softmax(model.eval()(IDS).logits.float(), dim=-1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("tied_model", ("trainer.zero_stage=3",)),
+        ("untied_model", ("model.dtype=bfloat16", "trainer.zero_stage=2")),
+        ("experts_model", ()),
+    ],
+)
+def test_a_model_made_of_a_checkpoint_is_what_the_trainer_publishes(
+    ranks: Ranks, model: str, settings: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    config = make_config(path, tmp_path, *settings)
+    with Trainer(config, ranks=ranks) as trainer:
+        for _ in range(2):
+            trainer.step(make_samples())
+        folder = save(trainer, config)
+        trainer.export(tmp_path / "published")
+        expected = logprobs(trainer.policy.model)
+    export(folder, tmp_path / "model", base=None)
+    made, published = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "published"))
+    assert made.keys() == published.keys() == load_file(Path(path) / "model.safetensors").keys()
+    for name, tensor in published.items():
+        assert (made[name].dtype, made[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(made[name], tensor)
+    for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        contents = [json.loads((tmp_path / name / file).read_text()) for name in ("model", "published")]
+        assert contents[0] == contents[1], file
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert_near(logprobs(loaded), expected, additions(path))
+    assert (logprobs(AutoModelForCausalLM.from_pretrained(path, dtype="auto")) - expected).abs().max() > 0.01
+    assert tokenizers.fingerprint(tokenizers.load(str(tmp_path / "model"))) == tokenizers.fingerprint(trainer.tokenizer)
+    assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1
+    with pytest.raises(ConfigError, match="exists already"):
+        export(folder, tmp_path / "model", base=None)
+    state = json.loads((folder / "state.json").read_text())
+    state["config"]["model"]["path"] = str(tmp_path / "moved")
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match="something has changed its files"):
+        export(folder, tmp_path / "again", base=None)
+    checksum = manifest.total_checksum(manifest.specs(manifest.tensors(folder)), json.dumps(state))
+    (folder / "COMPLETE").write_text(checksum)
+    with pytest.raises(ConfigError, match=r"moved"):
+        export(folder, tmp_path / "again", base=None)
+    with pytest.raises(TrainerError, match=r"of another model than .*model\.path"):
+        export(folder, tmp_path / "again", base="checkpoints/tiny-sort")
+    assert not list(tmp_path.glob("*again*"))
+    export(folder, tmp_path / "again", base=path)
+    assert (tmp_path / "again" / "config.json").exists()
+
+
+def test_a_checkpoint_of_an_adapter_is_merged_into_its_base(ranks: Ranks, untied_model: str, tmp_path: Path) -> None:
+    config = make_config(untied_model, tmp_path, "model.lora={}")
+    with Trainer(config, ranks=ranks) as trainer:
+        for _ in range(2):
+            trainer.step(make_samples())
+        folder = save(trainer, config)
+        expected = logprobs(trainer.policy.model)
+    export(folder, tmp_path / "model", base=None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert_near(logprobs(loaded), expected, additions(untied_model))
+    assert not list(tmp_path.glob(".*")), "something half written is left"
 
 
 def test_the_state_of_another_model_is_refused_and_what_was_given_stays_as_it_is(

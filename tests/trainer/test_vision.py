@@ -21,10 +21,9 @@ from hocket import config as config_module
 from hocket.common.vision import Stored, decoded
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.extras import flops
-from hocket.trainer import batching, memory, prefixes
+from hocket.trainer import batching, flops, memory, prefixes
 from hocket.trainer.critic import ValueModel
-from hocket.trainer.lora import Adapter
+from hocket.trainer.export import export
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.weights import part_of
@@ -273,7 +272,7 @@ def test_an_adapter_is_of_the_language_model_alone(ranks: Ranks, model: str, tmp
         layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapter.keys()}  # noqa: SIM118
     with safe_open(Path(model, "model.safetensors"), "pt") as file:
         assert {f"{layer}.weight" for layer in layers} < set(file.keys())
-    Adapter.export(tmp_path / "adapter", tmp_path / "merged", base=None)
+    export(tmp_path / "adapter", tmp_path / "merged", base=None)
     AutoImageProcessor.from_pretrained(tmp_path / "merged")
     for own, expected in zip(found, of_transformers(str(tmp_path / "merged"), samples), strict=True):
         assert_near(own, expected, additions(model))

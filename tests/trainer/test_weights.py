@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
+from hocket.protocol import AdapterConfig
+from hocket.trainer import lora
+from hocket.trainer.export import export
 from hocket.trainer.weights import load_model, write_beside
 from support.tokenizers import CHECKPOINTS
 
@@ -66,3 +70,15 @@ def test_how_a_model_generates_is_written_as_it_was_with_the_end_that_is_taught(
     generation = GenerationConfig.from_pretrained(tmp_path / "written")
     assert generation.eos_token_id == written
     assert {name: getattr(generation, name) for name in settings} == settings
+
+
+def test_an_exported_model_generates_as_its_base_and_ends_where_turns_end(folder: Path, tmp_path: Path) -> None:
+    configure(folder, "generation_config.json", **CONTRADICTORY, eos_token_id=3)
+    adapter = AdapterConfig(base_model_name_or_path=str(folder), r=1, lora_alpha=1, target_modules=["q_proj"])
+    lora.save(tmp_path / "adapter", adapter, {})
+    export(tmp_path / "adapter", tmp_path / "merged", base=None)
+    generation = GenerationConfig.from_pretrained(tmp_path / "merged")
+    assert (generation.temperature, generation.top_p, generation.eos_token_id) == (0.9, 0.6, [3, 1])
+    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "merged"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -25,8 +25,7 @@ from tests.trainer.test_vision import make_seeing
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
-from hocket.extras import flops
-from hocket.trainer import engine, policy, ranks
+from hocket.trainer import engine, flops, policy, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Objective
 from hocket.trainer.ranks import Ranks

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hocket.algorithm.choices import choose, deviation
-from hocket.config.algorithm import Chosen, Scale
+from hocket.config.algorithm import Scale
+from hocket.config.sections import Chosen
 from hocket.errors import ConfigError
 
 EPS = 1e-6

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hocket.algorithm.advantages import checked
 from hocket.algorithm.choices import Discount, choose, credit
-from hocket.config.algorithm import Chosen
+from hocket.config.sections import Chosen
 from hocket.types import Rollout, TurnReward
 
 Compare = Callable[[Sequence[float], Sequence[int]], Tensor]

@@ -22,7 +22,6 @@ from hocket.data.mixture import MixedStream, unlike
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, ServerError, door
-from hocket.extras.delta.write import DeltaWriter
 from hocket.observe.console import SHORT, Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
@@ -33,12 +32,13 @@ from hocket.rollout.collect import Play, Seat
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.rollout.replay import Replay
-from hocket.sync.disk import Versions
+from hocket.sync.disk import DiskTransport
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher
 from hocket.sync.sampling import SamplingCheck, contradiction
 from hocket.sync.share_gpu import put_to_sleep, shared_gpu
-from hocket.sync.transports import DiskTransport, WithFallback
+from hocket.sync.transports import Sending, chosen_transport
+from hocket.sync.versions import Versions
 from hocket.trainer.checkpoints import Saved
 from hocket.types import Prompt, Rollout
 
@@ -223,7 +223,7 @@ class Parts(AbstractContextManager["Parts"]):
         config = self.config
         model = config.model
         root = str(config.sync_root.resolve())
-        reads_root = config.sync.backend != "nccl" and not config.sync.upload
+        reads_root = config.sync.transport != "nccl" and not config.sync.upload
         length = self.needed if self.single_turns else self.longest
         rank = model.lora.rank if model.lora else 0
         # Without weights the path does not say it; the first version that is loaded does.
@@ -320,23 +320,21 @@ class Parts(AbstractContextManager["Parts"]):
         history: Sequence[Mapping[str, float | None]],
     ) -> Publisher:
         """Choose the weights' way and checks, by which the pool brings up servers."""
-        from hocket.sync.nccl import CollectiveTransport
-
         config = self.config
         say = self.console.say
         versions = Versions(config.run_dir, trainer)
-        if config.sync.backend == "delta":
-            versions.first = DeltaWriter(versions).write
-        disk = DiskTransport(versions, config.sync_root, config.sync, say)
+        by_disk = partial(DiskTransport, versions, config.sync_root, config.sync, say)
+        disk = by_disk()
         publisher = Publisher(versions=versions, pool=servers, transport=disk)
         has_servers = config.pipeline.replay is None
         if config.launch.share_gpu and has_servers:
             disk.on_written = trainer.offload
             publisher.trainer_turn = partial(shared_gpu, trainer, publisher, config.sync, config.model.lora is not None)
-        elif config.sync.backend == "nccl" and has_servers:
-            fast = CollectiveTransport(trainer, config.sync, freezes=bool(config.model.freeze))
-            self.stack.callback(fast.close)
-            publisher.transport = WithFallback(fast, disk, say)
+        elif has_servers:
+            sending = Sending(
+                config=config, trainer=trainer, versions=versions, disk=by_disk, say=say, at_end=self.stack.callback
+            )
+            publisher.transport = chosen_transport(config.sync)(sending)
         proof = Proof(
             publisher=publisher,
             prompts=next(iter(prompts.values()))[:PROOF_PROMPTS],
@@ -345,7 +343,7 @@ class Parts(AbstractContextManager["Parts"]):
             sync=config.sync,
             alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
         )
-        publisher.check = proof.check
+        publisher.parts = [proof]
         if config.sync.check_share and has_servers:
             # An answer's tokens have a say in whether it is trained, or in the rewards of those before it
             of_group = any(reward.of_group for calls in self.calls.values() for reward in calls.rewards.values())
@@ -355,8 +353,7 @@ class Parts(AbstractContextManager["Parts"]):
                 ends = tokenizers.end_ids(config.model.path, self.tokenizer)
                 stop = config.rollout.stop
                 sampling.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)
-            publisher.check_rollouts = sampling.check
-            publisher.check_step = sampling.check_step
+            publisher.parts = [proof, sampling]
         servers.bring_up = partial(publisher.bring_up, self.check_server)
         return publisher
 

@@ -1,7 +1,6 @@
 """The commands train, rollout, eval and reward-test."""
 
 import asyncio
-import importlib
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hocket import run_part
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient, prompt_input
@@ -36,7 +36,9 @@ from hocket.rewards.scores import agreement
 from hocket.rollout.collect import collect
 from hocket.rollout.transcript import Transcript
 from hocket.run_part import Joined, RunPart, joining
+from hocket.sync.transports import chosen_transport
 from hocket.trainer import checkpoints
+from hocket.trainer import choices as trainer_choices
 from hocket.trainer.checkpoints import Checkpoints, Saved
 from hocket.types import Group, Metrics, Prompt, Rollout, Score
 
@@ -59,9 +61,12 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     config.refuse_outside()
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
+    trainer_choices.check(config.trainer)
+    run_part.check(config)
     machine.bound_nccl(config.sync.bucket_timeout_s)
     on_gpu = bool(visible_gpus())
     config = config.chosen(on_gpu=on_gpu)  # on all ranks; config.yaml says it, too
+    chosen_transport(config.sync)
     if not on_gpu:
         machine.keep_freed_memory()
     if int(os.environ.get("RANK", "0")) > 0:
@@ -211,7 +216,7 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         folder.ledger(0, [*stream.sizes(), *stream.entries()])
 
     plays = parts.plays(servers)
-    joining_parts: list[RunPart] = []
+    joining_parts = [*publisher.parts]
     after: list[Callable[[Path], None]] = []
 
     def close() -> None:
@@ -229,6 +234,7 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
     joining_parts.append(OnStepPart(on_step))
     after += [part.checkpointed for part in joining_parts]
     servers.on_change = servers_changed
+    publisher.parts = joining_parts
     return Run(
         config=config,
         trainer=trainer,
@@ -282,7 +288,9 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
             saved = Path(config.model.path)
             model = Path(stack.enter_context(TemporaryDirectory(prefix="hocket-")), saved.name)
-            importlib.import_module("hocket.extras.export.export").export(saved, model, base=None)
+            from hocket.trainer.export import export  # which needs torch
+
+            export(saved, model, base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 from hocket.common.openrlhf import stand_in
 from hocket.errors import ConfigError, HocketError
@@ -64,7 +64,14 @@ class Registry(Generic[T]):
 
     def _has(self, name: str) -> bool:
         if name in self._modules and _is_there(self._modules[name]):
-            importlib.import_module(self._modules.pop(name))
+            module = self._modules.pop(name)  # first, as the module registers the name
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                self._modules[name] = module
+                if not (error.name or "").startswith("hocket."):
+                    raise
+                raise ConfigError(f"{self.kind} {name!r} needs {error.name}, which was deleted") from error
         return name in self.items
 
     @property
@@ -90,6 +97,18 @@ class Registry(Generic[T]):
                 f"{', '.join(sorted(self.names))}; {[*hints, 'add your own as a Python file under plugins'][0]}"
             )
         return self.items[name]
+
+    def choose(self, chosen: str | Mapping[str, Any], setting: str, keys: Collection[str] = ()) -> T:
+        """Return what `NAME` or `{name: NAME, option: value}` chooses, with these options.
+
+        `keys`: arguments that it is called with later, beside its options. Raise ConfigError where it can't.
+        """
+        options = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+        name = options.pop("name")
+        target: Any = self.get(name, f"{setting}: ")
+        read = options_of(f"{self.kind} {name}", target, options, section=setting, keys=keys)
+        made: Any = functools.partial(target, **read)
+        return cast(T, made)
 
     def bind(
         self, name: str, options: Mapping[str, Any] | None, *, section: str, keys: Collection[str]

@@ -9,4 +9,3 @@ from hocket.config.loading import *  # noqa: F403
 from hocket.config.sections import *  # noqa: F403
 from hocket.config.tasks import *  # noqa: F403
 from hocket.config.whole import *  # noqa: F403
-from hocket.extras.elsewhere import *  # noqa: F403

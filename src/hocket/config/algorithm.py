@@ -2,20 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from hocket.common import markdown
-from hocket.config.sections import Range, Section, UserPath
-
-
-def _named(chosen: Any) -> str | dict[str, Any]:
-    options = {"name": chosen} if isinstance(chosen, str) else chosen
-    if not isinstance(options, dict) or not isinstance(options.get("name"), str):
-        raise ValueError("must be a name, or {name: NAME, option: value}")
-    return options if len(options) > 1 else str(options["name"])
+from hocket.config.sections import Chosen, Range, Section, UserPath
 
 
 class AdaptiveKl(Section):
@@ -28,8 +21,6 @@ class AdaptiveKl(Section):
 
 Scale = Literal["group", "batch", "tokens", "none"]
 Ratio = Literal["token", "sequence"]
-Chosen = Annotated[str | dict[str, Any], pydantic.PlainValidator(_named)]
-"""A function of algorithm/choices.py or of a plugin: NAME, or {name: NAME, its options}."""
 KlIn = Literal["loss", "reward"] | AdaptiveKl
 PresetName = Literal[
     "grpo",

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hocket.common.machine import is_any
 from hocket.common.processes import SECRET_NAME
-from hocket.config.sections import Names, Section, UserPath, or_one
+from hocket.config.sections import Chosen, Names, Section, UserPath, or_one
 from hocket.types import InFlight
 
 
@@ -40,9 +40,9 @@ class PipelineConfig(Section):
 
 
 class SyncConfig(Section):
-    backend: Literal["auto", "disk", "delta", "nccl"] = "auto"
+    backend: Chosen = "auto"
     """How new weights go to the servers. `auto`: nccl with GPUs apart, else disk; `delta`: by disk what has changed,
-    with copies in RAM and $TMPDIR."""
+    with copies in RAM and $TMPDIR, option full_every (versions); or your own."""
     root: UserPath | None = None
     """Folder above run.dir, equal on both sides. Default: its parent."""
     timeout_s: float = Field(300.0, gt=0)
@@ -61,6 +61,11 @@ class SyncConfig(Section):
     """Share of prompts checked by lot, beside what training checks itself."""
     on_mismatch: Literal["stop", "warn"] = "stop"
     """What a check that fails does to the run."""
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport."""
+        return self.backend if isinstance(self.backend, str) else str(self.backend["name"])
 
     @property
     def bucket_timeout_s(self) -> float:

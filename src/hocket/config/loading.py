@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 from hocket.common import markdown
 from hocket.common.files import kind_of
 from hocket.common.registry import explain
+from hocket.config.names import name_here, names_table
 from hocket.config.sections import Section, UserPath, leaves, put
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
-from hocket.extras.elsewhere import name_here, names_table
 
 UNION = re.compile(r"constrained-int|bool|[a-z-]+\[.*\]", re.DOTALL)  # pydantic's words for a kind, behind a key
 SURE = 0.9  # similarity of a key to the one that was meant

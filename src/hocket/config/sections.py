@@ -35,6 +35,17 @@ MAX_LORA_RANK = 512
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+def _named(chosen: Any) -> str | dict[str, Any]:
+    options = {"name": chosen} if isinstance(chosen, str) else chosen
+    if not isinstance(options, dict) or not isinstance(options.get("name"), str):
+        raise ValueError("must be a name, or {name: NAME, option: value}")
+    return options if len(options) > 1 else str(options["name"])
+
+
+Chosen = Annotated[str | dict[str, Any], pydantic.PlainValidator(_named)]
+"""What a registry has, of hocket or of a plugin: NAME, or {name: NAME, its options}."""
+
+
 class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         extra="forbid",
@@ -176,10 +187,11 @@ class TrainerConfig(Section):
     """Ranks that compute a row together, each a part of its positions."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32."""
-    gradient_checkpointing: bool | Literal["long"] = False
-    """Recomputed activations: less memory, more time. `long`: for very long rows, with what is kept on the CPU."""
-    kernels: Literal["eager", "compile", "liger"] = "eager"
-    """Kernels of PyTorch, of torch.compile, or Liger's (a package)."""
+    gradient_checkpointing: Annotated[bool | Chosen, Field(union_mode="left_to_right")] = False
+    """Recomputed activations: less memory, more time. `long`: for very long rows, with what is kept on the CPU; or
+    your own."""
+    kernels: Chosen = "eager"
+    """Kernels: `eager`, PyTorch's own; `compile`, of torch.compile; `liger`, a package's; or your own."""
     offload_optimizer: bool = False
     """Optimizer and (ZeRO-3) gradients on the CPU."""
     deepspeed: dict[str, Any] = Field({})
@@ -188,6 +200,11 @@ class TrainerConfig(Section):
     def refuse(self) -> None:
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
+
+    @property
+    def spreads_weights(self) -> bool:
+        """Whether each rank holds a part of the weights: ZeRO-3."""
+        return self.zero_stage == 3 or (self.zero_stage is None and self.offload_optimizer)
 
     def below_peak(self, steps: int) -> str:
         """Say that `steps` steps end within the warm-up; "" if they do not."""

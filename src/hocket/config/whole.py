@@ -64,16 +64,15 @@ class Config(Section):
         if self.checkpoint.best is not None:
             self._refuse_best(self.checkpoint.best.name)
         run_dir = self.run_dir.resolve()
-        if self.sync.backend == "delta" and self.model.lora is not None:
+        if self.sync.transport not in ("auto", "disk", "nccl") and self.model.lora is not None:
             raise ValueError(
-                "sync.backend=delta has no effect with model.lora, whose adapters are small: set sync.backend=disk"
+                f"sync.backend={self.sync.transport} has no effect with model.lora, whose adapters are small: set "
+                "sync.backend=disk"
             )
-        if trainer.zero_stage == 3 or (trainer.zero_stage is None and trainer.offload_optimizer):
-            stage_3 = "zero_stage=3, the default to offload"
-            if self.model.quantizes:
-                raise ValueError(f"trainer.{stage_3}, can't spread quantized weights; set stage 2")
-            if trainer.kernels == "compile":
-                raise ValueError(f"trainer.kernels=compile has no effect on layers of {stage_3}; set stage 2")
+        if self.model.quantizes and trainer.spreads_weights:
+            raise ValueError(
+                "trainer.zero_stage=3, the default to offload, can't spread quantized weights; set stage 2"
+            )
         warmup = self.critic.warmup_steps
         if warmup >= trainer.steps:
             raise ValueError(
@@ -157,12 +156,12 @@ class Config(Section):
             raise ConfigError(f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder")
 
     def _refuse_on_one_gpu(self, ahead: bool) -> None:
-        backend = self.sync.backend
+        backend = self.sync.transport
         several = len(self.server_urls) > 1 or (self.launch.servers or 1) > 1
         for contradicts, says in (
             (ahead, "needs pipeline.max_staleness=0: both take turns"),
             (backend == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
-            (backend == "delta", "needs sync.backend=disk: whole versions are written"),
+            (backend not in ("auto", "disk", "nccl"), "needs sync.backend=disk: whole versions are written"),
             (self.server.discover, "is for one server that server.urls names: leave server.discover out"),
             (several, "is for one server; give several GPUs of their own"),
             (self.launch.gpus_apart, "contradicts launch.gpus_apart=true"),

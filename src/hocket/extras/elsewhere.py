@@ -1,6 +1,6 @@
 """Say what the settings of TRL, OpenRLHF and verl are called here."""
 
-from hocket.common import markdown
+from hocket.config.names import other_names
 
 NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "model.path": "model_name_or_path model_name pretrain actor_rollout_ref.model.path",
@@ -92,15 +92,4 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "no setting: every step is logged": "logging_steps log_every",
     "no setting: every rollout is in RUN/rollouts": "log_completions",
 }
-_HERE = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
-
-
-def name_here(key: str) -> str | None:
-    """Return what a key that ends with a name from elsewhere is called here."""
-    words = key.split(".")
-    return next((_HERE[end] for i in range(len(words)) if (end := ".".join(words[i:])) in _HERE), None)
-
-
-def names_table() -> str:
-    rows = ((here, f"`{names.replace(' ', '`, `')}`") for here, names in NAMES_ELSEWHERE.items())
-    return markdown.table(("here", "in TRL, OpenRLHF or verl"), rows)
+other_names("elsewhere")(NAMES_ELSEWHERE)

@@ -1,5 +1,6 @@
 """Very long rows (trainer.gradient_checkpointing=long): what layers keep waits on the CPU, MLPs work in tiles."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -7,15 +8,32 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hocket.trainer.choices import Recomputation, recomputation
+from hocket.trainer.shape import Shape
+
 TILE = 4096  # positions
 
 
-def use_tiles(model: Any) -> None:
-    """Have the MLP of each layer compute, and recompute, TILE positions at a time; numbers stay the same."""
-    for layer in model.modules():
-        mlp = getattr(layer, "mlp", None)
-        if isinstance(layer, GradientCheckpointingLayer) and isinstance(mlp, nn.Module):
-            mlp.forward = _in_tiles(mlp.forward)
+@recomputation("long")
+class LongRows(Recomputation):
+    """Keeps the layers' inputs on the CPU; the MLP of each layer computes, and recomputes, TILE positions at a time.
+
+    The numbers stay the same.
+    """
+
+    gathered_at_once = ("mlp",)  # ranks have rows, and so tiles, of different numbers
+
+    def prepare(self, model: Any) -> None:
+        for layer in model.modules():
+            mlp = getattr(layer, "mlp", None)
+            if isinstance(layer, GradientCheckpointingLayer) and isinstance(mlp, nn.Module):
+                mlp.forward = _in_tiles(mlp.forward)
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+    def bytes_per_token(self, shape: Shape, itemsize: int, layer: float) -> float:
+        return layer - itemsize * 4 * shape.inner
 
 
 def _in_tiles(forward: Any) -> Any:
@@ -29,8 +47,3 @@ def _in_tiles(forward: Any) -> Any:
         return torch.cat(hidden, dim=1), torch.cat(scores)
 
     return tiled
-
-
-def kept_on_cpu() -> torch.autograd.graph.save_on_cpu:
-    """Context in which what the backward pass needs is copied to the CPU."""
-    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce, all_to_all_single
 
 from hocket.trainer.attention import RowPart
+from hocket.trainer.choices import row_division
 from hocket.trainer.ranks import Ranks
 
 
@@ -42,6 +43,7 @@ class Split(RowPart):
         return received.transpose(0, 1).flatten(1, 2)
 
 
+@row_division("ulysses")
 def split(size: int, ranks: Ranks) -> Split:
     """Return how `size` neighbouring ranks divide rows."""
     timeout = datetime.timedelta(seconds=ranks.timeout_s)

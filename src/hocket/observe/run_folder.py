@@ -15,11 +15,10 @@ from typing import Any
 
 from hocket import config as config_module
 from hocket.common.files import flush, write_atomically
-from hocket.common.registry import load_plugins
+from hocket.common.registry import Registry, load_plugins
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
-from hocket.extras.page import page, plugin_files
-from hocket.observe import loggers
+from hocket.observe import loggers, plugin_files
 from hocket.observe.rows import (
     GROWING,
     LEDGER,
@@ -32,6 +31,19 @@ from hocket.observe.rows import (
     write_rollouts,
 )
 from hocket.types import Group
+
+REPORTS: Registry[Callable[[Path], None]] = Registry("report", page="hocket.extras.page.page")
+report = REPORTS.register
+"""Decorator of a function that writes a report of a run into its folder, when the run has ended or failed.
+
+Example: a plugin that says which step had the highest reward.
+
+    @report("highest")
+    def write(folder: Path) -> None:
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        highest = max(steps, key=lambda step: step.get("reward/total") or 0.0)
+        (folder / "highest.txt").write_text(f"step {highest['step']}")
+"""
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
@@ -55,7 +67,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         loggers.close(self._loggers, failed=bool(failed))
         if failed:
             with contextlib.suppress(OSError, DataError):  # the first error is the one to tell
-                page.write_report([self.path], self.path / "report.html")
+                self._report()
 
     @property
     def last_step(self) -> int:
@@ -80,7 +92,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         return self.path / "skipped" / f"step_{step:06d}.json"
 
     def summary(self, *, final_version: int, more: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Write summary.json, which has `more` too, and report.html; return the summary."""
+        """Write summary.json, which has `more` too, and the reports; return the summary."""
         first, *others = [_evaluation(record) for record in self.history]
         values = {
             "before": first,
@@ -95,8 +107,12 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         for one in more:
             values |= one
         write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
-        page.write_report([self.path], self.path / "report.html")
+        self._report()
         return values
+
+    def _report(self) -> None:
+        for write in REPORTS.each():
+            write(self.path)
 
     def state(self) -> dict[str, Any]:
         """Flush the growing files to disk; return the last step and their bytes."""

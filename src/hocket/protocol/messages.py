@@ -1,6 +1,6 @@
 """The messages between trainer and server: JSON, validated on both sides."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, Self, TypeVar
 
 import pydantic
@@ -278,9 +278,9 @@ class AgentRecord(Strict):
 
 
 class DiskSource(Strict):
-    """A folder under the server's root, with a version or what has changed; the answer to PUT /upload, too."""
+    """A folder under the server's root, with a whole version or an adapter; the answer to PUT /upload, too."""
 
-    kind: Literal["disk", "delta"] = "disk"
+    kind: Literal["disk"] = "disk"
     name: str = Field(min_length=1, max_length=512)
 
 
@@ -322,6 +322,25 @@ class CollectiveSource(Strict):
     partial: bool = False  # frozen weights stay as they came with the last whole version
 
 
+class OtherSource(Strict, extra="allow"):
+    """A version that comes in a way of its own: the part of the server that knows this kind reads the other fields."""
+
+    kind: str = Field(min_length=1, max_length=64)
+
+
+def _tag(source: Any) -> str:
+    kind = source.get("kind", "disk") if isinstance(source, Mapping) else getattr(source, "kind", "other")
+    return kind if kind in ("disk", "nccl") else "other"
+
+
+Source = Annotated[
+    Annotated[DiskSource, pydantic.Tag("disk")]
+    | Annotated[CollectiveSource, pydantic.Tag("nccl")]
+    | Annotated[OtherSource, pydantic.Tag("other")],
+    pydantic.Discriminator(_tag),
+]
+
+
 class ReloadResponse(Strict):
     """What the server holds; the checksum is of what went into the model."""
 
@@ -341,7 +360,7 @@ class ReloadRequest(Request[ReloadResponse]):
     route = "/reload_weights"
     answer = ReloadResponse
     version: int = Field(ge=1)
-    source: DiskSource | CollectiveSource = Field(discriminator="kind")
+    source: Source
     in_flight: InFlight = "keep"
     compare: bool = False
 

@@ -15,7 +15,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import cause_of
 from hocket.protocol.manifest import ModelShapes, dtype_name, model_shapes
 from hocket.server import versions, vllm_api
-from hocket.server.errors import ApiError
+from hocket.server.errors import ApiError, invalid
 from hocket.server.generate import Job, Sampler
 from hocket.types import InFlight
 
@@ -73,7 +73,7 @@ Find = Callable[[Any, int], Awaitable[Found]]
 
 
 class Held(NamedTuple):
-    source: protocol.DiskSource | protocol.CollectiveSource | None  # None: what it was started with
+    source: protocol.Source | None  # None: what it was started with
     answer: protocol.ReloadResponse
 
 
@@ -119,7 +119,7 @@ class Engine:
         self.share_gpu = share_gpu
         self.session = secrets.token_hex(8)
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
-        self.sources: dict[str, Find] = {"disk": self._find_on_disk}
+        self.sources: dict[str, Find] = {"disk": self._find_on_disk}  # by kind; parts of the server add theirs
         self.residence = Residence()
         self.holder = Holder()
         self.lock = asyncio.Lock()  # of what changes the engine
@@ -222,7 +222,7 @@ class Engine:
             self.holder.hear(request.trainer)
             self.require_ready(admits=() if request.compare else protocol.CURABLE)
             start = time.perf_counter()
-            found = await self.sources[request.source.kind](request.source, request.version)
+            found = await self._source(request.source.kind)(request.source, request.version)
             held = self._held_as(request.version, found)
             if request.compare:
                 return await self._compare(request.version, found, held, start)
@@ -230,6 +230,12 @@ class Engine:
                 held = await self._load(request, found, start)
             await self.residence.wake()
             return held.answer
+
+    def _source(self, kind: str) -> Find:
+        if kind not in self.sources:
+            message = f"source.kind: no part of this server reads {kind!r}; it reads {', '.join(sorted(self.sources))}"
+            raise invalid(message, "start it with the part's file under server.plugins, or set another sync.backend")
+        return self.sources[kind]
 
     def _held_as(self, version: int, found: Found) -> Held | None:
         """Return what the model holds if it is this version: a resumed run gives its name to other weights."""

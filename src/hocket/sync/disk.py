@@ -1,118 +1,95 @@
-"""Number weight versions and write them, as weights/v000012: Hugging Face models, or PEFT adapters.
+"""Carry weight versions to servers in files: in a shared folder, or uploaded over HTTP."""
 
-The manifest is of the tensors in memory: a server also notices what went wrong on writing.
-"""
-
-import contextlib
-import shutil
-from collections.abc import Callable, Mapping
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from safetensors import SafetensorError
+from hocket.client.server import ServerClient
+from hocket.common.tasks import run_in_thread, timed
+from hocket.config import SyncConfig
+from hocket.errors import HocketError, SyncError
+from hocket.protocol import DiskSource, OtherSource, ReloadRequest, Source
+from hocket.sync.transports import Answer, Delivery, Sending, Transport, joined, not_reached, transport
+from hocket.sync.versions import Versions, WrittenVersion
+from hocket.types import Metrics
 
-from hocket.common.files import atomic_folder, numbered, remove_folder
-from hocket.errors import SyncError, remedy
-from hocket.protocol import TensorSpec, manifest
-
-if TYPE_CHECKING:
-    from hocket.trainer.trainer import Trainer
-
-KINDS = ("weights", "deltas")
-KEEP = 2  # of each kind: servers may be loading them
+REST_S = 5.0  # before writing is tried again: someone may free space
 
 
-class WrittenVersion(NamedTuple):
-    version: int
-    folder: Path
-    checksum: str
-    num_bytes: int
-    kind: Literal["disk", "delta"] = "disk"  # how to load it
-    metrics: Mapping[str, float] = MappingProxyType({})
+@dataclasses.dataclass
+class DiskTransport:
+    """Write a version and have all servers load it; write it in full again for those that could not."""
 
+    versions: Versions
+    root: Path  # which servers see, too
+    sync: SyncConfig
+    say: Callable[[str], None] = lambda line: None
+    on_written: Callable[[], None] = lambda: None  # before any server loads it
+    write: Callable[[int], WrittenVersion] | None = None  # what servers are sent first; None: the whole version
+    _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # of one trainer
 
-class Versions:
-    """The versions of a run. `first` writes what servers are sent first: the whole, if nothing else is set."""
+    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
+        versions = self.versions
+        metrics = Metrics()
+        with timed(metrics, "sync/prepare_s"):
+            try:
+                first = await run_in_thread(self._write, version)
+            except SyncError as error:
+                self.say(f"{error}. It is tried once more in {REST_S:g} s")
+                await asyncio.sleep(REST_S)
+                first = await run_in_thread(self._write, version)
+        delivery, _ = await asyncio.gather(self._load(first, servers, compare), run_in_thread(versions.prune))
+        failed = not_reached(delivery)
+        full = await run_in_thread(versions.mended, first) if failed else None
+        if full is not None:  # it was a delta, or its files were hurt
+            for server in failed:
+                self.say(f"version {version} goes to {server.url} in full: {delivery.answers[server][1]}")
+            delivery = joined(delivery, await self._load(full, failed, compare))
+            if not_reached(delivery):
+                await run_in_thread(versions.check, full)
+        return Delivery(delivery.answers, delivery.metrics | metrics)
 
-    def __init__(self, run_dir: Path, trainer: "Trainer") -> None:
-        self.trainer = trainer
-        self.current = 0  # number; also before a resume
-        self.first = self.full
-        self._begun = False  # `current` is of this process
-        self._run_dir = run_dir.resolve()
-        self._full: WrittenVersion | None = None
+    def _write(self, version: int) -> WrittenVersion:
+        write = self.write or self.versions.full
+        written = write(version)
+        self.on_written()
+        return written
 
-    def begin(self, held: int) -> None:
-        """Set the first number above the run's and `held`, the servers' highest."""
-        if not self._begun:
-            self._begun = True
-            self.current = max(held, self.current) + 1
+    async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool) -> Delivery:
+        metrics = {"sync/mebibytes": written.num_bytes / 2**20, **written.metrics}
+        with timed(metrics, "sync/transfer_s"):
+            answers = await asyncio.gather(*(self._ask(server, written, compare) for server in servers))
+        sent = ((written.checksum, answer) for answer in answers)
+        return Delivery(dict(zip(servers, sent, strict=True)), metrics)
 
-    def state(self) -> dict[str, int]:
-        return {"version": self.current}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continue after a saved version; remove newer ones."""
-        self.current = state["version"]
-        for kind in KINDS:
-            for version, folder in numbered(self._run_dir / kind, "v*").items():
-                if version > self.current:
-                    shutil.rmtree(folder)
-
-    def save(self) -> Path:
-        """Return the folder of the current version in full, written if need be."""
-        folder = self.path("weights", self.current)
-        return folder if folder.exists() else self.full(self.current).folder
-
-    def path(self, kind: str, version: int) -> Path:
-        return self._run_dir / kind / f"v{version:06d}"
-
-    def full(self, version: int) -> WrittenVersion:
-        """Write the weights in full, once. Raises SyncError."""
-        if self._full is None or self._full.version != version:
-            self._full = self.write("weights", version, self.trainer.export)
-        return self._full
-
-    def write(self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]]) -> WrittenVersion:
-        """Write a version, whose specs `fill` returns. Raises SyncError."""
-        folder = self.path(kind, version)
-        if folder.exists():
-            raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
+    async def _ask(self, server: ServerClient, written: WrittenVersion, compare: bool) -> Answer:
+        timeout_s = self.sync.timeout_s
         try:
-            with atomic_folder(folder) as partial:
-                checksum = manifest.write(partial, version, fill(partial))
-                num_bytes = sum(path.stat().st_size for path in partial.iterdir())
-        except (OSError, SafetensorError) as error:
-            advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir"
-            raise SyncError(f"can't write weight version {version} to {folder}: {error}; {advice}") from error
-        return WrittenVersion(version, folder, checksum, num_bytes)
-
-    def mended(self, written: WrittenVersion) -> WrittenVersion | None:
-        """Return a full version for a delta or damaged files; None for a sound one."""
-        if written is self._full:
-            with contextlib.suppress(SyncError):
-                self.check(written)
-                return None
-            shutil.rmtree(written.folder, ignore_errors=True)
-            self._full = None
-        return self.full(written.version)
-
-    def check(self, written: WrittenVersion) -> None:
-        """Raise SyncError unless the files hold what was written to them."""
-        try:
-            found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
-        except (OSError, SafetensorError) as error:
-            found = str(error)
-        if found != written.checksum:
-            raise SyncError(
-                f"{written.folder} does not hold the weights that were written to it: something has changed its files, "
-                "or the disk is failing. Set another run.dir"
+            name = written.folder.relative_to(self.root.resolve()).as_posix()
+            if self.sync.upload:
+                name = "-".join((self._upload_name, *written.folder.parts[-2:]))
+                name = await server.upload(written.folder, name, timeout_s=timeout_s)
+            request = ReloadRequest(
+                version=written.version,
+                source=source_of(written.kind, name),
+                in_flight=self.sync.in_flight,
+                compare=compare,
             )
+            return await server.ask(request, timeout_s=timeout_s)
+        except HocketError as error:
+            return error
 
-    def prune(self) -> None:
-        """Remove older versions of each kind."""
-        for kind in KINDS:
-            for old in [*numbered(self._run_dir / kind, "v*").values()][:-KEEP]:
-                with contextlib.suppress(OSError):  # it is tried again
-                    remove_folder(old)
+
+def source_of(kind: str, name: str) -> Source:
+    """Return the source of a version in the folder `name` below the servers' root."""
+    if kind == "disk":
+        return DiskSource(name=name)
+    return OtherSource.model_validate({"kind": kind, "name": name})
+
+
+@transport("disk")
+def by_disk(sending: Sending) -> Transport:
+    """Send whole versions as files."""
+    return sending.disk()

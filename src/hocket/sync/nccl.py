@@ -25,7 +25,7 @@ from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import manifest, nccl
 from hocket.protocol.nccl import why_broken
-from hocket.sync.publish import Answer, Delivery
+from hocket.sync.transports import Answer, Delivery, Sending, Transport, WithFallback, transport
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 POLL_S = 0.002
 SLOW_JOIN_S = 5.0  # one that fails after this is not tried again until it is restarted
 READY_SHARE = 0.5  # of sync.timeout_s for a server to begin to receive
+
+
+@transport("nccl")
+def by_broadcast(sending: Sending) -> Transport:
+    """Broadcast versions; servers that no broadcast reaches get them by disk."""
+    fast = CollectiveTransport(sending.trainer, sending.config.sync, freezes=bool(sending.config.model.freeze))
+    sending.at_end(fast.close)
+    return WithFallback(fast, sending.disk(), sending.say)
 
 
 @dataclasses.dataclass

@@ -19,6 +19,7 @@ from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import GenerateRequest, SamplingParams, meaning
 from hocket.rollout.transcript import Transcript
+from hocket.run_part import RunPart
 from hocket.sync.publish import Publisher
 from hocket.types import Metrics, Prompt, TokenSequence, TrainSample
 
@@ -47,7 +48,7 @@ Answer = list[list[Scored]]  # of each prompt
 
 
 @dataclasses.dataclass
-class Proof:
+class Proof(RunPart):
     """Check servers against the trainer. A failure raises SyncError or, with on_mismatch=warn, is said."""
 
     publisher: Publisher
@@ -72,7 +73,7 @@ class Proof:
             self._last_due = version + 1
         return version <= self._last_due
 
-    async def check(self, members: Sequence[Member], came: bool) -> Metrics:
+    async def published(self, members: Sequence[Member], came: bool) -> Metrics:
         """Check, where it is due, that servers compute with the current version."""
         if not members or not (came or self.is_due(self.publisher.versions.current)):
             return {}

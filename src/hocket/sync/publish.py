@@ -1,6 +1,6 @@
 """Publish the trainer's weights to every server, with proof.
 
-    write version v+1 → load it on every server → compare checksums → run the checks (proof.py)
+    write version v+1 → load it on every server → compare checksums → run the checks (proof.py and other parts)
 
 A server that dies meanwhile is brought up once it answers again. A refused version, another checksum or a check that
 fails stops the run.
@@ -8,35 +8,16 @@ fails stops the run.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import NamedTuple, Protocol
 
 from hocket.client.pool import Member, ServerPool
-from hocket.client.server import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import Health, ReloadResponse
-from hocket.sync.disk import Versions
-from hocket.types import Metrics, Rollout
-
-Answer = ReloadResponse | HocketError  # a failure is a value: others go on
-Check = Callable[[Sequence[Member], bool], Awaitable[Metrics]]  # (servers, whether they have just come) → sync/*
-RolloutCheck = Callable[[Sequence[Sequence[Rollout]], bool | None], Awaitable[Metrics]]
-"""(rollouts of each prompt, whether some are trained; None: an evaluation's) → sampling/*."""
-
-
-class Delivery(NamedTuple):
-    answers: dict[ServerClient, tuple[str, Answer]]  # with the checksum that was sent
-    metrics: Metrics  # sync/*
-
-
-class Transport(Protocol):
-    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        """Have servers load the trainer's weights, or compare; can be repeated. Raises SyncError."""
-
-
-async def unchecked(*what: object) -> Metrics:
-    return {}
+from hocket.protocol import Health
+from hocket.run_part import RunPart
+from hocket.sync.transports import Answer, Transport
+from hocket.sync.versions import Versions
+from hocket.types import Metrics
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -46,9 +27,7 @@ class Publisher:
     transport: Transport
     # Gives the trainer a shared GPU
     trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = lambda publishes: nullcontext({})
-    check: Check = unchecked
-    check_rollouts: RolloutCheck = unchecked  # within `training`, before they are learnt from
-    check_step: Callable[[Metrics], Metrics] = lambda metrics: {}  # before its weights are published
+    parts: Sequence[RunPart] = ()  # which take servers that have a version
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # of a step or a bring-up
 
     @asynccontextmanager
@@ -65,7 +44,10 @@ class Publisher:
 
     async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
         metrics = await self.deliver(members)
-        return metrics | await self.check([member for member in members if member.session is not None], came)
+        holding = [member for member in members if member.session is not None]
+        for part in self.parts:
+            metrics |= await part.published(holding, came)
+        return metrics
 
     async def deliver(self, members: Sequence[Member]) -> Metrics:
         """Send servers the current version, and judge their answers."""

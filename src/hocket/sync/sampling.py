@@ -18,6 +18,7 @@ from hocket.common.tasks import run_in_thread, timed
 from hocket.data.text import turn_text
 from hocket.errors import differ
 from hocket.observe.metrics import DRAWN
+from hocket.run_part import RunPart
 from hocket.sync.proof import Proof, as_samples
 from hocket.types import Metrics, Rollout, TokenSequence
 
@@ -31,7 +32,7 @@ LONGEST = 1024  # steps
 
 
 @dataclasses.dataclass
-class SamplingCheck:
+class SamplingCheck(RunPart):
     """Compare rollouts with the trainer; those of stale weights are left out."""
 
     proof: Proof
@@ -43,7 +44,7 @@ class SamplingCheck:
     _lot: Metrics = dataclasses.field(default_factory=dict)  # counts in place of what training finds
     _certain: float = 0.0  # odds of greedy answers, without those that training finds
 
-    async def check(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+    async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
         """Return sampling/* of each prompt's rollouts, before a step that `trains` on some.
 
         None: of an evaluation, whose rollouts are all compared. With sync/max_gap where none is stale. Raise SyncError,
@@ -83,7 +84,7 @@ class SamplingCheck:
                 metrics |= drawn | farthest([metrics | drawn], self.group_size)
         return metrics
 
-    def check_step(self, metrics: Metrics) -> Metrics:
+    def trained(self, metrics: Metrics) -> Metrics:
         """Return, after a step, how far draws are from what is expected."""
         metrics = metrics | self._lot
         metrics["sampling/greedy"] = metrics.get("sampling/greedy", 0.0) + self._certain

@@ -1,83 +1,81 @@
-"""Carry weight versions to servers in files: in a shared folder, or uploaded over HTTP."""
+"""How weight versions get to the servers: what a transport is, and what two of them do together."""
 
-import asyncio
 import dataclasses
-import secrets
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hocket.client.server import ServerClient
-from hocket.common.tasks import run_in_thread, timed
-from hocket.config import SyncConfig
-from hocket.errors import HocketError, SyncError
-from hocket.protocol import DiskSource, ReloadRequest, meaning
-from hocket.sync.disk import Versions, WrittenVersion
-from hocket.sync.publish import Answer, Delivery, Transport
+from hocket.common.registry import Registry
+from hocket.config import Config, SyncConfig
+from hocket.errors import HocketError
+from hocket.protocol import ReloadResponse, meaning
 from hocket.types import Metrics
 
-REST_S = 5.0  # before writing is tried again: someone may free space
+if TYPE_CHECKING:
+    from hocket.sync.versions import Versions
+    from hocket.trainer.trainer import Trainer
+
+Answer = ReloadResponse | HocketError  # a failure is a value: others go on
 
 
-@dataclasses.dataclass
-class DiskTransport:
-    """Write a version, have all servers load it, and send it in full where a delta does not load."""
+class Delivery(NamedTuple):
+    answers: dict[ServerClient, tuple[str, Answer]]  # with the checksum that was sent
+    metrics: Metrics  # sync/*
 
-    versions: Versions
-    root: Path  # which servers see, too
-    sync: SyncConfig
-    say: Callable[[str], None] = lambda line: None
-    on_written: Callable[[], None] = lambda: None  # before any server loads it
-    _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # of one trainer
+
+class Transport(Protocol):
+    """A way of weight versions to the servers."""
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        versions = self.versions
-        metrics = Metrics()
-        with timed(metrics, "sync/prepare_s"):
-            try:
-                first = await run_in_thread(self._write, version)
-            except SyncError as error:
-                self.say(f"{error}. It is tried once more in {REST_S:g} s")
-                await asyncio.sleep(REST_S)
-                first = await run_in_thread(self._write, version)
-        delivery, _ = await asyncio.gather(self._load(first, servers, compare), run_in_thread(versions.prune))
-        failed = _failed(delivery)
-        full = await run_in_thread(versions.mended, first) if failed else None
-        if full is not None:  # it was a delta, or its files were hurt
-            for server in failed:
-                self.say(f"version {version} goes to {server.url} in full: {delivery.answers[server][1]}")
-            delivery = _joined(delivery, await self._load(full, failed, compare))
-            if _failed(delivery):
-                await run_in_thread(versions.check, full)
-        return Delivery(delivery.answers, delivery.metrics | metrics)
+        """Have servers load the trainer's weights, or compare; can be repeated. Raises SyncError."""
 
-    def _write(self, version: int) -> WrittenVersion:
-        written = self.versions.first(version)
-        self.on_written()
-        return written
 
-    async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool) -> Delivery:
-        metrics = {"sync/mebibytes": written.num_bytes / 2**20, **written.metrics}
-        with timed(metrics, "sync/transfer_s"):
-            answers = await asyncio.gather(*(self._ask(server, written, compare) for server in servers))
-        sent = ((written.checksum, answer) for answer in answers)
-        return Delivery(dict(zip(servers, sent, strict=True)), metrics)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """What a transport is made for."""
 
-    async def _ask(self, server: ServerClient, written: WrittenVersion, compare: bool) -> Answer:
-        timeout_s = self.sync.timeout_s
-        try:
-            name = written.folder.relative_to(self.root.resolve()).as_posix()
-            if self.sync.upload:
-                name = "-".join((self._upload_name, *written.folder.parts[-2:]))
-                name = await server.upload(written.folder, name, timeout_s=timeout_s)
-            request = ReloadRequest(
-                version=written.version,
-                source=DiskSource(kind=written.kind, name=name),
-                in_flight=self.sync.in_flight,
-                compare=compare,
-            )
-            return await server.ask(request, timeout_s=timeout_s)
-        except HocketError as error:
-            return error
+    config: Config
+    trainer: "Trainer"
+    versions: "Versions"
+    disk: Callable[..., Transport]  # makes the transport by files; write=FUNCTION: what servers are sent first
+    say: Callable[[str], None]  # prints a line
+    at_end: Callable[[Callable[[], None]], object]  # has a function called when the run ends
+
+
+TRANSPORTS: Registry[Callable[[Sending], Transport]] = Registry(
+    "transport", disk="hocket.sync.disk", nccl="hocket.sync.nccl", delta="hocket.extras.delta.write"
+)
+transport = TRANSPORTS.register
+"""Decorator of a function that makes a transport, which `sync.backend` then names; its other arguments are options.
+
+Where servers read something else than a whole version from a folder, a part of the server adds how, as
+`server.engine.sources[KIND]` (hocket.server.parts).
+
+Example: a plugin that says how long each version takes.
+
+    @transport("timed")
+    def timed(sending: Sending, *, unit: str = "s") -> Transport:
+        return Timed(sending.disk(), unit, sending.say)
+
+    class Timed:
+        def __init__(self, way: Transport, unit: str, say: Callable[[str], None]) -> None:
+            self._way = way
+            self._unit = unit
+            self._say = say
+
+        async def deliver(
+            self, version: int, servers: Sequence[ServerClient], *, compare: bool = False
+        ) -> Delivery:
+            start = time.perf_counter()
+            delivery = await self._way.deliver(version, servers, compare=compare)
+            self._say(f"version {version}: {time.perf_counter() - start:.3f} {self._unit}")
+            return delivery
+"""
+
+
+def chosen_transport(sync: SyncConfig) -> Callable[[Sending], Transport]:
+    """Return what makes the transport that sync.backend, which is no longer `auto`, names. Raises ConfigError."""
+    return TRANSPORTS.choose(sync.backend, "sync.backend", keys=("sending",))
 
 
 @dataclasses.dataclass
@@ -90,21 +88,21 @@ class WithFallback:
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         delivery = await self.fast.deliver(version, servers, compare=compare)
-        failed = _failed(delivery)
+        failed = not_reached(delivery)
         if failed:
             urls = ", ".join(server.url for server in failed)
             self.say(f"version {version} goes to {urls} by disk instead: {delivery.answers[failed[0]][1]}")
-            delivery = _joined(delivery, await self.disk.deliver(version, failed, compare=compare))
+            delivery = joined(delivery, await self.disk.deliver(version, failed, compare=compare))
         return Delivery(delivery.answers, delivery.metrics | {"sync/fallbacks": float(len(failed))})
 
 
-def _failed(delivery: Delivery) -> list[ServerClient]:
+def not_reached(delivery: Delivery) -> list[ServerClient]:
     """Return who may take it in another way."""
     errors = ((server, answer) for server, (_, answer) in delivery.answers.items() if isinstance(answer, HocketError))
     return [server for server, error in errors if not meaning(getattr(error, "code", "")).final]
 
 
-def _joined(first: Delivery, second: Delivery) -> Delivery:
+def joined(first: Delivery, second: Delivery) -> Delivery:
     """Return the outcome of sending to all, then to some again."""
     metrics = dict(first.metrics)
     metrics["sync/mebibytes"] += second.metrics["sync/mebibytes"] * len(second.answers) / len(first.answers)

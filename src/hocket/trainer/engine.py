@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError
 from hocket.trainer import share_gpu
+from hocket.trainer.choices import chosen_recomputation
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import KINDS, MASTER
 
@@ -125,8 +126,10 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
         "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,  # `step` does it there
         "steps_per_print": 10**9,
     }
-    if config.gradient_checkpointing == "long":  # ranks have rows, and so MLPs have tiles, of different numbers
-        zero["leaf_module"] = {"name_suffixes": ["mlp"]}  # whose weights are gathered once for all of them
+    if config.gradient_checkpointing:
+        leaves = chosen_recomputation(config.gradient_checkpointing).gathered_at_once
+        if leaves:
+            zero["leaf_module"] = {"name_suffixes": list(leaves)}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         values["zero_force_ds_cpu_optimizer"] = False  # it would be compiled; torch's AdamW runs there too

@@ -13,6 +13,7 @@ import numpy as np
 from hocket.common.files import write_atomically
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
+from hocket.trainer.choices import RECOMPUTATIONS
 from hocket.trainer.step import Update
 from hocket.types import TrainSample
 
@@ -84,7 +85,10 @@ def out_of_memory(
         f"trainer.micro_batch_tokens={smaller} (now {micro_batch_tokens})": longest > 0
         and 10 * smaller <= 9 * micro_batch_tokens,
         "trainer.gradient_checkpointing=true": longest > 0 and not config.gradient_checkpointing,
-        "trainer.gradient_checkpointing=long": longest > 0 and config.gradient_checkpointing is True,
+        **{
+            f"trainer.gradient_checkpointing={name}": longest > 0 and config.gradient_checkpointing is True
+            for name in sorted(RECOMPUTATIONS.names)
+        },
         "trainer.offload_optimizer=true": on_gpu and not config.offload_optimizer,
         "trainer.zero_stage=3 on more ranks": True,
         "model.lora={}": True,

@@ -15,6 +15,7 @@ from hocket.common import machine
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.batching import divide
+from hocket.trainer.choices import chosen_recomputation
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
 from hocket.trainer.ranks import Ranks
@@ -115,11 +116,10 @@ def estimate(
     moments = 8 * trained if stage == 0 else 12 * trained / num_ranks  # with master weights
     norms = (4 * itemsize + 8) * shape.hidden  # computed in float32
     layer = norms + itemsize * (3 * shape.query + 2 * shape.key + 4 * shape.inner)
-    per_token = shape.layers * layer + norms
+    per_token: float = shape.layers * layer + norms
     if config.gradient_checkpointing:
-        per_token = shape.layers * itemsize * shape.hidden + norms + layer
-    if config.gradient_checkpointing == "long":
-        per_token = norms + layer - itemsize * 4 * shape.inner
+        recomputation = chosen_recomputation(config.gradient_checkpointing)
+        per_token = norms + recomputation.bytes_per_token(shape, itemsize, layer)
     return Estimate(
         weights=weights,
         gradients=trained * (each + shared / num_ranks) + buckets,

@@ -20,8 +20,7 @@ from hocket.common.tasks import LISTENERS, Span, note, seed_of
 from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
-from hocket.extras import flops, ulysses
-from hocket.trainer import attention, guards, memory, share_gpu
+from hocket.trainer import attention, choices, flops, guards, memory, share_gpu
 from hocket.trainer.batching import Make, TrainBatch, unpack
 from hocket.trainer.draws import draw_sums
 from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets
@@ -106,12 +105,14 @@ class Models:
         settings = self.setup.config
         device = self.ranks.device
         model = self._config.model
+        choices.check(settings)
         self.attention = attention.choose_kernel(device)
         models = objective.models(model)
         self.estimate = memory.check(models, settings, self.setup.dtype, device, self.ranks.size)
         self.flops = flops.model_flops(models[0][1])
-        divided = settings.sequence_parallel > 1
-        self.ranks.part = ulysses.split(settings.sequence_parallel, self.ranks) if divided else attention.WHOLE
+        self.ranks.part = attention.WHOLE
+        if settings.sequence_parallel > 1:
+            self.ranks.part = choices.chosen_row_division()(settings.sequence_parallel, self.ranks)
         self.policy = self.load(model, objective.kind)
         shape = Shape.of(self.policy.model)
         self.row_tokens = memory.row_tokens(shape, on_gpu=device.type != "cpu")

@@ -12,13 +12,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hocket.config import ModelConfig
+from hocket.config import Chosen, ModelConfig
 from hocket.data.tokenizer import context_length
 from hocket.errors import TrainerError
-from hocket.extras.kernels import compile_layers, use_liger
-from hocket.extras.long_rows import kept_on_cpu, use_tiles
 from hocket.protocol import TensorSpec, manifest
-from hocket.trainer import architecture, attention
+from hocket.trainer import architecture, attention, choices
 from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.float32_head import compute_in_float32
@@ -29,7 +27,6 @@ from hocket.types import Image
 
 PREFIX = "model."  # of names of Policy.model's parameters
 WEIGHTS: dict[str, type[Weights]] = {"model": Weights, "adapter": Adapter}  # by ModelConfig.weights
-KERNELS: dict[str, Callable[[Any], None]] = {"compile": compile_layers, "liger": use_liger}
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -56,8 +53,8 @@ class Policy(nn.Module):
         *,
         dtype: torch.dtype,
         temperature: float,
-        gradient_checkpointing: bool | str = False,
-        kernels: str = "eager",
+        gradient_checkpointing: bool | Chosen = False,
+        kernels: Chosen = choices.EAGER,
         entropy_gradient: bool = False,
         seed: int = 0,
         loads: bool = True,
@@ -92,12 +89,13 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if kernels != "eager":
-            KERNELS[kernels](model)
-        self._kept: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if gradient_checkpointing == "long":
-            use_tiles(model)
-            self._kept = kept_on_cpu
+        if kernels != choices.EAGER:
+            choices.chosen_kernels(kernels).apply(model)
+        self._forward_pass: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if gradient_checkpointing:
+            recomputation = choices.chosen_recomputation(gradient_checkpointing)
+            recomputation.prepare(model)
+            self._forward_pass = recomputation.forward_pass
         architecture.evaluates(model)
         if config.float32_head:
             compute_in_float32(head_of(model))
@@ -148,7 +146,7 @@ class Policy(nn.Module):
         inputs = segments.inputs(input_ids_br)
         if self.vision is not None:
             inputs = self.vision.inputs(self.model, input_ids_br, segments, images)
-        with self._kept():
+        with self._forward_pass():
             hidden_brh = cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
         return hidden_brh[:, : input_ids_br.shape[1]]  # a blank image may stand behind
 

@@ -17,10 +17,9 @@ from hocket.common.tasks import note, run, seed_of
 from hocket.config import Config
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import TrainerError
-from hocket.extras import flops
 from hocket.observe.metrics import over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
-from hocket.trainer import batching, guards
+from hocket.trainer import batching, flops, guards
 from hocket.trainer.auxiliary import configured
 from hocket.trainer.engine import whole_shape
 from hocket.trainer.models import Models, Objective, Sink

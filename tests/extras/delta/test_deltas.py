@@ -10,7 +10,7 @@ import pytest
 from hocket.errors import ServerError
 from hocket.extras.upload import FOLDER
 from hocket.protocol import ReloadResponse, manifest
-from hocket.sync.publish import Delivery
+from hocket.sync.transports import Delivery
 from support.engines import MovingModel
 from support.tiny_server import TinyServer
 

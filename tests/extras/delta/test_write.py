@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 from tests.sync.test_disk import Disk, FileServer, cut, flip, hurt_once, no_room, remove
 
-from hocket.errors import ServerError
+from hocket.errors import ConfigError, ServerError
 from hocket.extras.delta import codec as delta
 from hocket.extras.delta.load import PatchedCopy
-from hocket.extras.delta.write import DeltaWriter
 from hocket.protocol import ReloadRequest, manifest
 from support import fakes
 
@@ -32,16 +31,15 @@ class DeltaServer(FileServer):
 class Deltas(Disk):
     """The folders of a run that writes what has changed."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        super().__init__(tmp_path, "sync.backend=delta")
-        self.versions.first = DeltaWriter(self.versions).write
+    def __init__(self, tmp_path: Path, backend: str = "delta") -> None:
+        super().__init__(tmp_path, f"sync.backend={backend}")
 
 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FileServer]:
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
-    monkeypatch.setattr("hocket.sync.transports.REST_S", 0.0)
+    monkeypatch.setattr("hocket.sync.disk.REST_S", 0.0)
     numbers = itertools.count()
     return lambda: DeltaServer(f"http://{next(numbers)}", tmp_path / "runs")
 
@@ -84,9 +82,8 @@ async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Pa
 async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_version_would(
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch, full_every: int, keep: int, full: Any, left: Any
 ) -> None:
-    monkeypatch.setattr("hocket.extras.delta.write.FULL_EVERY", full_every)
-    monkeypatch.setattr("hocket.sync.disk.KEEP", keep)
-    disk, server = Deltas(tmp_path), servers()
+    monkeypatch.setattr("hocket.sync.versions.KEEP", keep)
+    disk, server = Deltas(tmp_path, f"{{name: delta, full_every: {full_every}}}"), servers()
     for version in range(1, 8):
         disk.step(version, 100 * version)
         await disk.deliver(version, server)
@@ -138,3 +135,8 @@ async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path
     disk.step(9)
     await disk.deliver(3, server)
     assert server.names[-1] == "deltas/v000003"  # of version 2, whichever of its folders the server has
+
+
+def test_an_unknown_transport_lists_that_of_deltas_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sync.backend: there is no transport 'timed'; known: delta, disk, nccl;"):
+        Disk(tmp_path, "sync.backend=timed")

@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, DataError
-from hocket.extras.export.export import export
 from hocket.extras.stages import driver, pairs, rm, stage_of
 from hocket.trainer import memory
+from hocket.trainer.export import export
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout
 from support.batches import scorer_of_all

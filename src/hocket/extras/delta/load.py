@@ -6,11 +6,14 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
 
 from hocket import protocol
 from hocket.server import versions
 from hocket.server.engine import Found, Held
-from hocket.server.errors import ApiError
+from hocket.server.errors import ApiError, parse
 from hocket.server.parts import Server, server_part
 
 
@@ -19,14 +22,22 @@ def install(server: Server) -> None:
     engine = server.engine
     copy = PatchedCopy(engine.root)
 
-    async def find(source: protocol.DiskSource, version: int) -> Found:
-        folder, described, _ = await engine.reading(versions.read, engine.root, source.name)
+    async def find(source: protocol.OtherSource, version: int) -> Found:
+        delta = parse(DeltaSource, source.model_dump_json().encode())
+        folder, described, _ = await engine.reading(versions.read, engine.root, delta.name)
         expected = await engine.expected(None)
         versions.check_manifest(described, version, expected)
         patched = await engine.reading(copy.patched, folder, described, engine.held)
         return Found(("hocket_load_disk", str(patched)), described.checksum, discard=copy.discard)
 
     engine.sources["delta"] = find
+
+
+class DeltaSource(protocol.Strict):
+    """A folder under the server's root with what has changed since an earlier version."""
+
+    kind: Literal["delta"]
+    name: str = Field(min_length=1, max_length=512)
 
 
 class PatchedCopy:
@@ -64,7 +75,7 @@ class PatchedCopy:
     def _copy(self, held: Held | None, base: str) -> None:
         """Copy the files of the version that the model holds, if that is the base."""
         source = held.source if held is not None and held.answer.checksum == base else None
-        if not isinstance(source, protocol.DiskSource) or source.kind == "delta":
+        if not isinstance(source, protocol.DiskSource):
             reason = "this is only what has changed since a version of which this server has no files"
             raise ApiError(409, "no_base", reason, "publish the version in full")
         published = versions.find(self._root, source.name)

@@ -2,21 +2,29 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
 from hocket.extras.delta import codec as delta
 from hocket.protocol import TensorSpec, manifest, nccl
-from hocket.sync.disk import Versions, WrittenVersion
+from hocket.sync.transports import Sending, Transport, transport
+from hocket.sync.versions import Versions, WrittenVersion
 
-FULL_EVERY = 50  # versions; the others are deltas
+
+@transport("delta")
+def by_delta(sending: Sending, *, full_every: Annotated[int, Field(ge=1)] = 50) -> Transport:
+    """Send what has changed; of `full_every` versions one is whole, and those that a server can't patch are, too."""
+    return sending.disk(write=DeltaWriter(sending.versions, full_every).write)
 
 
 class DeltaWriter:
     """Keep the last version's tensors on the CPU, to write what changes."""
 
-    def __init__(self, versions: Versions) -> None:
+    def __init__(self, versions: Versions, full_every: int = 50) -> None:
         self._versions = versions
+        self._full_every = full_every
         self._base: WrittenVersion | None = None  # of the next delta,
         self._last: dict[str, torch.Tensor] = {}  # and its tensors
 
@@ -26,7 +34,7 @@ class DeltaWriter:
         if base is not None and base.version == version:
             return base
         self._base = None  # a failure leaves tensors of both versions
-        if base is None or version % FULL_EVERY == 0:
+        if base is None or version % self._full_every == 0:
             self._base = self._full(version)
         else:
             self._base = self._delta(version, base)

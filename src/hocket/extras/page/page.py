@@ -25,6 +25,7 @@ from hocket.extras.page.reader import Rows, RunReader
 from hocket.observe.metrics import METRICS as TABLE
 from hocket.observe.metrics import PHASES
 from hocket.observe.rows import config_of, reading, said
+from hocket.observe.run_folder import report
 
 NUM_SAMPLES = 24  # steps of which a report has rollouts
 MAX_TOKENS = 20_000  # of them with tokens
@@ -68,6 +69,12 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
         pairs = zip(runs, data["runs"], strict=True)
         data["runs"] = [told | _embedded(run, told["rollouts"]["step"]) for run, told in pairs]
     write_atomically(path, html(data))
+
+
+@report("page")
+def write_own_report(folder: Path) -> None:
+    """Write report.html of one run into its folder."""
+    write_report([folder], folder / "report.html")
 
 
 def write_pictures(report: Path, folder: Path) -> None:

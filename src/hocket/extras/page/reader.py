@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.common.files import numbered
-from hocket.extras.page import plugin_files
+from hocket.observe import plugin_files
 from hocket.observe.metrics import Alarms
 from hocket.observe.owner import SILENCE_S
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, config_of, parsed, read_text, reading, rows_of

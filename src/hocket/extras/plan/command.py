@@ -1,9 +1,10 @@
 """The command plan."""
 
 import argparse
+from typing import Any
 
 from hocket.commands.command import SETTINGS, command, option
-from hocket.extras.stages import staged
+from hocket.config import Config
 
 
 @command(
@@ -16,7 +17,16 @@ def say_plan(args: argparse.Namespace) -> int:
     from hocket.extras.plan import plan
 
     status = 0
-    for line in plan.report(args.arguments, args.gpus, args.gpu, staged(args.config)):
+    for line in plan.report(args.arguments, args.gpus, args.gpu, objective_of(args.config)):
         print(line, flush=True)
         status |= line.startswith("does not fit")
     return status
+
+
+def objective_of(config: Config) -> Any:
+    """Return the objective of the stage whose section a config has; None for `train`."""
+    if config.model_fields_set.isdisjoint({"sft", "rm", "dpo"}):
+        return None
+    from hocket.extras.stages import staged
+
+    return staged(config)

@@ -20,8 +20,8 @@ from hocket.config import Config, read_settings
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
-from hocket.extras import flops
-from hocket.trainer import memory
+from hocket.trainer import choices as trainer_choices
+from hocket.trainer import flops, memory
 from hocket.trainer.auxiliary import configured
 from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.memory import GIB
@@ -127,7 +127,7 @@ class Needs:
             tokens = min(8192, max(self.largest_micro_batch, objective.unit * (self._prompt + self._longest)))
             rank = rank._replace(activations=per_token * tokens)
         self.rank = rank
-        backend = config.sync.backend
+        backend = config.sync.transport
         self.broadcasts = backend == "nccl" or (backend == "auto" and where.apart)
 
     @property
@@ -154,7 +154,7 @@ class Needs:
                 found["while the trainer trains"] = PINNED * self.weights
             found["while the server generates"] = num_ranks * (rank.weights + rank.gradients + rank.optimizer)
         if not self.broadcasts:
-            found["version"] = self.published * (1 + (config.sync.backend == "delta"))
+            found["version"] = self.published * (1 + (config.sync.transport == "delta"))
         found["checkpoint"] = checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES)
         return found
 
@@ -278,6 +278,7 @@ def report(
     config, _ = read_settings(arguments)
     load_plugins(config.plugins)
     choices.check(config.algorithm, config.rollout.group_size)
+    trainer_choices.check(config.trainer)
     if model_folder.has_weights(config.model.path):  # a plan takes a config.json alone
         uses_logits = stage is None or stage.kind.uses_logits
         model_folder.examine(config.model, head="logits" if uses_logits else None)

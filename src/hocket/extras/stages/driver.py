@@ -6,7 +6,8 @@ import operator
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from hocket.config import Config, DataConfig, ModelConfig
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, DataError
-from hocket.extras.copy_to import copying
 from hocket.extras.stages import pairs, stage_of
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
@@ -204,7 +204,12 @@ def _train(task: _Task, saved: Saved | None) -> None:
             console.say(f"step 0/{steps}  {_said(before)}, of {len(held_out)} {stage.rows}")
         order = itertools.islice(in_epochs(rows, config.trainer.seed), last * size, task.num_rows)
         start = time.perf_counter()
-        with Checkpoints(config, trainer.state, parts, last=last, after=copying(config, console.say)) as written:
+        copies: list[Callable[[Path], None]] = []
+        if config.checkpoint.copy_to is not None:
+            from hocket.extras.copy_to import copying
+
+            copies = copying(config, console.say)
+        with Checkpoints(config, trainer.state, parts, last=last, after=copies) as written:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
                 metrics = trainer.step(flat(itertools.islice(order, size)), keep=folder.skipped(step))

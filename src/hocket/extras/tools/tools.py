@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -16,7 +17,6 @@ from hocket.common.tasks import cancel
 from hocket.config.sections import Names, or_one
 from hocket.envs.base import Action, Environment, LostError, Step, Tool, environment, invoke
 from hocket.errors import ConfigError
-from hocket.extras.code import sandbox
 from hocket.extras.tools.mcp import connection
 from hocket.protocol import Toolbox, ToolCall
 from hocket.types import Message
@@ -51,7 +51,7 @@ class Tools(Environment):
         max_result: Annotated[int, Field(ge=1)] = 16_000,  # characters
     ) -> None:
         if "python" in tools:
-            sandbox.way()  # now, not as an error of each call
+            _sandbox().way()  # now, not as an error of each call
         self._connections: list[Any] = [*map(connection, mcp)]
         all_tools = [(name, _tool(TOOLS.get(name))) for name in tools]
         all_tools += (item for one in self._connections for item in one.tools.items())
@@ -138,9 +138,15 @@ def python(code: str) -> str:
     Args:
         code: The program; it sees nothing of earlier ones.
     """  # noqa: D401 - as in the tools of others
-    status, stdout, stderr = sandbox.run(code)
+    status, stdout, stderr = _sandbox().run(code)
     ended = {0: "", None: "it took too long\n"}.get(status, f"it ended with status {status}\n")
     return f"{stdout[:MAX_RESULT]}{ended}{stderr[-MAX_RESULT:]}"
+
+
+def _sandbox() -> ModuleType:
+    from hocket.extras.code import sandbox
+
+    return sandbox
 
 
 @functools.cache

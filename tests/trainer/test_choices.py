@@ -1,0 +1,68 @@
+"""What trainer.* chooses by name: hocket's own, a plugin's, or an error before a model is loaded."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from hocket.config import load
+from hocket.errors import ConfigError
+from hocket.trainer import choices
+from hocket.trainer.choices import KERNELS, RECOMPUTATIONS, check, chosen_kernels, chosen_recomputation
+from hocket.trainer.ranks import Ranks
+from support.examples import plugged, shown
+from support.training import make_groups, make_trainer, measured, state_of
+
+HEAD = """
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hocket.trainer.choices import Kernels, Recomputation, kernels, recomputation
+from hocket.trainer.shape import Shape
+
+"""
+
+
+@pytest.mark.parametrize("setting", ["kernels", "gradient_checkpointing"])
+def test_a_name_that_nobody_has_registered_is_refused_with_those_that_are_known(setting: str) -> None:
+    registry = {"kernels": KERNELS, "gradient_checkpointing": RECOMPUTATIONS}[setting]
+    known = ", ".join(sorted(registry.names))
+    with pytest.raises(
+        ConfigError, match=rf"trainer.{setting}: there is no {registry.kind} 'nothing'; known: {known};"
+    ):
+        check(load(None, [f"trainer.{setting}=nothing"]).trainer)
+
+
+def test_a_plugin_s_kernels_are_chosen_with_their_options(tmp_path: Path) -> None:
+    """The one that the documentation of Kernels shows."""
+    with plugged(tmp_path, HEAD + shown(choices, '@kernels("whole")'), (KERNELS, "whole")):
+        config = load(None, ["trainer.kernels={name: whole, mode: max-autotune}"]).trainer
+        check(config)
+        chosen_kernels(config.kernels).apply(model := Mock())
+        model.compile.assert_called_once_with(mode="max-autotune")
+        with pytest.raises(ConfigError, match=r"whole\(mode\) has no option 'fast'"):
+            check(load(None, ["trainer.kernels={name: whole, fast: true}"]).trainer)
+
+
+def test_a_plugin_s_recomputation_takes_the_same_step_and_counts_its_own_memory(
+    ranks: Ranks, tied_model: str, tmp_path: Path
+) -> None:
+    """The one that the documentation of Recomputation shows."""
+    code = HEAD + shown(choices, '@recomputation("inputs_on_cpu")')
+    samples = make_groups(tied_model, prompt=9)
+    with plugged(tmp_path, code, (RECOMPUTATIONS, "inputs_on_cpu")):
+        shape: Any = SimpleNamespace(layers=3, hidden=5)
+        assert chosen_recomputation("inputs_on_cpu").bytes_per_token(shape, 4, 100.0) == 100
+        assert chosen_recomputation(True).bytes_per_token(shape, 4, 100.0) == 3 * 4 * 5 + 100
+        states = []
+        for how in ("true", "inputs_on_cpu"):
+            with make_trainer(ranks, tied_model, f"trainer.gradient_checkpointing={how}") as trainer:
+                trainer.step(measured(trainer, samples))
+                states.append(state_of(trainer))
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
