@@ -15,9 +15,16 @@ from support import rules
 from support.processes import start_fork_server, use_fork_server
 
 ROOT = Path(__file__).parent
-LONGEST = ("server/", "sync/test_lies", "test_optional", "test_core", "faults/", "e2e/", "trainer/", "benchmarks/")
+LONGEST = (
+    *("server/", "extras/delta/test_deltas", "extras/agents/", "sync/test_lies", "test_optional", "test_core"),
+    *("faults/", "e2e/", "extras/e2e/", "extras/page/test_live", "extras/stages/", "trainer/", "extras/test_kernels"),
+    *("extras/test_long_rows", "extras/test_ulysses", "benchmarks/"),
+)
 """What is begun first, so that no process is left with something long at the end."""
-TOGETHER = ("tests/server/", "tests/trainer/test_ranks")
+TOGETHER = (
+    ("tests/server/", "tests/extras/delta/test_deltas", "tests/extras/agents/test_sessions"),
+    ("tests/trainer/test_ranks",),
+)
 """What files that share engines or ranks, which take long to start, begin with."""
 LEFT_OUT: set[str] = set()
 """Long tests that are not run."""
@@ -82,7 +89,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return next((start for start in TOGETHER if path.startswith(start)), path)
+            return next((starts[0] for starts in TOGETHER if path.startswith(starts)), path)
 
     return ByFile(config, log)
 

@@ -61,15 +61,15 @@ class Group:
 
 
 GROUPS = {
-    "mcp": Group(["mcp>=2"], ["tests/envs/test_mcp.py"], "not without_the_package"),
+    "mcp": Group(["mcp>=2"], ["tests/extras/tools/test_mcp.py"], "not without_the_package"),
     "loggers": Group(
         ["tensorboard", "wandb", "trackio", "mlflow>=3"],
-        ["tests/observe/test_loggers.py"],
+        ["tests/extras/loggers/test_loggers.py"],
         "test_tensorboard or test_wandb or test_trackio or test_mlflow",
     ),
-    "gym": Group(["reasoning-gym"], ["tests/data/test_gym.py"], "TestWithThePackage"),
-    "openenv": Group(["openenv>=0.3"], ["tests/envs/test_openenv.py"], "episode or examples"),
-    "verifiers": Group(["verifiers<0.4"], ["tests/rollout/test_verifiers.py"], "TestWithThePackage"),
+    "gym": Group(["reasoning-gym"], ["tests/extras/gym/test_gym.py"], "TestWithThePackage"),
+    "openenv": Group(["openenv>=0.3"], ["tests/extras/test_openenv.py"], "episode or examples"),
+    "verifiers": Group(["verifiers<0.4"], ["tests/extras/verifiers/test_verifiers.py"], "TestWithThePackage"),
     # beside torch without CUDA only torchvision without CUDA can be imported: of torch 2.13 it is 0.28
     "vision": Group(["torchvision==0.28.0+cpu"], ["tests/e2e/test_qwen_vl.py"]),
 }

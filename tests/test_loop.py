@@ -15,12 +15,10 @@ import pytest
 from hocket import config as config_module
 from hocket.algorithm.samples import KlController, shape
 from hocket.commands.runs import OnStep, OnStepPart
-from hocket.config import BestConfig
 from hocket.data.curriculum import bind
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import RewardError, SyncError
-from hocket.extras.best import Best
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
@@ -325,32 +323,6 @@ async def test_nothing_is_learnt_or_told_from_rollouts_that_fail_a_check(
     assert "train/loss" not in (tmp_path / "runs/a/metrics.jsonl").read_text()
     assert ("step 0/2  " in capsys.readouterr().out) == lie.startswith("step")  # its figures, not what it is doing
     assert (tmp_path / "runs/a/rollouts" / f"{lie[:4]}_{int(lie[5]):06d}.jsonl").exists()
-
-
-async def test_a_run_ends_when_its_best_evaluation_is_patience_evaluations_ago(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept: list[int] = []
-
-    class Kept(Best):
-        def evaluated(self, step: int, metrics: Metrics) -> Metrics:
-            kept.append(step)
-            assert metrics["eval/greedy"] == 0.0
-            return {"eval/since_best": float(step)}
-
-        def summary(self) -> dict[str, Any]:
-            return {"best": {"step": 0}}
-
-    nothing: Any = None
-    best = Kept(BestConfig(name="eval/greedy", patience=2), tmp_path, [], nothing, nothing, print)
-    settings = ("trainer.steps=9", "eval.every_steps=1", "eval.data.source=task:sort")
-    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings, parts_of_run=[best])
-    assert kept == [0, 1, 2]
-    assert [row.get("eval/since_best") for row in metrics] == [0.0, 1.0, 2.0]
-    assert (summary["steps"], summary["best"]) == (2, {"step": 0})
-    assert "checkpoint.best ends the run: 2 evaluations without a better one" in " ".join(
-        capsys.readouterr().out.split()
-    )
 
 
 async def test_parts_of_a_run_are_called_in_the_order_in_which_their_methods_stand(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ FILES = {
     "bare.py": "from hocket.rewards import reward\n\n@reward\ndef bare(completion):\n    return 1.0\n",
     "lacks.py": "import levenshtein_nope\n",
     "plain.py": "from hocket.envs import environment\n\n@environment('plain')\nclass Plain: ...\n",
-    "still.py": "from hocket.envs import *\n\n@environment('still')\nclass Still(Environment): ...\n",
+    "still.py": "from hocket.envs.base import *\n\n@environment('still')\nclass Still(Environment): ...\n",
     "named.py": "from hocket.envs import tool\n\n@tool('add')\ndef add(a, b):\n    return a + b\n",
     "short.py": "from hocket import reward\n",
     "fine.yaml": "trainer: {steps: 3}\n",
@@ -113,12 +113,11 @@ check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are
 check data.source=nowhere.jsonl | data.source=nowhere.jsonl is not a file; paths are relative to HERE
 check data.source=commas.jsonl | commas.jsonl:1: Extra data: line 1 column 31 (char 30); a line is one object
 check data.source=array.jsonl | array.jsonl:1: must be a JSON object, got list; a line is one object in UTF-8, without a
-check data.source=rows.csv | task:NAME, verifiers:NAME: convert it; a name on the hub needs hf:
+check data.source=rows.csv | NAME: convert it; a name on the hub needs hf:
 check plugins=[bare.py] | bare.py, line 3: it needs a name: @reward("bare")
 check plugins=[lacks.py] | ; .venv/bin/pip install levenshtein_nope, or, for a file of yours, set PYTHONPATH
 check plugins=[plain.py] | environment 'plain' must be a class of its own: class Mine(Environment)
 check plugins=[still.py] | environment 'still' lacks a method: async def step(self, action) -> Step
-check plugins=[named.py] | named.py, line 3: @tool('add'): write @tool alone, as a tool has the name of its function
 check plugins=[short.py] | short.py, line 1: ImportError: cannot import name 'reward' from 'hocket'
 check plugins=[short.py] | ; decorators are in hocket.rewards and hocket.envs
 check data.source=rows.jsonl data.split=test | data: split=test: leave it out of a file, which has none; eval.data
@@ -135,7 +134,6 @@ check algorithm.preset=distill | needs a teacher: set algorithm.reference to its
 config algorithm.preset=distill algorithm.reference=http://127.0.0.1:8100 rollout.temperature=0.8 | set rollout.temp
 config algorithm.kl=k2 algorithm.kl_coef=1 algorithm.reference=http://here:90000 | Port out of range
 check algorithm.baseline=meen | algorithm.baseline: there is no advantage 'meen' (did you mean 'mean'?); known:
-check env.name=tool | env.name: there is no environment 'tool' (did you mean 'tools'?); known:
 check plugins=mine.py 'rewards.functions={forgotten: 1}' | ; mine.py has a function forgotten without @reward("for
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | needs the option 'solution': set rewards.functions.my_
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | solution; the row's answer is the argument answer, its
@@ -153,24 +151,12 @@ rollout plugins=[mine.py] 'rewards.functions={my_array: 1}' | my_array: returned
 rollout plugins=[mine.py] 'rewards.functions={my_none: 1}' | my_none: returned None instead of a number; rewards can be
 rollout plugins=[mine.py] 'rewards.functions={my_none: 1}' | reward-test CONFIG --samples RUN/rollouts/FILE
 rollout plugins=[mine.py] 'rewards.functions={my_hangs: 1}' | no result within 1 s; its worker process was ended
-sft model.path=no/such/model | no such folder (paths are relative to HERE)
 check model.path=no/model | no such folder (paths are relative to HERE)
 check model.path=lora | model.path=lora/weights/v000002 holds one adapter, not a model; make one of it:
-sft model.path=lora/checkpoints/step_000003 | python3 ../clone/run.py export lora/checkpoints/step_000003 OUTPUT
 rollout model.path=empty | model.path=empty is no model: it has no config.json
 eval model.path=new | model.path=new is no model
-export whole out | whole/weights/v000009 is a model already: serve it, or load it with transformers
-export empty out | empty is neither a checkpoint nor an adapter; name RUN/checkpoints/step_N, or
 serve model.random_init=true | by python3 ../clone/run.py sft CONFIG, and serve it: model.path=RUN/model model.random_
 serve whole | whole is a run, not a config file; as a model: model.path=whole
-sft model.max_length=5 data.limit=9 | shorten them, or raise model.max_length, at most to the model's context
-sft data.source=sharegpt.jsonl | must be {'role': text, 'content': text}, got {'from': 'human', 'value': 'a'}
-sft model.path=many | the tokenizer has ids up to 5
-sft model.path=cut | model.path=cut: model.safetensors is cut off or damaged (its header promises
-sft model.path=cut | ; copy or download it again
-sft model.path=mute | model.path=mute has no tokenizer: put the model's tokenizer.json beside its config.json
-plan model.path=no/model | no such folder (paths are relative to HERE)
-report plain | plain is no run: it has no config.yaml; give the run folder
 check model.path=plain | put one as chat_template.jinja into its folder, or set data.chat_template=false
 check rollout.max_tokens=512 | rollout.max_tokens=512 leaves no prompt room in the con
 check eval.max_tokens=600 | eval.max_tokens=600 leaves no prompt room in the context of
@@ -179,22 +165,13 @@ check trainer.micro_batch_tokens=8 | no prompt room in trainer.micro_batch_token
 check model.max_length=20 rollout.max_tokens=16 | rollout.max_tokens=5 has room for all in the context of 20 tokens (m
 check data.max_prompt_tokens=3 | 15: data.max_prompt_tokens=3 leaves them out
 check run.dir=trained | choose another run.dir; it kept no checkpoint, so that its training can't go on
-sft --dry-run model.max_length=5 data.limit=9 | shorten them, or raise model.max_length, at most to the model's context
-sft --dry-run data.source=turns.jsonl trainer.micro_batch_tokens=8 | fit into trainer.micro_batch_tokens=8; set it to
-dpo --dry-run data.source=rows.jsonl | no columns 'chosen' and 'rejected', only 'question', 'answer'
 rollout run.dir=trained | holds a run of 3 steps already; choose another run.dir
 rollout run.dir=owned | which is running: choose another run.dir, or end that process first
-select whole/weights | whole/weights is no run: it has no config.yaml; give the run folder
-ledger empty | empty is no run with a ledger: train and quickstart write one, a replay draws nothing
 launch run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
 launch --dry-run sync.root=empty | runs/default must lie under sync.root=HERE/empty, in no hidden folder
 launch --dry-run launch.share_gpu=true launch.servers=2 | launch.share_gpu is for one server; give several GPUs of
 quickstart fine.yaml run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
-plan --gpus -1 | --gpus -1: a plan needs 1 or more, or 0 for this machine's CPU
-plan --gpus 0 model.max_length=800000000 | is beyond the 512 positions of model.path=sort; lower model.max_length to 512
 check model.max_length=800000000 | is beyond the 512 positions of model.path=sort; lower model.max_length to 512
-plan sft.epochs=2 rm.epochs=2 | a plan is of one command: leave all but one of the sections rm, sft out
-plan --gpus 8 launch.servers=8 launch.trainers=8 | launch.trainers=8 needs 8 GPUs, and of 8 in all it has 0
 config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
 config checkpoint.best=eval/reward | checkpoint.best=eval/reward is no metric of this evaluation, which has eval/greedy
 config 'rewards.functions={exact_match: {clip: [1, 1]}}' | must be [lowest, highest], the first below the second
@@ -255,6 +232,13 @@ async def play(prompt: Prompt, seat: Seat) -> Rollout:
 def test_a_mistake_is_answered_by_its_cause_and_the_fix(
     typed: str, said: str, capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check(typed, said, capsys, here, monkeypatch)
+
+
+def check(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks what is said of a command."""
     command, *words = shlex.split(typed)
     if command == "check":
         command, words = "train", ["--dry-run", *words]

@@ -107,4 +107,10 @@ def test_the_installed_command_and_its_files_exist() -> None:
     module, function = project["project"]["scripts"]["hocket"].split(":")
     assert callable(getattr(importlib.import_module(module), function))
     for name in project["tool"]["setuptools"]["package-data"]["hocket"]:
-        assert any(path.is_file() for path in (ROOT / "src" / "hocket").glob(name))
+        if not name.startswith("extras/"):  # which may be deleted
+            check_data(name)
+
+
+def check_data(name: str) -> None:
+    """Checks that there are files which a pattern of package-data names."""
+    assert any(path.is_file() for path in (ROOT / "src" / "hocket").glob(name))

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from hocket import run_part
 from hocket.common.registry import load_plugins
 from hocket.config import load
@@ -31,14 +29,6 @@ def joined(tmp_path: Path, *settings: str) -> Iterator[list[RunPart]]:
         part.close()
 
 
-def test_settings_decide_which_parts_join(tmp_path: Path) -> None:
-    with joined(tmp_path) as parts:
-        assert [type(part).__name__ for part in parts] == ["Timeline", "Tokens"]
-    every = ("checkpoint.best=eval/greedy", "eval.data.source=task:sort", f"checkpoint.copy_to={tmp_path}/copies")
-    with joined(tmp_path, *every) as parts:
-        assert [type(part).__name__ for part in parts] == ["Timeline", "Tokens", "Best", "CopyTo"]
-
-
 def test_a_part_of_one_s_own_may_end_the_run(tmp_path: Path) -> None:
     """The one that the documentation of RunPart shows."""
     shown = re.search(r'        @run_part\("until"\)\n.*?>= 0\.9\n', RunPart.__doc__ or "", re.S)
@@ -60,10 +50,3 @@ def test_what_a_part_may_do_stands_in_the_order_of_a_step() -> None:
     order = ["rolled_out", "samples", "trained", "published", "checkpointed", "evaluated", "ends", "recorded"]
     order += ["servers_changed", "summary", "close"]
     assert [name for name in vars(run_part.RunPart) if not name.startswith("_")] == order
-
-
-@pytest.mark.parametrize("name", sorted(RUN_PARTS.names))
-def test_every_part_that_ships_is_a_run_part(name: str) -> None:
-    module = __import__(RUN_PARTS._table[name], fromlist=["*"])
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, RunPart)]
-    assert [kind for kind in kinds if kind is not RunPart]

@@ -3,11 +3,10 @@
 import errno
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 
 import hocket
 from hocket.commands.cli import DEFAULTS, main
+from hocket.commands.command import COMMANDS
 from hocket.errors import ConfigError, ServerError
 from hocket.observe.rows import lines_of
 from hocket.types import Prompt, Score
@@ -51,7 +51,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
             "train --max-steps=8 trainer.seed=1",
             "here that is trainer.steps; settings have no dashes: section.key=value",
         ),
-        ("sft --trainer.steps=5", "--trainer.steps=5; settings have no dashes: trainer.steps=5"),
+        ("train --trainer.steps=5", "--trainer.steps=5; settings have no dashes: trainer.steps=5"),
         ("serve --nothing_known 8", "--reference` lists all; settings have no dashes: section.key=value"),
         ("report --num_generations 8 runs/a", "unrecognized arguments: --num_generations"),
     ],
@@ -63,21 +63,6 @@ def test_an_option_of_another_program_is_answered_by_the_setting(
         main(typed.split())
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hocket.trainer.lora import Adapter
-
-    versions = tmp_path / "weights"
-    for file in ("v000001/COMPLETE", "v000002/COMPLETE", "v000002/adapter_config.json", "../metrics.jsonl"):
-        (versions / file).parent.mkdir(parents=True, exist_ok=True)
-        (versions / file).touch()
-    asked: list[object] = []
-    monkeypatch.setattr(Adapter, "export", lambda *args, base: asked.append((*map(str, args), base)))
-    newest = f"{versions}/v000002"
-    assert main(["export", f"{tmp_path}", "out"]) == 0  # a run is its newest version
-    assert main(["export", newest, "out", "model.path=elsewhere"]) == 0
-    assert asked == [(newest, "out", None), (newest, "out", "elsewhere")]
 
 
 def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_missing(
@@ -171,33 +156,6 @@ def test_reward_test_scores_as_many_groups_at_once_as_a_step_has(
     assert max(totals) == 3.0 == totals[2]
 
 
-def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "checkpoints" / "step_000003"  # a replay has checkpoints, too, but no draws
-    folder.mkdir(parents=True)
-    (folder / "COMPLETE").touch()
-    for path in (tmp_path, tmp_path / "elsewhere"):
-        assert main(["ledger", str(path)]) == 1
-        assert capsys.readouterr().err.startswith(f"error: {path} is no run with a ledger")
-    draws = [{"step": 1, "draw": i, "epoch": i, "prompt": "a", "state": "trained"} for i in range(2)]
-    lines = [{"step": 0, "num_prompts": 2}, *draws]
-    write_rows(tmp_path / "ledger.jsonl", *lines)
-    prompts = {"epoch": 1, "num_prompts": 2, "in_flight": [{"draw": 5, "epoch": 0, "prompt": "b"}], "entries": []}
-    saved = {"step": 3, "config": {}, "metrics": {}, "trainer": {}, "parts": {"prompts": prompts}}
-    write_rows(folder / "state.json", saved)
-    assert main(["ledger", str(tmp_path)]) == 0
-    table = ["epoch 0: 2 prompts", "         1  trained", "         1  in flight"]
-    assert capsys.readouterr().out.splitlines()[:3] == table
-    for row in ("{", {"step": 1, "draw": 1}, draws[0] | {"epoch": "x"}):
-        write_rows(tmp_path / "ledger.jsonl", *lines, row)
-        assert main(["ledger", str(tmp_path)]) == 1
-        assert f"{tmp_path}/ledger.jsonl is damaged: " in capsys.readouterr().err
-    write_rows(tmp_path / "ledger.jsonl", *lines)
-    shutil.rmtree(folder)  # now nothing tells where b is
-    (tmp_path / "summary.json").touch()
-    assert main(["ledger", str(tmp_path)]) == 1
-    assert "epoch 0: 1 prompts are not accounted for: never named\n" in capsys.readouterr().out
-
-
 FULL = "No space left on device"
 ANY = "in run.dir, in TMPDIR, or where the output goes"
 
@@ -230,8 +188,9 @@ def test_an_error_that_nobody_foresaw_is_one_line_too_and_its_traceback_is_at_ha
     error: Exception, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("hocket.extras.doctor.run", Mock(side_effect=error))
-    assert main(["doctor"]) == 1
+    failing = replace(COMMANDS.get("config"), run=Mock(side_effect=error))
+    monkeypatch.setitem(COMMANDS.items, "config", failing)
+    assert main(["config"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert said in line
@@ -240,7 +199,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_too_and_its_traceback_is_at_ha
     if kept:
         assert line.endswith(str(kept[0]))
         assert kept[0].read_text().startswith("Traceback (most recent call last)")
-    assert main(["doctor", "--traceback"]) == 1
+    assert main(["config", "--traceback"]) == 1
     assert os.environ["HOCKET_TRACEBACK"] == "1"  # for the processes that a command starts
     said_at_length = capsys.readouterr().err
     assert said_at_length.startswith("Traceback (most recent call last)")
@@ -283,7 +242,7 @@ def test_an_interrupted_run_says_once_how_to_go_on(
         ("train", ServerError("it is gone", code="unreachable"), "COMPLETE", True),
         ("train", ServerError("it is gone", code="unreachable"), "state.json", False),  # no whole checkpoint
         ("train", ConfigError("another process has the folder, and makes checkpoints"), "COMPLETE", False),
-        ("sft", MemoryError(), "COMPLETE", True),
+        ("train", MemoryError(), "COMPLETE", True),
         ("launch", 137, "COMPLETE", True),  # a rank that was killed for its memory
         ("quickstart", 1, "COMPLETE", True),
         ("launch", 3, "COMPLETE", False),  # the run is whole
@@ -298,6 +257,14 @@ def test_what_ends_a_run_after_a_checkpoint_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("hocket.commands.runs.train", run := ends(tmp_path, ended, written))
+    monkeypatch.setattr("hocket.cluster.launch.launch", run)
+    check_advice(command, ended, told, tmp_path, capsys, monkeypatch)
+
+
+def ends(tmp_path: Path, ended: int | Exception, written: str) -> Callable[..., int]:
+    """Returns what ends like this, when it has written a file of a checkpoint."""
+
     def run(*_: object, **__: object) -> int:
         folder = tmp_path / "run" / "checkpoints" / "step_000050"
         folder.mkdir(parents=True)
@@ -306,8 +273,18 @@ def test_what_ends_a_run_after_a_checkpoint_says_how_to_go_on(
             raise ended
         return ended
 
-    for name in ("commands.runs.train", "extras.stages.driver.run", "cluster.launch.launch"):
-        monkeypatch.setattr(f"hocket.{name}", run)
+    return run
+
+
+def check_advice(
+    command: str,
+    ended: int | Exception,
+    told: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks what a command says behind its end."""
     monkeypatch.setattr(sys, "argv", ["run.py"])
     status = main([command, f"run.dir={tmp_path}/run"])
     *_, last = capsys.readouterr().err.splitlines() or [""]
@@ -340,7 +317,6 @@ def test_checkpoints_of_another_run_are_no_news_of_a_command_that_fails(
 PRINTS = {  # a command → what writes far more than a pipe holds, or writes after its reader has gone
     "config --reference": "",
     "": "import hocket; hocket.COMMANDS['test'] = 'x' * 1_000_000",
-    "doctor": "from hocket.extras import doctor; doctor.run = lambda: print('x' * 1_000_000)",
     "config": "import dataclasses; from hocket.commands import cli\n"
     "from hocket.commands.command import COMMANDS\n"
     "from hocket.observe.console import Console\n"
@@ -352,16 +328,17 @@ PRINTS = {  # a command → what writes far more than a pipe holds, or writes af
 
 @pytest.mark.parametrize("command", PRINTS)
 def test_a_command_whose_output_nobody_reads_ends_quietly(command: str, tmp_path: Path) -> None:
+    check_quiet(command.split(), PRINTS[command], "hocket.commands.cli" if command else "run", tmp_path)
+
+
+def check_quiet(words: Sequence[str], prints: str, door: str, tmp_path: Path) -> None:
+    """Runs a command, whose process first does `prints`, by the main function of a module, and reads nothing of it."""
     program = tmp_path / "program.py"
-    run = "from hocket.common.processes import exit_with; from hocket.commands.cli import main; "
-    if not command or command == "doctor":
-        run = (
-            f"sys.path.insert(0, {str(ROOT)!r}); from run import main; from hocket.common.processes import exit_with; "
-        )
-    program.write_text(f"import sys\n{PRINTS[command]}\n{run}exit_with(main)\n")
+    run = f"from hocket.common.processes import exit_with; from {door} import main; exit_with(main)"
+    program.write_text(f"import sys\n{prints}\nsys.path.insert(0, {str(ROOT)!r}); {run}\n")
     reader, writer = os.pipe()
     os.close(reader)
-    ended = python(str(program), *command.split(), stdout=writer, stderr=subprocess.PIPE)
+    ended = python(str(program), *words, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 

@@ -1,3 +1,4 @@
+import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -5,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from hocket.client.batcher import Turn
 from hocket.client.pool import Deadline
@@ -14,8 +16,8 @@ from hocket.commands.runs import score_samples
 from hocket.commands.sources import reward_calls
 from hocket.common.registry import load_plugins
 from hocket.config import Config, load, to_yaml
+from hocket.envs.base import ENVIRONMENTS, Action, Environment, Observation, Step, environment
 from hocket.errors import ConfigError
-from hocket.extras.http_reward.serve import serve
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics
 from hocket.observe.rows import groups_of, lines_of
@@ -91,11 +93,10 @@ def test_held_out_rows_that_no_evaluation_reads_are_left_out_of_training_too(tmp
     assert ([prompt.answer for prompt in prompts[""]], len(held_out)) == (["0", "1", "2", "3"], 1)
 
 
-def test_rewards_that_differ_between_sources_are_no_answer_to_a_file_or_another_process(tmp_path: Path) -> None:
+def test_rewards_that_differ_between_sources_are_no_answer_to_a_file(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "completion": "c", "answer": "a"}')
-    for use in (lambda: score_samples(config(), tmp_path / "rows.jsonl", None), lambda: serve(config())):
-        with pytest.raises(ConfigError, match=r"the source guess has rewards of its own: add data\.sources="):
-            use()
+    with pytest.raises(ConfigError, match=r"the source guess has rewards of its own: add data\.sources="):
+        score_samples(config(), tmp_path / "rows.jsonl", None)
     assert score_samples(load(None, ["data.sources=[task:sort, a.jsonl]"]), tmp_path / "rows.jsonl", None) == 0
 
 
@@ -152,7 +153,27 @@ class Engine:
 async def test_one_batch_has_each_source_with_its_environment_reward_and_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = config("eval.num_prompts=2")
+    """A stand-in has the place of the environment with tools."""
+
+    @environment("calculate_of_mixture")
+    class Calculate(Environment):
+        async def reset(self, prompt: Prompt, seed: int) -> Observation:
+            return Observation(messages=[{"role": "tool", "content": "calculate"}])
+
+        async def step(self, action: Action) -> Step:
+            return Step(done=True)
+
+    sources = yaml.safe_load(MIXTURE.read_text(encoding="utf-8"))["data"]["sources"]
+    (own,) = [source for source in sources if source.get("env", {}).get("name") == "tools"]
+    own["env"] = {"name": "calculate_of_mixture", "max_turns": 3}
+    try:
+        await check_batch(config(f"data.sources={json.dumps(sources)}", "eval.num_prompts=2"), monkeypatch)
+    finally:
+        ENVIRONMENTS.forget("calculate_of_mixture")
+
+
+async def check_batch(settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks a batch and an evaluation of the three sources."""
     with Console(1) as console, Parts(settings, console, lambda view: view.reward_names) as mixed:
         engine = Engine(mixed.tokenizer)
         monkeypatch.setattr(sources_module, "Batcher", lambda servers, tools: engine)

@@ -19,10 +19,8 @@ from hocket.cluster.launch import visible_gpus
 from hocket.commands import parts
 from hocket.commands import runs as commands
 from hocket.config import Config, load
-from hocket.data import sources
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, HocketError, RewardError, ServerError
-from hocket.extras.cache import KeptPrompts
 from hocket.protocol import GenerateRequest
 from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind
@@ -112,23 +110,6 @@ def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the
         assert parts.longest == needed  # the last token is only predicted
         with pytest.raises(ConfigError, match=f"may have {needed} tokens, but {needed - 1} fit: set trainer.gradient_"):
             parts.limit(SimpleNamespace(micro_batch_tokens=needed - 2))
-
-
-def test_a_start_makes_no_prompt_of_the_cache_but_those_that_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, made, make = tmp_path / "rows.jsonl", list[object](), KeptPrompts.__getitem__
-    write_rows(rows, *({"prompt": "a" * size, "answer": "b"} for size in (1, 9, 30, 2)))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(sources, "SMALL", 0)  # bytes from which on prompts are cached
-    monkeypatch.setattr(KeptPrompts, "__getitem__", lambda self, index: made.append(index) or make(self, index))
-    settings = [f"data.source={rows}", "data.max_prompt_tokens=20", "rollout.max_tokens=16"]
-    with commands.Console(1) as console:
-        parts = commands.Parts(load(None, [*settings, f"model.path={ROOT}/checkpoints/tiny-sort"]), console)
-        prompts, _, _ = parts.load(compare=False)
-        assert len(prompts[""]) == 3
-    assert made == [slice(None, 2), 0, 1]
-    assert parts.needed == 9 + 3 + 16  # of those that are short enough; the template adds 3 tokens
 
 
 @pytest.mark.parametrize(("updated", "status"), [(0, 3), (1, 0)])
@@ -295,7 +276,6 @@ def test_a_dry_run_fails_where_a_reward_has_no_score_and_calls_no_service(
         ({"max_length": 99}, "rollout.max_tokens=90", "sequence 99, this run .*: start both with the same model.max_l"),
         ({"max_adapter_rank": 8}, "model.lora={}", "rank of adapters 8, this run 16: start both with the same model.l"),
         ({}, "server.token=not-its-token", "answered 401"),
-        ({}, "env.name=tools env.tools=calculate env.parser=hermess", "vLLM's tool parser 'hermess' can't be used"),
         ({}, "observe.loggers=tensorboard", "tensorboard"),
         ({}, "pipeline.replay=nowhere", "no rollouts of step 100 in nowhere/rollouts/step_000100.jsonl"),
         ({}, "sync.root=nowhere", "must lie under sync.root=.*nowhere, in no hidden folder"),
@@ -318,9 +298,6 @@ def test_a_dry_run_refuses_what_a_run_would(
     assert not (tmp_path / "run").exists()
 
 
-TOOLS = "{name: tools, tools: [calculate], parser: hermes}"
-
-
 @pytest.mark.parametrize(
     ("settings", "env"),
     [
@@ -328,7 +305,6 @@ TOOLS = "{name: tools, tools: [calculate], parser: hermes}"
         (["rewards.functions={env: 0, exact_match: 1}"], "single_turn"),  # every score would lack it
         (["eval.reward=env"], "single_turn"),
         (["rewards.functions={env: 1}", "env={name: single_turn, thinking_tokens: 8}"], "single_turn"),
-        (["rewards.functions={env: 1}", f"env={TOOLS}"], "tools"),
         (
             ["data.sources=[{source: task:sort}, {name: calls, source: task:calculate, rewards: {env: 1}}]"],
             "single_turn",
@@ -342,9 +318,8 @@ def test_a_dry_run_refuses_the_reward_of_an_environment_that_gives_none(
         dry_run(*settings)
 
 
-def test_credit_per_turn_goes_without_the_reward_of_an_environment_that_gives_turns_none(dry_run: Any) -> None:
+def test_credit_per_turn_needs_the_reward_of_an_environment(dry_run: Any) -> None:
     own = ["algorithm.credit=step_groups", "rewards.functions={exact_match: 1}"]
-    assert "nothing stands in the way" in dry_run(*own, f"env={TOOLS}")
     with pytest.raises(ConfigError, match=r"needs rewards of turns .*: add rewards\.functions\.env"):
         dry_run(*own)
 

@@ -8,7 +8,6 @@ from hocket.commands.sources import PromptSource
 from hocket.common.registry import load_plugins
 from hocket.config import load
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import DataError
 from hocket.observe.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +17,6 @@ WITHOUT_RESULTS = LOOP.replace(" -%}", " if message.role != 'tool' -%}")
 WITHOUT_ANSWERS = LOOP.replace(" -%}", " if message.role != 'assistant' -%}")
 ONE_QUESTION = "{%- if messages[2:] -%}{{ raise_exception('one question') }}{%- endif -%}"
 GUESS = ("data.source=task:guess", "env.name=guess", "rewards.functions={env: 1.0}")
-TOOLS = ("data.source=task:calculate", "env={name: tools, tools: [calculate], parser: hermes}")
 
 
 @pytest.fixture
@@ -35,24 +33,6 @@ def source() -> Callable[..., tuple[PromptSource, list[str]]]:
             return PromptSource("", config, tokenizer, (1024, "model.max_length=1024"), console), said
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("loop", "problem"),
-    [
-        (WITHOUT_RESULTS, "leaves out messages of the role tool"),
-        (WITHOUT_ANSWERS, "does not show what the model said before"),
-        (ONE_QUESTION + LOOP, "one question"),
-    ],
-)
-def test_tools_are_refused_where_the_template_shows_no_turn_behind_their_results(
-    source: Callable[..., tuple[PromptSource, list[str]]], loop: str, problem: str
-) -> None:
-    made, _ = source(lambda template: template.replace(LOOP, loop), *TOOLS)
-    with pytest.raises(DataError, match=f"no turn can follow a tool's result: .*{problem}.*set env.max_turns=1"):
-        made.training()
-    made, _ = source(lambda template: template.replace(LOOP, loop), *TOOLS[:1], TOOLS[1][:-1] + ", max_turns: 1}")
-    made.training()
 
 
 def test_it_is_said_before_a_run_where_the_template_shows_no_second_turn_to_an_environment(

@@ -5,9 +5,7 @@ import pytest
 
 from hocket.common import openrlhf
 from hocket.common.registry import load_plugins
-from hocket.envs.base import bind
 from hocket.errors import ConfigError
-from support.processes import ROOT
 
 BASES = "AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor"
 
@@ -15,13 +13,6 @@ BASES = "AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor"
 @pytest.fixture(autouse=True)
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, openrlhf.BASES, raising=False)
-
-
-def test_the_example_of_a_file_for_openrlhf_can_be_a_plugin_before_an_environment_is_made_of_it(tmp_path: Path) -> None:
-    file = tmp_path / "turns.py"
-    file.write_bytes((ROOT / "examples" / "agents" / "turns.py").read_bytes())
-    load_plugins([str(file)])
-    assert bind("step", {"path": str(file)})
 
 
 @pytest.mark.parametrize("bases", BASES.split(", "))

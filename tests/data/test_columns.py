@@ -22,8 +22,6 @@ from hocket.data.columns import as_answer, checked, columns_of, sample_of
 from hocket.data.prompts import load_prompts
 from hocket.data.sources import read_rows
 from hocket.errors import DataError
-from hocket.extras.stages.demonstrations import load_demonstrations
-from hocket.extras.stages.preferences import load_preferences
 from support.records import says, user
 from support.tokenizers import STOCK, of_tags
 
@@ -185,52 +183,6 @@ def test_columns_that_are_not_read_stay_as_they_are() -> None:
     assert columns_of(row, ["prompt"]) == row
 
 
-@pytest.mark.parametrize("mark", ["weight", "train", "training", "trainable", "loss", "loss_mask"])
-@pytest.mark.parametrize("values", [(0, 1), (False, True), (0.0, None)])
-def test_a_turn_that_is_marked_is_shown_and_not_taught(mark: str, values: Any, write_jsonl: Write) -> None:
-    bad, good = values
-    chat = [
-        says("hello", **{mark: bad}),
-        user("a"),
-        says("bad", **{mark: bad}),
-        user("b"),
-        says("good", **{mark: good}),
-    ]
-    chat += [user("c"), says("bad", **{mark: bad})]
-    tokenizer = of_tags(TEMPLATE)
-    shown = "<assistant>hello;<user>a;<assistant>bad;<user>b;<assistant>good;"
-    whole = {"messages": chat}
-    pair = {"chosen": chat[1:5], "rejected": [*chat[1:4], says("worse")]}
-    (sample,) = load_demonstrations(DataConfig(source=write_jsonl(whole)), tokenizer, 999)
-    (both,) = load_preferences(DataConfig(source=write_jsonl(pair)), tokenizer, 999)
-    for row, text in (sample, shown), (both.chosen, shown.removeprefix("<assistant>hello;")):
-        told = [token for token, taught in zip(row.token_ids, row.mask, strict=True) if taught]
-        assert tokenizer.decode(told).startswith("good")
-        assert "bad" not in tokenizer.decode(told)
-        assert tokenizer.decode(list(row.token_ids)).startswith(text.rstrip(";"))
-
-
-@pytest.mark.parametrize(
-    ("row", "what"),
-    [
-        ({"messages": [user("a"), says("b", weight=0)]}, "no turn of the assistant is taught, as all have the"),
-        ({"messages": [says("a"), user("b"), says("c")]}, "message 0 is the assistant's, and answers nothing: mark it"),
-        ({"prompt": "a", "response": [says("b", weight=0)]}, "column 'response' must be text or one message of the"),
-        ({"prompt": "a", "response": " \n"}, "column 'response' must be text or one message"),
-        ({"prompt": "a", "response": "b\udc00"}, "column 'response' has half a character, '\\udc00', at place 1"),
-        ({"messages": [user("a"), says("b")], "tools": '[{"name": "\\ud83d"}]'}, "column 'tools' has half a character"),
-        ({"messages": [user("a"), says("", tool_calls=[CUT_CALL])]}, "the rendered text has half a character"),
-    ],
-)  # fmt: skip
-def test_a_conversation_that_can_not_be_taught_is_named_by_row(row: Any, what: str, write_jsonl: Write) -> None:
-    good = {"messages": [user("a"), says("b")]}
-    source = write_jsonl(good, row)
-    with pytest.raises(DataError) as caught:
-        load_demonstrations(DataConfig(source=source), of_tags(STOCK), 99)
-    assert f"{source}:2: " in str(caught.value)
-    assert what in str(caught.value)
-
-
 def test_a_system_prompt_is_for_all_that_have_none_of_their_own(
     write_jsonl: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,41 +204,18 @@ def test_a_system_prompt_is_for_all_that_have_none_of_their_own(
     (record,) = caplog.records
     said = "rows.jsonl that have a system message of their own keep it; data.system_prompt is for the others"
     assert record.getMessage().endswith(said)
-    (taught,) = load_demonstrations(data({"messages": [user("a"), says("b")]}), tokenizer, 99)
-    asked, whole = {"prompt": "a"}, [user("a")]
-    answers = {"chosen": [says("b")], "rejected": [says("c")]}
-    pairs = load_preferences(
-        data(
-            {**asked, **answers},
-            {**answers, "prompt": whole},
-            {side: whole + answer for side, answer in answers.items()},
-        ),
-        tokenizer,
-        99,
-    )
-    for row in (taught, *(pair.chosen for pair in pairs)):
-        assert tokenizer.decode(list(row.token_ids)).startswith(f"{shown}b")
 
 
-def test_tools_of_a_row_are_shown_where_its_answer_is_taught_and_it_is_said_that_a_run_shows_its_own(
+def test_it_is_said_that_a_run_shows_its_own_tools_and_not_those_of_a_row(
     write_jsonl: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)  # which another test may have raised
     tools = [{"name": "add"}]
-    answers = {"response": "b", "chosen": "b", "rejected": "c", "answer": "b", "tools": json.dumps(tools)}
+    row = {"response": "b", "chosen": "b", "rejected": "c", "answer": "b", "tools": json.dumps(tools)}
+    data = DataConfig(source=write_jsonl({"prompt": [user("a")], **row}, {"prompt": "a", **row}))
     tokenizer = of_tags(STOCK)
-    shown = '<|im_start|>system\n[{"name": "add"}]<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
-    for prompt in ("a", [user("a")]):
-        data = DataConfig(source=write_jsonl({"prompt": prompt, **answers}, {"prompt": "a", **answers}))
-        rows = [*load_demonstrations(data, tokenizer, 99)]
-        rows += [pair.chosen for pair in load_preferences(data, tokenizer, 99)]
-        assert [tokenizer.decode(row.token_ids) for row in rows] == [f"{shown}b<|im_end|>"] * 4
-        plain = data.model_copy(update={"chat_template": False})
-        with pytest.raises(DataError, match=r"tools are shown by the chat template|messages need data\.chat_template"):
-            load_demonstrations(plain, tokenizer, 99)
-    assert not caplog.records
     two, _ = load_prompts(data, tokenizer, max_prompt_tokens=99)
-    assert tokenizer.decode(two[0].token_ids) == shown.partition("<|im_end|>\n")[2]
+    assert tokenizer.decode(two[0].token_ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert json.loads(two[0].meta["tools"]) == tools
     (record,) = caplog.records
     assert "the column 'tools' of" in record.getMessage()

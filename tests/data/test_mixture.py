@@ -8,7 +8,6 @@ from hocket.data.mixture import MixedStream, unlike
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
-from hocket.extras.ledger import accounts, by_source
 from hocket.types import Prompt
 from support.records import prompts, saved
 
@@ -103,22 +102,6 @@ def test_what_is_settled_is_not_repeated_when_a_stream_goes_back_to_its_own_stat
     restored.restore(saved(restored))
     assert list(restored.take(2).items()) == list(straight.take(2).items())
     assert saved(restored) == saved(straight)
-
-
-def test_the_ledger_accounts_for_each_source() -> None:
-    stream = new_stream({"a": 3, "b": 1}, 4)
-    for number in [*stream.take(25)][:24]:
-        stream.settle(number, Outcome(state="trained"))
-    rows = [*stream.sizes(), *stream.entries()]
-    assert rows[:2] == [{"num_prompts": 4, "source": "a"}, {"num_prompts": 4, "source": "b"}]
-    assert sorted(row["draw"] for row in rows[2:]) == list(range(24))
-    found = {name: accounts(mine, state) for name, mine, state in by_source(rows, saved(stream))}
-    finished = {name: sum(account.finished for account in of) for name, of in found.items()}
-    assert not [account.problems for of in found.values() for account in of if account.problems]
-    assert finished["a"] + finished["b"] >= 4
-    assert found["a"][0].states == {"trained": 4}
-    (alone,) = by_source([{"num_prompts": 2}, {"epoch": 0, "prompt": "x", "state": "trained", "draw": 0}], None)
-    assert (alone[0], len(alone[1]), alone[2]) == ("", 2, None)
 
 
 def asked(*texts: str, answer: str | None = "x") -> Prompts:

@@ -14,9 +14,7 @@ from transformers import AutoTokenizer
 from hocket.common.registry import load_plugins
 from hocket.config import DataConfig
 from hocket.data import sources
-from hocket.data.prompts import renderer_of
 from hocket.data.sources import TASKS, read_rows
-from hocket.envs.base import bind
 from hocket.errors import ConfigError, DataError
 from support.tokenizers import shipped
 
@@ -94,15 +92,6 @@ def test_model_tokenizer_and_generation_agree_and_the_folder_is_small(folder: Pa
     assert tokenizer.apply_chat_template(messages)["input_ids"][-1] == tokenizer.eos_token_id
 
 
-def test_the_template_shows_the_calculator_as_the_demonstrations_do(tools_tokenizer: Any) -> None:
-    toolbox = bind("tools", {"tools": ["calculate"], "parser": "hermes"})().toolbox
-    assert toolbox is not None
-    demonstrations = (row["prompt"] for row in rows("turns", "train"))
-    shown = next(messages for messages in demonstrations if messages[0]["role"] == "system")
-    without_tools = renderer_of(DataConfig(), tools_tokenizer).render(shown)
-    assert renderer_of(DataConfig(), tools_tokenizer, toolbox.tools).render(shown[1:]) == without_tools
-
-
 def test_a_call_in_openais_form_is_rendered_as_the_model_writes_it(tools_tokenizer: Any) -> None:
     call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": "1+2"}}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
@@ -131,7 +120,7 @@ def test_a_source_of_one_s_own_yields_rows_by_its_name(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind_of_source_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"there is no source 's3'; known: gym, hf, task, verifiers; add your own"):
+    with pytest.raises(ConfigError, match=r"there is no source 's3'; known: .*hf, .*task.*; add your own"):
         read_rows(DataConfig(source="s3://bucket/rows.jsonl"))
 
 

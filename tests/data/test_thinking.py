@@ -8,13 +8,11 @@ import pytest
 from hocket.config import DataConfig
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.errors import DataError
-from hocket.extras.stages.demonstrations import load_demonstrations
 from hocket.rewards import builtin
-from support.records import read_and_taught, says, user
+from support.records import says, user
 from support.tokenizers import OFF, TEMPLATES, of_tags
 
 OPENINGS = {"Qwen3-Thinking": "<think>\n", "R1-Distill": "<think>\n"}
-END = {"Llama-3": "<|eot_id|>", "Gemma": "<end_of_turn>", "R1-Distill": "</s>", "Mistral": "</s>"}
 
 WHOLE, CLOSED, ABSENT, CUT_OFF = "<think>6*7</think>42", "6*7</think>42", "42", "6*7 is 42, but wait"
 OPENED, NESTED = "<think>6*7 is 42, but", "<think>6<think>7</think>42"
@@ -36,7 +34,7 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
     name: str, options: dict[str, Any], write_jsonl: Callable[..., str]
 ) -> None:
     tokenizer, asked = of_tags(TEMPLATES[name]), [user("What is 6*7?")]
-    rows = write_jsonl({"prompt": "What is 6*7?", "answer": "42", "response": WHOLE})
+    rows = write_jsonl({"prompt": "What is 6*7?", "answer": "42"})
     data = DataConfig(source=rows, chat_template=options)
     ((prompt,), *_) = load_prompts(data, tokenizer, max_prompt_tokens=200)
     expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, **options)
@@ -45,40 +43,12 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
     for completion, (right, formed) in REWARDS[prompt.opening].items():
         assert builtin.math(completion, prompt.answer, prompt.opening) == right, completion
         assert builtin.think_format(completion, prompt.opening) == formed, completion
-    (row,) = load_demonstrations(data, tokenizer, 200)
-    read, taught = read_and_taught(row)
-    assert read == expected
-    said = CLOSED if prompt.opening == "<think>\n" else WHOLE  # what the template has begun is not said again
-    assert tokenizer.decode(taught) == f"{said}{END.get(name, '<|im_end|>')}"
     # between two turns stands what the template writes there
     more = user("And 6*8?")
     whole = tokenizer.apply_chat_template([*asked, says("42"), more], tokenize=False,
                                           add_generation_prompt=True, **options)  # fmt: skip
     following = renderer_of(data, tokenizer).following([more], ended=None)
     assert tokenizer.decode(following) == whole.partition("42")[2]
-
-
-@pytest.mark.parametrize(
-    ("template", "options", "response", "trained"),
-    [
-        ("Qwen3-Thinking", {}, "<think>\n6*7</think>42", "6*7</think>42"),
-        ("Qwen3-Thinking", {}, "42", None),
-        ("Qwen3", OFF, "<think>\n\n</think>\n\n42", "42"),
-        ("Qwen3", OFF, "42", "42"),
-        ("Qwen3", {}, "42", "42"),
-    ],
-)
-def test_a_demonstration_goes_on_from_the_thought_that_the_template_opens_and_closes_it(
-    template: str, options: dict[str, Any], response: str, trained: str | None, write_jsonl: Callable[..., str]
-) -> None:
-    rows, tokenizer = write_jsonl({"prompt": "What is 6*7?", "response": response}), of_tags(TEMPLATES[template])
-    data = DataConfig(source=rows, chat_template=options)
-    if trained is None:
-        with pytest.raises(DataError, match=r"rows\.jsonl:1: .* column 'response' never closes it: begin it with"):
-            load_demonstrations(data, tokenizer, 200)
-    else:
-        (row,) = load_demonstrations(data, tokenizer, 200)
-        assert tokenizer.decode(read_and_taught(row)[1]) == f"{trained}<|im_end|>"
 
 
 def test_a_tokenizer_that_hides_the_end_of_a_thought_from_rewards_and_hockets_options_are_refused() -> None:

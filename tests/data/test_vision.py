@@ -19,16 +19,12 @@ from transformers import AutoProcessor
 
 from hocket.common.vision import data_url, decoded
 from hocket.config import DataConfig
-from hocket.data.prompt_list import Prompts
 from hocket.data.prompts import load_prompts, renderer_of
 from hocket.data.sources import TASKS
 from hocket.errors import DataError
-from hocket.extras import cache
-from hocket.extras.stages.demonstrations import load_demonstrations
-from hocket.extras.stages.preferences import load_preferences
 from hocket.types import Prompt
 from support.eyes import picture
-from support.records import read_and_taught, says, user, write_rows
+from support.records import user, write_rows
 
 Write = Callable[..., str]
 PLACE: dict[str, str] = {"type": "image"}
@@ -226,74 +222,6 @@ def test_a_model_that_sees_no_pictures_takes_rows_that_have_none(
 def test_a_system_prompt_comes_before_the_picture(sighted: Any, write_jsonl: Write, folder: Path) -> None:
     (prompt,) = load(write_jsonl({"prompt": "a", "image": "red.png"}), sighted, system_prompt="Look.")
     assert [*prompt.token_ids] == processed(sighted, "<|system|>Look.<|end|><|user|><image>a<|end|><|assistant|>", RED)
-
-
-def test_the_second_start_takes_pictures_from_the_cache_until_a_file_changes(
-    sighted: Any, write_jsonl: Write, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    (folder / "red.png").rename(folder / "12:30.png")
-    data = DataConfig(source=write_jsonl({"prompt": "a", "image": "12:30.png"}), answer_column=None)
-
-    def start() -> Prompts:
-        return load_prompts(data, sighted, max_prompt_tokens=100)[0]
-
-    first = start()
-    with monkeypatch.context() as patch:
-        patch.setattr("hocket.data.vision.decoded", None)  # the second has nothing to decode
-        second = start()
-    assert isinstance(second, cache.KeptPrompts)
-    assert ([*first], first.fingerprint) == ([*second], second.fingerprint)
-    (folder / "12:30.png").write_bytes(BLUE)
-    third = start()
-    assert third[0].images[0].data == BLUE
-    assert third.fingerprint != first.fingerprint
-
-
-def test_demonstrations_teach_answers_to_pictures_and_no_token_of_them(
-    sighted: Any, write_jsonl: Write, folder: Path
-) -> None:
-    told = [seen(PLACE, text("What?")), says([text("red")])]
-    again = [seen(text("And "), PLACE), says("blue")]
-    rows = [
-        {"prompt": "What?", "image": "red.png", "response": "red"},
-        {"messages": told, "images": ["red.png"]},
-        {"messages": [*told, *again], "images": ["red.png", "blue.png"]},
-    ]
-    one, same, two = load_demonstrations(DataConfig(source=write_jsonl(*rows)), sighted, 400)
-    assert (one.token_ids, one.mask, one.images) == (same.token_ids, same.mask, same.images)
-    said = "<|user|><image>What?<|end|><|assistant|>red<|end|><|user|>And <image><|end|><|assistant|>blue<|end|>"
-    assert [*two.token_ids] == processed(sighted, said, RED, BLUE)
-    assert sighted.decode(read_and_taught(two)[1]) == "red<|end|>blue<|end|>"
-    assert [image.data for image in two.images] == [RED, BLUE]
-
-
-def test_both_sides_of_a_preference_have_the_prompts_pictures(sighted: Any, write_jsonl: Write, folder: Path) -> None:
-    red, blue = [says("red")], [says("blue")]
-    asked = [seen(PLACE, text("What?"))]
-    inline = [seen(INLINE, text("What?"))]
-    rows = [
-        {"prompt": "What?", "image": "red.png", "chosen": "red", "rejected": "blue"},
-        {"prompt": asked, "image": "red.png", "chosen": red, "rejected": blue},
-        {"chosen": asked + red, "rejected": asked + blue, "image": "red.png"},
-        {"chosen": inline + red, "rejected": inline + blue},
-        {"chosen": [user("What?"), *red], "image": "red.png"} | {"rejected": [user("What?"), *blue]},
-    ]
-    pairs = load_preferences(DataConfig(source=write_jsonl(*rows)), sighted, 400)
-    for pair in pairs:
-        for one, other in ((pair.chosen, pairs[0].chosen), (pair.rejected, pairs[0].rejected)):
-            assert (one.token_ids, one.mask) == (other.token_ids, other.mask)
-        assert [image.data for image in (*pair.chosen.images, *pair.rejected.images)] == [RED, RED]
-
-
-def test_sides_of_a_preference_with_different_pictures_are_refused(sighted: Any, write_jsonl: Write) -> None:
-    sides = [
-        [seen({"type": "image", "image": data_url(one)}, text("What?")), says(word)]
-        for one, word in ((RED, "red"), (BLUE, "blue"))
-    ]
-    source = write_jsonl({"chosen": sides[0], "rejected": sides[1]})
-    with pytest.raises(DataError, match="have 'chosen' and 'rejected' begin alike"):
-        load_preferences(DataConfig(source=source), sighted, 400)
 
 
 def test_what_an_environment_shows_is_read_in_each_form(sighted: Any, tmp_path: Path) -> None:

@@ -36,13 +36,10 @@ async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("tool", {}, r"no environment 'tool' \(did you mean 'tools'\?\).*single_turn"),
+        ("single_turns", {}, r"no environment 'single_turns' \(did you mean 'single_turn'\?\)"),
         ("echo_of_tests", {"word": "a", "time": 3}, r"no option 'time' \(did you mean 'times'\?\)"),
         ("echo_of_tests", {}, "set env.word"),
         ("echo_of_tests", {"word": "a", "times": 0}, "refuses its options: times must be at least 1"),
-        ("tools", {"tools": ["calculat"], "parser": "hermes"}, r"no tool 'calculat' \(did you mean 'calculate'\?\)"),
-        ("tools", {"tools": [], "parser": "hermes"}, "env.tools: Value should have at least 1 item"),
-        ("tools", {"tools": ["x"], "parser": "hermes", "call_timeout_s": 0}, "env.call_timeout_s: .* greater than 0"),
     ],
 )
 def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str, options: dict, said: str) -> None:

@@ -65,7 +65,7 @@ def test_length_is_the_relative_distance_to_the_target() -> None:
 
 
 def test_what_may_take_for_ever_has_a_deadline() -> None:
-    assert {REWARDS.get(name).runs for name in ("regex", "json_schema", "math", "code")} == {"worker"}
+    assert {REWARDS.get(name).runs for name in ("regex", "json_schema", "math")} == {"worker"}
 
 
 SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}

@@ -17,11 +17,10 @@ from hocket.common.tasks import seed_of
 from hocket.config import DataConfig, RewardSpec
 from hocket.data.prompts import renderer_of
 from hocket.data.renderer import Renderer
-from hocket.envs import Action, Environment, Observation, Step, tool
+from hocket.envs import Action, Environment, Observation, Step
 from hocket.envs.base import SingleTurn, drop_oldest
 from hocket.errors import ServerError
-from hocket.extras.tools.tools import Tools
-from hocket.protocol import Completion, ToolCall
+from hocket.protocol import Completion
 from hocket.rewards.base import bind
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, TokenBudget
@@ -301,34 +300,6 @@ async def test_what_an_environment_does_wrong_is_the_episodes_error(
     assert says in str(rollout.error)
     assert rollout.sequences[0].turns == turns
     assert turns or tuple(rollout.sequences[0].token_ids) == rollout.prompt.token_ids
-
-
-async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = fakes.Clock()
-    monkeypatch.setattr("hocket.rollout.episode.time", clock)
-
-    @tool
-    async def hang_of_episodes() -> None:
-        """Hangs."""
-        clock.now += 30.0
-        raise TimeoutError  # as call_timeout_s does
-
-    def says(turn: Turn) -> Completion:
-        call = ToolCall(name="hang_of_episodes", arguments="{}")
-        return sampled(turn.seed, turn.sampling.max_tokens).model_copy(update={"tool_calls": (call,)})
-
-    class Patient(Tools):
-        async def truncated(self) -> float:
-            await asyncio.sleep(0)  # fails if no time is left
-            return 0.0
-
-    make = lambda: Patient(tools=["hang_of_episodes"], parser="hermes", call_timeout_s=30.0)  # noqa: E731
-    rollout = await played_one(make, FakeEngine(says), max_turns=4, max_length=10_000, timeout_s=50.0)
-    (sequence,) = rollout.sequences
-    assert rollout.error is None
-    told = [message["content"] for message in sequence.dialogue if message["role"] == "tool"]
-    assert told == ["error: no result within 30 s"] * 3  # nobody reads the fourth
-    assert (sequence.turns, sequence.finish_reason) == (4, "length")
 
 
 @pytest.mark.parametrize("kind", ["text", "messages"])

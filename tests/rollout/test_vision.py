@@ -1,31 +1,26 @@
 """Pictures in episodes: of the prompt, of an environment that draws, and of agents' calls."""
 
 import contextlib
-import itertools
 import json
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image as Pictures
 
 from hocket.client.batcher import Turn
-from hocket.common.vision import data_url, decoded
+from hocket.common.vision import decoded
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.prompts import renderer_of
 from hocket.data.renderer import Renderer
-from hocket.envs import Environment, Observation, Step, Task
+from hocket.envs import Environment, Observation, Step
 from hocket.envs.base import SingleTurn
-from hocket.extras.agents.play import join
-from hocket.observe.rows import rollout_of, write_rollouts
 from hocket.protocol import AgentCall
 from hocket.rollout.episode import Episode, TokenBudget
-from hocket.types import Group, Image, Prompt, Rollout, Score
+from hocket.types import Image, Prompt, Rollout
 from support import fakes
-from support.episodes import END, FakeEngine, FakeServers, FakeSession, Scripted, limits, seat, user
+from support.episodes import END, FakeEngine, Scripted, limits, seat, user
 from support.eyes import make_idefics, picture
 
 RED, BLUE = picture(1), picture(2, 64, 20)
@@ -153,57 +148,12 @@ async def test_an_episode_ends_as_truncated_where_the_policy_says_the_image_toke
     assert (rollout.error, sequence.turns, sequence.finish_reason) == (None, 1, "length")
 
 
-@pytest.mark.parametrize("asks", [True, False])
-async def test_an_agent_that_fails_leaves_the_pictures_that_it_has_shown(asks: bool, tmp_path: Path) -> None:
-    seen = tuple(fakes.image(data, start=1 + i) for i, data in enumerate((RED, BLUE)))
-    chat = (*user([PLACE, {"type": "text", "text": "What?"}]),)
-    prompt = Prompt(id="p", token_ids=(5, 9, 6), messages=chat, images=seen[:1])
-    done = fakes.completion(7, logprobs=(-0.5,), text="E")
-    given: list[Any] = []
-
-    async def plays(task: Task, session: FakeSession) -> float:
-        given.append(task.messages[0]["content"][0])
-        if asks:
-            session.calls.append(AgentCall(prompt_token_ids=(5, 9, 9, 6), images=seen, completion=done))
-        raise ValueError("no")
-
-    rollout = await FakeServers().agents(plays).play(prompt, seat("step 1/0/0"))
-    assert rollout.error == "agent: it raised ValueError: no"
-    assert given == [{"type": "image_url", "image_url": {"url": data_url(RED)}}]
-    score = Score(total=math.nan, error=rollout.error)
-    path = write_rollouts(tmp_path, "step_000001", [Group(id="g", rollouts=(rollout,), scores=(score,))])
-    assert rollout_of(json.loads(path.read_text()), folder=tmp_path).sequences[0].images == seen[: 1 + asks]
-
-
 def test_a_server_s_record_names_no_file_of_this_machine() -> None:
     image = {"name": "a.png", "start": 0, "length": 1, "placeholder": 9}
     for file, known in (("YQ==", True), ("/etc/passwd.png", False)):
         with contextlib.nullcontext() if known else pytest.raises(ValueError, match="images"):
             told = {"prompt_token_ids": [9], "completion": None, "images": [{**image, "file": file}]}
             assert AgentCall.model_validate_json(json.dumps(told)).images[0].data == b"a"
-
-
-def test_calls_of_an_agent_go_on_from_each_other_only_with_the_same_pictures() -> None:
-    red, blue = (fakes.image(data, start=1, length=2) for data in (RED, BLUE))
-    fresh = itertools.count(100)
-
-    def call(asked: list[int], *images: Image) -> AgentCall:
-        done = fakes.completion(next(fresh), logprobs=(-0.5,), text="x")
-        return AgentCall(prompt_token_ids=tuple(asked), images=images, completion=done)
-
-    def answered(one: AgentCall) -> list[int]:
-        assert one.completion is not None
-        return [*one.prompt_token_ids, *one.completion.token_ids]
-
-    first = call([5, 9, 9, 6], red)
-    later = fakes.image(BLUE, start=6, length=2)
-    goes_on = call([*answered(first), 7, 9, 9, 8], red, later)
-    other = call([*answered(goes_on), 4], blue, later)  # the same tokens, another picture
-    kept, new = (one.sequence() for one in join([first, goes_on, other], decode=str))
-    assert (kept.turns, kept.images) == (2, (red, later))
-    assert [*kept.token_ids[later.start : later.start + 2]] == [9, 9]
-    assert (new.turns, new.images) == (1, (blue, later))
-    assert AgentCall.model_validate_json(goes_on.model_dump_json()) == goes_on
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])

@@ -164,33 +164,10 @@ async def test_wrong_fields_of_control_calls_are_refused(http: httpx.AsyncClient
     assert (await http.post(route, content=json.dumps(body).encode(), headers=form)).text == response.text
 
 
-SESSION: dict[str, Any] = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
-
-
-async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    session_id = (await http.post("/sessions", json=SESSION)).json()["id"]
-    assert (await http.get(f"/sessions/{session_id}")).json() == {"calls": [], "cut_off": False}
-    assert (await http.delete(f"/sessions/{session_id}")).json() == {"calls": [], "cut_off": False}
-    for method in ("GET", "DELETE"):
-        assert error_of(await http.request(method, f"/sessions/{session_id}")) == (404, "no_session")
-    bad: list[dict[str, Any]] = [{"max_calls": 0}, {"sampling": {"temperature": 0.001}}, {"n": 2}]
-    for wrong in ({**SESSION, **one} for one in [*bad, {"idle_timeout_s": 1e300}]):
-        assert (await http.post("/sessions", json=wrong)).status_code == 422, wrong
-    asleep, failed = [(await http.post("/sessions", json=SESSION)).json()["id"] for _ in range(2)]
-    engine.reason = ErrorBody(code="asleep", message="asleep", hint="wait")
-    assert (await http.delete(f"/sessions/{asleep}")).json() == {"calls": [], "cut_off": False}
-    engine.reason = ErrorBody(code="engine_dead", message="gone", hint="restart")
-    assert (await http.post("/sessions", json=SESSION)).json()["error"]["code"] == "engine_dead"
-    assert (await http.get(f"/sessions/{failed}")).status_code == 200
-    # Its agent may have taken the failure for an answer.
-    assert (await http.delete(f"/sessions/{failed}")).json()["error"]["code"] == "engine_dead"
-    assert (await http.get(f"/sessions/{failed}")).json()["error"]["code"] == "no_session"
-
-
 async def test_after_a_failure_only_the_routes_that_help_answer(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.reason = ErrorBody(code="reload_failed", message="half loaded", hint="reload")
-    for path in ("/generate", "/v1/chat/completions", "/v1/models", "/sessions", "/sessions/x/v1/completions"):
-        refused = await http.post(path, json=SESSION)
+    for path in ("/generate", "/v1/chat/completions", "/v1/models"):
+        refused = await http.post(path, json={})
         assert refused.status_code == 503, path
         assert refused.json()["error"] == {"code": "reload_failed", "message": "half loaded", "hint": "reload"}
     for path in ("/health", "/openapi.json"):
@@ -198,40 +175,10 @@ async def test_after_a_failure_only_the_routes_that_help_answer(http: httpx.Asyn
     assert (await http.post("/reload_weights", json={})).status_code == 422
 
 
-async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
-    app = FastAPI()
-
-    @app.api_route("/v1/models")
-    async def models() -> str:
-        return "reached"
-
-    door = wrap(app, engine, token="the token")
-    async with asking(door) as http:
-
-        async def ask(method: str, path: str, key: str, scheme: str = "Bearer") -> int:
-            headers = {"Authorization": f"{scheme} {key}"}
-            return (await http.request(method, path, json=SESSION, headers=headers)).status_code
-
-        opened, other = [
-            (await http.post("/sessions", json=SESSION, headers={"Authorization": "Bearer the token"})).json()
-            for _ in range(2)
-        ]
-        key, its = opened["key"], f"/sessions/{opened['id']}"
-        assert await ask("GET", f"{its}/v1/models", key) == 200
-        assert await ask("GET", f"{its}/v1/models", "the token") == 200
-        assert await ask("GET", f"{its}/v1/models", key, "Basic") == 401
-        assert await ask("GET", f"/sessions/{other['id']}/v1/models", key) == 401
-        assert await ask("GET", f"{its}/v1/%2e%2e/generate", key) == 404
-        for method, path in (("GET", its), ("DELETE", its), ("POST", "/sessions"), ("POST", "/reload_weights")):
-            assert await ask(method, path, key) == 401
-        assert await ask("DELETE", its, "the token") == 200
-        assert await ask("GET", f"{its}/v1/models", key) == 401
-
-
 async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
     routes = {"generate": "Generate", "reload_weights": "Reload"}
-    routes |= {"sleep": "Sleep", "sessions": "Session", "heartbeat": "Heartbeat"}
+    routes |= {"sleep": "Sleep", "heartbeat": "Heartbeat"}
     for path, model in routes.items():
         body = schema["paths"][f"/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{model}Request"}

@@ -13,13 +13,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hocket.extras.delta import codec as delta
-from hocket.extras.delta.load import PatchedCopy
-from hocket.protocol import AdapterConfig, DiskSource, TensorLayout, manifest
+from hocket.protocol import AdapterConfig, TensorLayout, manifest
 from hocket.server import versions
-from hocket.server.engine import Held
 from hocket.server.errors import ApiError
-from support import fakes
 from support.engines import MODEL_SIZES, make_model, publish
 
 
@@ -247,61 +243,6 @@ def test_an_adapter_has_two_matrices_of_its_rank_for_each_one_that_it_names(
 
 def test_a_version_has_four_bytes_for_each_number_and_64_mib_for_the_rest() -> None:
     assert versions.max_bytes(SMALL) == 4 * (24 + 6 + 12 + 4) + (64 << 20)
-
-
-def publish_delta(root: Path) -> Held:
-    """Publishes v1 in full, which it returns as held, and v2 as what changed in one tensor."""
-    model = make_model(tied=False, seed=1)
-    checksum = publish(model, root / "v1", 1)
-    old = load_file(root / "v1" / "model.safetensors")
-    new = old | {NAME: old[NAME] + torch.eye(*old[NAME].shape)}
-    folder = root / "v2"
-    folder.mkdir()
-    delta.save({NAME: delta.encode(old[NAME], new[NAME])}, folder, checksum)
-    manifest.write(folder, 2, manifest.specs(new.items()))
-    return Held(DiskSource(name="v1"), fakes.reloaded(1, checksum))
-
-
-def test_a_delta_changes_a_copy_and_a_full_disk_leaves_none(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held, described = publish_delta(root), fakes.manifest_of(root / "v2")
-    before = (root / "v1" / "model.safetensors").read_bytes()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    copy = PatchedCopy(root)
-
-    def full(source: Path, target: Path) -> None:
-        target.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as context:
-        context.setattr("shutil.copyfile", full)
-        with pytest.raises(ApiError, match=r"can't be applied: OSError: .*No space left") as caught:
-            copy.patched(root / "v2", described, held)
-    assert caught.value.status == 409
-    assert list((tmp_path / "temporary").iterdir()) == []
-    for now in (held, None):  # once more, as after a load that failed
-        folder = copy.patched(root / "v2", described, now)
-        assert manifest.specs(manifest.tensors(folder)) == described.tensors
-    assert (root / "v1" / "model.safetensors").read_bytes() == before
-    copy.discard()
-    assert not folder.exists()
-
-
-def test_a_server_without_the_base_or_its_files_says_so(root: Path) -> None:
-    held, described = publish_delta(root), fakes.manifest_of(root / "v2")
-    copy = PatchedCopy(root)
-    other = held._replace(answer=fakes.reloaded(1, "0" * 32))
-    for holds, code in (
-        (None, "no_base"),
-        (other, "no_base"),
-        (held._replace(source=None), "no_base"),
-        (held._replace(source=DiskSource(name="pruned")), "no_such_version"),
-    ):
-        with pytest.raises(ApiError) as caught:
-            copy.patched(root / "v2", described, holds)
-        assert caught.value.body.code == code
 
 
 def test_what_killed_servers_left_is_removed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

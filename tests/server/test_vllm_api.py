@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -22,8 +21,7 @@ from transformers import AutoConfig
 from hocket.config import load
 from hocket.data import tokenizer
 from hocket.errors import ConfigError
-from hocket.extras.agents.sessions import NO_ROOM, TOO_LONG, OpenSession, recorded
-from hocket.protocol import Completion, SamplingParams, SessionRequest, TensorSpec, Toolbox
+from hocket.protocol import SamplingParams, TensorSpec, Toolbox
 from hocket.server import main, vllm_api, vllm_arguments, vllm_text, vllm_weights, worker
 from hocket.server.errors import ApiError
 from hocket.server.worker import WorkerExtension
@@ -130,38 +128,6 @@ def test_calls_take_the_arguments_we_give() -> None:
     for method, arguments in ARGUMENTS.items():
         assert arguments <= inspect.signature(getattr(AsyncLLM, method)).parameters.keys(), method
     assert {"weights", "kv_cache"} == SLEEP_TAGS
-
-
-def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -> None:
-    from vllm.exceptions import VLLMValidationError
-    from vllm.renderers import params
-    from vllm.sampling_params import SamplingParams as VllmParams
-
-    source = inspect.getsource(params)
-    assert {name for name in TOO_LONG if f'parameter="{name}"' in source} == TOO_LONG
-    with pytest.raises(VLLMValidationError, match=NO_ROOM):
-        VllmParams(max_tokens=0)
-
-
-@pytest.mark.parametrize("second", [-0.25, float("nan")])
-async def test_only_a_call_that_ended_well_has_a_completion(second: float) -> None:
-    async def outputs() -> Any:
-        for token, value, reason in ((7, -0.5, None), (8, second, "stop")):
-            entries = [{token: SimpleNamespace(logprob=value), 1: None}]  # of the sampled token, and of another one
-            done = {"token_ids": [token], "logprobs": entries, "text": "a", "finish_reason": reason}
-            spans = [SimpleNamespace(version="4", start=0, end=2)]
-            yield SimpleNamespace(outputs=[SimpleNamespace(**done, weight_versions=spans)])
-
-    session = OpenSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
-    call = session.begin([1], 4)
-    told = recorded(outputs, session, call)
-    await anext(told)
-    assert (session.running, call.completion) == ([call.request_id], None)
-    with pytest.raises(ApiError, match="not finite") if math.isnan(second) else contextlib.nullcontext():
-        assert len([output async for output in told]) == 1
-    assert session.running == []
-    whole = Completion(token_ids=(7, 8), logprobs=(-0.5, -0.25), text="aa", finish_reason="stop", versions=((4, 0, 2),))
-    assert session.record().calls[0].completion == (None if math.isnan(second) else whole)
 
 
 def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
@@ -355,7 +321,7 @@ async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(m
     door = wrap(app, idle_engine(), token=TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
-    ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/sessions")}
+    ours = {(path, "POST") for path in ("/generate", "/reload_weights")}
     assert ours | {("/v1/chat/completions", "POST"), ("/metrics", "GET")} <= paths
     theirs = {route.path for route in app.routes if "hocket." not in getattr(route, "endpoint", app).__module__}
     assert theirs == set(vllm_api.ROUTES), "vLLM's other routes abort requests, scale engines, and the like"

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from safetensors.torch import save_file
 
 from hocket.config import load
-from hocket.extras.delta.write import DeltaWriter
 from hocket.protocol import AdapterConfig, TensorSpec, manifest, nccl
 from hocket.server import main, vllm_api
 from hocket.server.app import assemble
@@ -160,6 +159,8 @@ class MovingModel:
 
     def deltas(self, *settings: str) -> Any:
         """The way of its versions to servers of which only the first is whole; `said` has what it complains of."""
+        from hocket.extras.delta.write import DeltaWriter
+
         config = load(None, ["sync.backend=delta", *settings])
         versions = Versions(config.run_dir, self)  # type: ignore[arg-type]
         write = DeltaWriter(versions).write

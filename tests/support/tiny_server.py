@@ -367,3 +367,11 @@ class Servers:
         """Returns a server for a test that will end it."""
         self(name)
         return self.running.pop(name)
+
+    def stop(self) -> None:
+        while self.running:
+            self.running.popitem()[1].stop()
+
+
+SHARED = pytest.StashKey[Servers]()
+"""Where a session keeps its servers."""

@@ -1,4 +1,4 @@
-"""Whole versions, deltas and uploads on disk, against a fake server that reads the folders as a real one does."""
+"""Whole versions and uploads on disk, against a fake server that reads the folders as a real one does."""
 
 import functools
 import itertools
@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 
 from hocket import config as config_module
 from hocket.errors import ConfigError, ServerError, SyncError
-from hocket.extras.delta import codec as delta
-from hocket.extras.delta.load import PatchedCopy
 from hocket.protocol import ReloadRequest, ReloadResponse, manifest
 from hocket.protocol.manifest import ModelShapes
 from hocket.server import versions
@@ -40,7 +38,7 @@ class FileServer(FakeServer):
 
     def __init__(self, url: str, root: Path) -> None:
         super().__init__(url)
-        self.root, self.copy = root, PatchedCopy(root.resolve())
+        self.root = root
         self.held: Held | None = None
         self.harms: list[Callable[[Path], None]] = []
         self.holds: dict[str, torch.Tensor] = {}
@@ -56,8 +54,7 @@ class FileServer(FakeServer):
             folder = self.root / name
             described = fakes.manifest_of(folder)
             versions.check_manifest(described, request.version, ModelShapes(shapes=SHAPES, tied={}))
-            if request.source.kind == "delta":
-                folder = self.copy.patched(folder, described, self.held)
+            folder = self.whole(folder, request, described)
             versions.check_headers(folder, described)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
@@ -70,6 +67,10 @@ class FileServer(FakeServer):
         self.holds, answer = holds, fakes.reloaded(request.version, described.checksum)
         self.held = Held(request.source, answer)
         return answer
+
+    def whole(self, folder: Path, request: ReloadRequest, described: manifest.Manifest) -> Path:
+        """Returns the folder that holds the whole version."""
+        return folder
 
 
 class Disk:
@@ -138,10 +139,8 @@ async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp
     assert (disk.trainer.exports, len(server.requests)) == (1, 2)
 
 
-async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_leaves_nothing_behind(
-    tmp_path: Path, servers: Any
-) -> None:
-    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
+async def no_room(disk: Disk, server: FileServer) -> None:
+    """Publishes two versions of which each is tried three times before the disk has room for it."""
     for version in (1, 2):
         disk.step(version)
         disk.trainer.failures = [FULL] * 2
@@ -153,6 +152,12 @@ async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_le
         assert disk.said[-1].endswith("It is tried once more in 0 s")
         names = [f"weights/v00000{number}" for number in range(1, version + 1)]
         assert server.names == disk.names() == names
+
+
+async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_leaves_nothing_behind(
+    tmp_path: Path, servers: Any
+) -> None:
+    await no_room(Disk(tmp_path), servers())
 
 
 async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken_again_are_removed(
@@ -172,73 +177,6 @@ async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken
     await resumed.deliver(5)
 
 
-async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
-    _, metrics = await disk.deliver(1, server)
-    assert ("sync/changed" in metrics, disk.names()) == (False, ["weights/v000001"])
-    disk.step(3, 700)
-    _, metrics = await disk.deliver(2, server)
-    folder = disk.run / "deltas" / "v000002"
-    assert sorted(path.name for path in folder.iterdir()) == ["COMPLETE", "delta.safetensors", "manifest.json"]
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # whoever may read one may read all
-    made, base = fakes.manifest_of(folder), fakes.manifest_of(disk.run / "weights" / "v000001")
-    assert (made.version, delta.base_of(folder)) == (2, base.checksum)
-    assert made.tensors == manifest.specs(disk.trainer.weights.items())
-    assert metrics["sync/changed"] == 2 / (40 * 50 + 9)
-    assert sorted(load_file(folder / "delta.safetensors")) == ["a"]
-    assert metrics["sync/mebibytes"] == disk.size("deltas/v000002")
-
-
-@pytest.mark.parametrize(
-    ("full_every", "keep", "full", "left"),
-    [
-        (50, 1, [1], ["deltas/v000007", "weights/v000001"]),
-        (3, 2, [1, 3, 6], ["deltas/v000005", "deltas/v000007", "weights/v000003", "weights/v000006"]),
-    ],
-)
-async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_version_would(
-    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch, full_every: int, keep: int, full: Any, left: Any
-) -> None:
-    monkeypatch.setattr("hocket.sync.versions.KEEP", keep)
-    disk, server = Disk(tmp_path, f"sync.backend={{name: delta, full_every: {full_every}}}"), servers()
-    for version in range(1, 8):
-        disk.step(version, 100 * version)
-        await disk.deliver(version, server)
-    kinds = ["weights" if version in full else "deltas" for version in range(1, 8)]
-    assert server.names == [f"{kind}/v00000{version}" for version, kind in enumerate(kinds, 1)]
-    assert (disk.trainer.exports, disk.names()) == (len(full), left)  # the newest of both kinds are kept
-
-
-async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp_path: Path, servers: Any) -> None:
-    disk, server, late = Disk(tmp_path, "sync.backend=delta"), servers(), servers()
-    await disk.deliver(1, server)
-    disk.step(5)
-    _, metrics = await disk.deliver(2, server, late)
-    assert (server.names, late.names) == (["weights/v000001", "deltas/v000002"], ["deltas/v000002", "weights/v000002"])
-    mebibytes = disk.size("deltas/v000002") + disk.size("weights/v000002") / 2
-    assert metrics["sync/mebibytes"] == pytest.approx(mebibytes)
-    assert len(disk.said) == 1
-    assert f"version 2 goes to {late.url} in full: this is only what has changed since" in disk.said[0]
-    disk.step(6)
-    await disk.deliver(3, server, late)
-    assert (server.names[-1], late.names[-1], len(disk.said)) == ("deltas/v000003", "deltas/v000003", 1)
-
-
-async def test_a_comparison_sends_the_same_files_again_and_its_finding_is_no_reason_to_send_more(
-    tmp_path: Path, servers: Any
-) -> None:
-    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
-    for version in (1, 2):
-        await disk.deliver(version, server)
-        await disk.deliver(version, server, compare=True)
-        disk.step(5)
-    assert server.names == ["weights/v000001"] * 2 + ["deltas/v000002"] * 2
-    assert [request.compare for request in server.requests] == [False, True] * 2
-    server.errors["reload"] = ServerError("the model differs in a", code="not_held", status=409)
-    assert (await disk.deliver(2, server, compare=True))[0] == [server.errors["reload"]]
-    assert (disk.trainer.exports, disk.said) == (1, [])
-
-
 def flip(folder: Path) -> None:
     path = folder / "model.safetensors"
     data = path.read_bytes()
@@ -254,12 +192,8 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("backend", ["disk", "delta"])
-@pytest.mark.parametrize("harm", [flip, cut, remove])
-async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the_run_ends(
-    harm: Callable[[Path], None], backend: str, tmp_path: Path, servers: Any
-) -> None:
-    disk, well, server = Disk(tmp_path, f"sync.backend={backend}"), servers(), servers()
+async def hurt_once(disk: Disk, well: FileServer, server: FileServer, harm: Callable[[Path], None]) -> None:
+    """Publishes two versions; the files of the first are hurt before one server reads them."""
     server.harms = [harm]
     await disk.deliver(1, server)  # which asserts that it holds the weights
     assert disk.trainer.exports == 2
@@ -268,6 +202,13 @@ async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the
     assert line.startswith(f"version 1 goes to {server.url} in full: ")
     disk.step(2)
     await disk.deliver(2, server, well)
+
+
+@pytest.mark.parametrize("harm", [flip, cut, remove])
+async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the_run_ends(
+    harm: Callable[[Path], None], tmp_path: Path, servers: Any
+) -> None:
+    await hurt_once(Disk(tmp_path), servers(), servers(), harm)
 
 
 @pytest.mark.parametrize("harm", [flip, cut, remove])
@@ -285,21 +226,6 @@ async def test_a_server_that_can_t_load_good_files_is_not_sent_them_again(tmp_pa
     server.errors["reload"] = ServerError("loading failed", code="reload_failed", status=500)
     assert (await disk.deliver(1, server))[0] == [server.errors["reload"]]
     assert (disk.trainer.exports, disk.said) == (1, [])
-
-
-async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path, "sync.backend=delta"), servers()
-    for _ in range(2):
-        disk.versions.current += 1
-        disk.step(disk.versions.current)
-        await disk.deliver(disk.versions.current, server)
-    folder = disk.versions.save()
-    assert folder == disk.versions.save() == disk.run / "weights" / "v000002"
-    assert (fakes.manifest_of(folder).version, disk.trainer.exports) == (2, 2)
-    assert torch.equal(load_file(folder / "model.safetensors")["a"], disk.trainer.weights["a"])
-    disk.step(9)
-    await disk.deliver(3, server)
-    assert server.names[-1] == "deltas/v000003"  # of version 2, whichever of its folders the server has
 
 
 async def test_a_resumed_run_that_publishes_nothing_more_has_its_last_version_and_keeps_the_number(
@@ -330,5 +256,5 @@ async def test_a_transport_of_one_s_own_is_named_by_the_setting_with_its_options
         assert re.fullmatch(r"version 1: \d+\.\d{3} seconds", disk.said[0])
         with pytest.raises(ConfigError, match=r"transport timed\(sending, unit\) has no option 'speed'"):
             Disk(tmp_path, "sync.backend={name: timed, speed: 2}")
-    with pytest.raises(ConfigError, match=r"sync.backend: there is no transport 'timed'; known: delta, disk, nccl;"):
+    with pytest.raises(ConfigError, match=r"sync.backend: there is no transport 'timed'; known: .*disk, nccl;"):
         Disk(tmp_path, "sync.backend=timed")

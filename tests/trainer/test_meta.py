@@ -24,7 +24,6 @@ from transformers import Qwen2Config
 from hocket import config as config_module
 from hocket.config import ModelConfig
 from hocket.config.algorithm import PRESETS
-from hocket.extras import ulysses
 from hocket.protocol import TensorLayout, nccl
 from hocket.trainer import attention, memory
 from hocket.trainer import engine as engines
@@ -182,20 +181,6 @@ def test_adapters_and_recomputed_activations_do_so_too(
     with make_trainer(ranks, model, settings, *extra) as trainer:
         train(trainer, samples(2, 129))
     assert waiting.met >= set(INTENDED) - {"trainer.flops._seconds_of_product"}  # once per process
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["kernel", "groups"])
-def test_a_rank_that_computes_a_part_of_each_row_does_so_too(
-    ranks: Ranks, model: str, waiting: Waiting, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "has_kernel", lambda query, *args: query.is_meta and kind == "kernel")
-    monkeypatch.setattr(ulysses, "all_to_all_single", lambda received, parts, group: parts.clone())
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **options: None)
-    with make_trainer(ranks, model, "algorithm.preset=ppo") as trainer:
-        trainer.ranks.part = ulysses.Split(2, 0, group=None)
-        train(trainer, samples(2, 128))
-    assert waiting.met >= {"trainer.step.accumulate", "trainer.engine._step_without_zero"}
 
 
 @pytest.mark.long

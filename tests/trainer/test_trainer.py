@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError, ServerError, TrainerError
-from hocket.extras.page import tokens
 from hocket.protocol import manifest, nccl
 from hocket.trainer.engine import Setup, default_zero_stage
 from hocket.trainer.ranks import FAILURE, Ranks
@@ -228,17 +226,6 @@ def test_the_log_probs_of_samples_are_those_of_transformers_in_the_order_of_the_
         with pytest.raises(TrainerError, match="nothing to train on"):
             work([])
     assert same(before, weights_of(trainer))
-
-
-def test_the_numbers_of_tokens_for_the_page_take_one_forward_pass(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward = Mock(wraps=trainer.engine.forward)
-    monkeypatch.setattr(trainer.engine, "forward", forward)
-    tokens.keep(tmp_path, trainer.numbers, 1, make_samples())
-    assert forward.call_count == 1
-    rows = [json.loads(line) for line in (tmp_path / "trained" / "step_000001.jsonl").read_text().splitlines()]
-    assert all(len(row["trainer"]) == len(row["entropy"]) == 9 for row in rows)
 
 
 def test_the_surprise_of_samples_is_the_sum_over_their_sampled_tokens(

@@ -25,9 +25,6 @@ from tests.trainer.test_vision import make_seeing
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
-from hocket.extras import long_rows
-from hocket.extras.stages import stage_of
-from hocket.extras.stages.pairs import sample
 from hocket.trainer import engine, flops, policy, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import Objective
@@ -35,7 +32,6 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 from support import training
-from support.stages import make_pairs
 from support.training import bytes_besides, gap_of, load, make_groups, make_rollouts, measured, save, weights_of
 
 SETTINGS = (
@@ -66,7 +62,6 @@ MATRIX = {
     "ZeRO-3": "zero_stage=3",
     "ZeRO-3, smallest micro-batches, whole logits": "zero_stage=3 micro_batch_tokens=19",
     "ZeRO-3, offloaded, recomputed, reversed": "zero_stage=3 offload_optimizer=true gradient_checkpointing=true",
-    "ZeRO-3, MLPs in tiles": "zero_stage=3 gradient_checkpointing=long",
 }
 
 
@@ -88,16 +83,15 @@ def make_config(model: str, *settings: str) -> config_module.Config:
 
 
 def led(
-    model: str, ranks: Ranks, variants: Mapping[Any, Sequence[str]], stage: str = ""
+    model: str,
+    ranks: Ranks,
+    variants: Mapping[Any, Sequence[str]],
+    objective: Callable[[config_module.Config], Objective | None] = lambda config: None,
 ) -> Iterator[tuple[Any, Trainer]]:
-    """Yields a trainer for each variant's settings on rank 0, which the others follow; `stage`: of that command."""
+    """Yields a trainer for each variant's settings on rank 0, which the others follow."""
     for name, settings in variants.items():
         config = make_config(model, *settings)
-        trainer = Trainer(
-            config,
-            ranks=ranks,
-            objective=stage_of(stage, getattr(config, stage)).objective(config.model) if stage else None,
-        )
+        trainer = Trainer(config, ranks=ranks, objective=objective(config))
         if not trainer.ranks.is_main:
             trainer.follow()
             continue
@@ -262,44 +256,9 @@ SPLITS = {
 }
 
 
-PAIRS = {
-    "ZeRO-0": "trainer.zero_stage=0",
-    "not shared, one micro-batch": "trainer.zero_stage=0 trainer.share_prefixes=false trainer.micro_batch_tokens=1000",
-    "ZeRO-1": "trainer.zero_stage=1",
-    "ZeRO-2, one micro-batch": "trainer.zero_stage=2 trainer.micro_batch_tokens=1000",
-    "ZeRO-3": "trainer.zero_stage=3 trainer.gradient_checkpointing=true",
-    "rows divided": "trainer.zero_stage=1 trainer.sequence_parallel=SIZE",
-    "lora": "trainer.zero_stage=0 model.lora.rank=4",
-    "lora, ZeRO-3": "trainer.zero_stage=3 model.lora.rank=4",
-}
-"""Ways to take the same steps on pairs; those with lora differ from the others."""
-
-
-def pairs(model: str, output: Path, ranks: Ranks) -> None:
-    """Two steps of dpo and of rm on the same pairs, and what is measured of these behind them."""
-    cells = {
-        name: [*cell.replace("SIZE", str(ranks.size)).split(), "data.chat_template=false"]
-        for name, cell in PAIRS.items()
-    }
-    if ranks.size == 3:
-        del cells["rows divided"]  # there are four heads
-    for stage in ("dpo", "rm"):
-        sides = [side for pair in make_pairs(11) for side in (pair.chosen, pair.rejected)]
-        samples = [sample(side, ref_logprobs=-20.0 - place, margins=0.1) for place, side in enumerate(sides)]
-        if stage == "rm":
-            ends = [dataclasses.replace(side, mask=(*(False,) * (len(side.mask) - 1), True)) for side in sides]
-            samples = [sample(end, margins=0.1) for end in ends]
-        for name, trainer in led(model, ranks, cells, stage):
-            stats = [trainer.step(samples[step * 10 :]) for step in range(2)]
-            found = {"stats": stats, "evaluated": trainer.evaluate(samples)}
-            trainer.export(output / stage / name)
-            (output / stage / name / "found.json").write_text(json.dumps(found))
-
-
 SPLITS_OF = {  # by number of ranks
-    **{size: [f"{size} {name}" for name in SPLITS] for size in (1, 2)},
+    1: [f"1 {name}" for name in SPLITS],
     3: ["1 ZeRO-1", "1 ZeRO-2", "1 ZeRO-3"],
-    4: ["2 sequence mask", "2 ZeRO-3", "4 ZeRO-3"],
 }
 
 
@@ -412,7 +371,7 @@ def fail(scenario: str, model: str) -> None:
                 happen()
 
 
-SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates, splits, pairs, sees)
+SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates, splits, sees)
 COMMON = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 
@@ -422,7 +381,6 @@ def main(arguments: Sequence[str]) -> None:
         fail(*words)
         return
     policy.CHUNK_TOKENS = 4
-    long_rows.TILE = 2
     flops.peak_flops = lambda device, dtype: 1e11  # see conftest.py
     together = Ranks(timeout_s=60)
     for name, model in zip(words[::2], words[1::2], strict=True):

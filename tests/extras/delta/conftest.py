@@ -1,0 +1,1 @@
+from tests.server.test_versions import root  # noqa: F401

@@ -1,0 +1,1 @@
+from tests.e2e.test_environments import port, runs  # noqa: F401
