@@ -1,5 +1,6 @@
 """The documentation is what the program itself prints."""
 
+import collections
 import re
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,40 @@ def test_the_reference_pages_are_up_to_date() -> None:
     assert unsaid == options | {"checkpoint.best.name", "checkpoint.best.patience"}  # checkpoint.best tells them
     assert f" is not told above {proof.MAX_ERROR:g}:" in metrics.reference()
     assert f"`sync/missing_error` is above {proof.MAX_ERROR:g} " in (ROOT / "docs" / "hand_over.md").read_text("utf-8")
+
+
+OPTIONS = set(
+    "critic credit curriculum discover draws float32_head lora memory mixture nccl nccl_worker prefixes proof reference "
+    "replay sampling shapes share_gpu vision".split()
+)
+"""Files of options that are woven into a step, by the setting that turns them on."""
+
+
+def test_architecture_says_how_large_each_room_the_options_and_the_extras_are() -> None:
+    source = ROOT / "src" / "hocket"
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    said = {
+        room: (int(files), int(lines.replace(",", "")))
+        for room, files, lines in re.findall(r"^\| `([\w.]+)/?` \| (\d+) \| ([\d,]+) \|", page, re.M)
+    }
+    found: dict[str, list[int]] = collections.defaultdict(list)
+    for file in source.rglob("*.py"):
+        room = file.relative_to(source).parts[0] if file.parent != source else "."
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        if room == "extras" and lines:
+            found[room].append(lines)
+        elif room != "extras" and file.stem in OPTIONS:
+            found["options"].append(lines)
+        elif room != "extras" and (room == "." or file.name != "__init__.py"):
+            found[room].append(lines)
+    options = re.findall(r"They are not counted above: (\d+) files,\s+([\d,]+)\s+lines", page)
+    said["options"] = (int(options[0][0]), int(options[0][1].replace(",", "")))
+    if not (source / "extras").exists():  # run.py test --core
+        del said["extras"]
+    assert said.keys() == found.keys()
+    for room, (files, lines) in said.items():
+        assert len(found[room]) == files, room
+        assert sum(found[room]) == pytest.approx(lines, rel=0.1), room
 
 
 def test_readme_and_architecture_name_no_file_that_is_not_there() -> None:
