@@ -35,10 +35,27 @@ def test_the_reference_pages_are_up_to_date() -> None:
     assert f"`sync/missing_error` is above {proof.MAX_ERROR:g} " in (ROOT / "docs" / "hand_over.md").read_text("utf-8")
 
 
-OPTIONS = set(
-    "critic credit curriculum discover draws float32_head lora memory mixture nccl nccl_worker prefixes proof reference "
-    "replay sampling shapes share_gpu vision".split()
-)
+OPTIONS = {
+    "critic",
+    "credit",
+    "curriculum",
+    "discover",
+    "draws",
+    "float32_head",
+    "lora",
+    "memory",
+    "mixture",
+    "nccl",
+    "nccl_worker",
+    "prefixes",
+    "proof",
+    "reference",
+    "replay",
+    "sampling",
+    "shapes",
+    "share_gpu",
+    "vision",
+}
 """Files of options that are woven into a step, by the setting that turns them on."""
 
 
