@@ -31,6 +31,7 @@ from hocket.trainer import architecture, memory
 from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
 from hocket.trainer.policy import Policy, skeleton
+from hocket.trainer.prefixes import SharingPacker
 from hocket.types import TrainSample
 from support.numbers import rounding
 from support.training import CPU, sample_of, sequence
@@ -310,8 +311,8 @@ def try_family(family: str, folder: str) -> Result:
     policy.check_architecture(CPU)
     ways: dict[str, Callable[[], Found]] = {
         "packing": lambda: trained(policy, made),
-        "sharing": lambda: trained(policy, made, share=math.inf),
-        "sequence parallelism": lambda: trained(policy, made, Threads.of(2), share=math.inf),
+        "sharing": lambda: trained(policy, made, packer=SharingPacker()),
+        "sequence parallelism": lambda: trained(policy, made, Threads.of(2), packer=SharingPacker()),
     }
     numbers = {way: apart(give(), expected, sums) for way, give in ways.items()}
     notes = {}

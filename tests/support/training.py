@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hocket import config as config_module
 from hocket.trainer.batching import TrainBatch, divide
 from hocket.trainer.models import BatchLoss, Objective
+from hocket.trainer.prefixes import SharingPacker
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
@@ -115,7 +116,13 @@ def sample_of(rollout: TokenSequence, advantage: float = 1.0, **more: Any) -> Tr
 
 
 def pack(samples: Sequence[TrainSample], device: torch.device = CPU, **how: Any) -> list[list[TrainBatch]]:
-    """Returns the micro-batches of each rank; in one row of one rank if nothing is said."""
+    """Returns the micro-batches of each rank; in one row of one rank if nothing is said.
+
+    share: pairs of tokens whose attention costs as much as a position; without it nothing is shared.
+    """
+    pairs, key_share = how.pop("share", 0.0), how.pop("key_share", 0.0)
+    if pairs:
+        how["packer"] = SharingPacker(pairs=float(pairs), key_share=key_share)
     shares = divide(samples, **{"micro_batch_tokens": 10_000, "num_ranks": 1, **how})
     return [[make(device) for make in share] for share in shares]
 

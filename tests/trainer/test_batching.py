@@ -1,14 +1,20 @@
 import dataclasses
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hocket.errors import TrainerError
+from hocket.config import load
+from hocket.errors import ConfigError, TrainerError
+from hocket.trainer import batching
 from hocket.trainer.attention import RowPart
-from hocket.trainer.batching import Sizes, TrainBatch, balance, check_fits, divide, row_places, unpack
+from hocket.trainer.batching import Packer, TrainBatch, balance, check_fits, divide, row_places, unpack
+from hocket.trainer.choices import PACKERS, check, chosen_packer
+from hocket.trainer.prefixes import SharingPacker
 from hocket.types import TrainSample
+from support.examples import plugged, shown
 from support.training import CPU, pack, sample_of, sequence
 
 
@@ -78,10 +84,10 @@ def test_the_members_of_a_unit_are_neighbours_in_one_micro_batch(
     with pytest.raises(TrainerError, match=r"tokens of one row don't fit into trainer.micro_batch_tokens=15"):
         check_fits(samples, 15, unit=2)
     pair = [sample(*prompts[0], *end, prompt=8) for end in ([20, 21, 22, 23], [30, 31, 32, 33])]
-    fits, shared = (8 + 3 + 3, math.inf) if share else (11 + 11, 0.0)
-    check_fits(pair, fits, unit=2, share=shared)
+    fits, packer = (8 + 3 + 3, SharingPacker()) if share else (11 + 11, Packer())
+    check_fits(pair, fits, unit=2, packer=packer)
     with pytest.raises(TrainerError, match=rf"micro_batch_tokens={fits - 1}; set it to at least {fits}, or"):
-        check_fits(pair, fits - 1, unit=2, share=shared)
+        check_fits(pair, fits - 1, unit=2, packer=packer)
     ranks = pack(samples, micro_batch_tokens=30, num_ranks=num_ranks, share=share, unit=2)
     rows = [batch.places for rank in ranks for batch in rank]
     pairs = [row[start : start + 2] for row in rows for start in range(0, len(row), 2)]
@@ -132,18 +138,6 @@ def test_costs_are_dealt_to_the_cheapest_part_the_costliest_first() -> None:
     assert balance([1, 1, 3], 2) == [[2], [0, 1]]
 
 
-def test_a_run_is_divided_where_it_is_too_long_or_saves_too_little() -> None:
-    sizes = Sizes(first=[30.0, 30.0, 30.0, 30.0], added=[30.0, 10.0, 30.0, 29.0])
-    assert sizes.of([0, 1]) == 40
-    assert sizes.runs(range(4), 1000) == [[0, 1], [2, 3]]  # the third has nothing in common with the one before
-    assert sizes.runs(range(4), 59) == [[0, 1], [2, 3]]
-    assert sizes.runs(range(4), 58) == [[0, 1], [2], [3]]
-    assert sizes.runs(range(4), 39) == [[0], [1], [2], [3]]
-    # Beyond 35, the fourth saves 1 of 59, which is little: 16 times as much is less. The second saves 20 of 40.
-    assert sizes.runs(range(4), 1000, 35) == [[0, 1], [2], [3]]
-    assert sizes.runs(range(4), 1000, 59) == [[0, 1], [2, 3]]
-
-
 def test_a_sequence_s_places_are_those_that_it_shares_then_its_own() -> None:
     assert [row.tolist() for row in row_places([3, 4, 2], [0, 2, 0])] == [[0, 1, 2], [0, 1, 3, 4], [5, 6]]
 
@@ -151,9 +145,10 @@ def test_a_sequence_s_places_are_those_that_it_shares_then_its_own() -> None:
 def test_copies_of_keys_count_as_a_part_of_the_positions_that_a_sequence_shares() -> None:
     # Twelve tokens in common: 14 positions, then 2 more and, for its copy, a tenth of 14.
     samples = [sample(*range(10, 22), *end, prompt=12) for end in ((1, 2, 3), (4, 5, 6))]
-    check_fits(samples, 18, unit=2, share=math.inf, key_share=0.1)  # 14 + 2 + 1.4
+    packer = SharingPacker(key_share=0.1)
+    check_fits(samples, 18, unit=2, packer=packer)  # 14 + 2 + 1.4
     with pytest.raises(TrainerError, match="18 tokens of one row don't fit into"):
-        check_fits(samples, 17, unit=2, share=math.inf, key_share=0.1)
+        check_fits(samples, 17, unit=2, packer=packer)
     for tokens, rows in ((18, 1), (17, 2)):
         [batches] = pack(samples, micro_batch_tokens=tokens, share=math.inf, key_share=0.1)
         assert len(batches) == rows
@@ -165,7 +160,7 @@ def test_a_sequence_that_fits_nowhere_or_nothing_to_train_on_is_refused() -> Non
         check_fits([sample(*range(1, 10))], 7)
     begins_alike = [sample(*range(10), 20), sample(*range(10), 30, 40)]  # they need not stay in one row
     with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens=10.*at least 11"):
-        check_fits(begins_alike, 10, share=1.0)
+        check_fits(begins_alike, 10, packer=SharingPacker(pairs=1.0))
     for samples in ([], [sample(1, 2, 3, prompt=3)]):
         with pytest.raises(TrainerError, match="nothing to train on"):
             check_fits(samples, 8)
@@ -203,3 +198,24 @@ def test_ranks_get_shorter_runs_where_longer_ones_can_not_be_dealt_evenly() -> N
     samples = [sample(*range(8), *[20 + number] * 81, prompt=8) for number in range(12)]
     ranks = pack(samples, share=math.inf, num_ranks=2)
     assert [sum(row.input_ids_br.numel() for row in rank) for rank in ranks] == [88 + 5 * 80] * 2
+
+
+def test_a_packer_of_one_s_own_is_named_by_the_setting(tmp_path: Path) -> None:
+    """The one that the documentation of Packer shows: 8 + 8 + 7 positions, the first two in a row once."""
+    head = (
+        "import math\nfrom collections.abc import Sequence\n"
+        "from hocket.trainer.batching import Packer, Run, Sizes, keys\nfrom hocket.trainer.choices import packer\n"
+        "from hocket.types import TrainSample\n"
+    )
+    code = head + shown(batching, '@packer("twins")')
+    first, other, twin = [sample(*range(8), last, prompt=4) for last in (20, 21, 22)]
+    samples = [first, sample(*range(7), 30, prompt=4), twin]
+    with plugged(tmp_path, code, (PACKERS, "twins")):
+        own = chosen_packer(load(None, ["trainer.share_prefixes=twins"]).trainer.share_prefixes, pairs=1.0, key_share=0)
+        [[batch]] = pack(samples, packer=own)
+        assert (batch.lengths, batch.input_ids_br.numel()) == ((8, 8, 7), 8 + 7)
+        check_fits([first, other], 8, unit=2, packer=own)
+    with pytest.raises(
+        ConfigError, match=r"trainer.share_prefixes: there is no packer 'twins'; known: plain, sharing;"
+    ):
+        check(load(None, ["trainer.share_prefixes=twins"]).trainer)

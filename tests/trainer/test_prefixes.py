@@ -1,5 +1,6 @@
 """Shared prefixes (trainer.share_prefixes): the same numbers as packing, from fewer positions."""
 
+import functools
 import math
 import random
 from pathlib import Path
@@ -24,8 +25,10 @@ from hocket.config import ModelConfig
 from hocket.config.algorithm import PRESETS
 from hocket.trainer import attention, batching, prefixes
 from hocket.trainer.attention import attend
+from hocket.trainer.batching import Sizes
 from hocket.trainer.critic import ValueModel
 from hocket.trainer.policy import Policy
+from hocket.trainer.prefixes import SharingPacker
 from hocket.trainer.ranks import Ranks
 from hocket.types import TrainSample
 from support import training
@@ -272,3 +275,16 @@ def test_a_wrong_layout_is_noticed(wrong: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(batching, "row_places", broken)
     found, _, _ = passed(module, samples, share=math.inf)
     assert max(float((found[place][0] - expected[place][0]).abs().max()) for place in expected) > 1e-3
+
+
+def test_a_run_is_divided_where_it_is_too_long_or_saves_too_little() -> None:
+    sizes = Sizes(first=[30.0, 30.0, 30.0, 30.0], added=[30.0, 10.0, 30.0, 29.0])
+    runs = functools.partial(SharingPacker().runs, sizes)
+    assert sizes.of([0, 1]) == 40
+    assert runs(range(4), 1000) == [[0, 1], [2, 3]]  # the third has nothing in common with the one before
+    assert runs(range(4), 59) == [[0, 1], [2, 3]]
+    assert runs(range(4), 58) == [[0, 1], [2], [3]]
+    assert runs(range(4), 39) == [[0], [1], [2], [3]]
+    # Beyond 35, the fourth saves 1 of 59, which is little: 16 times as much is less. The second saves 20 of 40.
+    assert runs(range(4), 1000, 35) == [[0, 1], [2], [3]]
+    assert runs(range(4), 1000, 59) == [[0, 1], [2, 3]]

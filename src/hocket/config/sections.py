@@ -181,8 +181,8 @@ class TrainerConfig(Section):
     """Maximum global gradient norm."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Maximum tokens per forward pass; rows on a CPU may end earlier. `auto`: 8192 there; what fits on a GPU."""
-    share_prefixes: bool = True
-    """What sequences of a micro-batch begin with alike, such as a prompt, is computed once."""
+    share_prefixes: Annotated[bool | Chosen, Field(union_mode="left_to_right")] = True
+    """What sequences of a micro-batch begin with alike, such as a prompt, is computed once; or your own packer."""
     sequence_parallel: int = Field(1, ge=1)
     """Ranks that compute a row together, each a part of its positions."""
     zero_stage: Literal[0, 1, 2, 3] | None = None

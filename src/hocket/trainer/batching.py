@@ -1,8 +1,8 @@
 """Pack samples into micro-batches; the only place where sequences move to the next-token axis.
 
 A sequence of n tokens has n − 1 positions: position t reads token t and predicts token t + 1. The sequences of a
-micro-batch share a row without padding and, with `share`, what they begin with in common is in it once: in their order
-as text, each adds what it does not share with the one before. Both change results by rounding only.
+micro-batch share a row without padding, which changes results by rounding only. A `Packer` decides which sequences
+come together; that of trainer.share_prefixes has what they begin with in common in a row once (prefixes.py).
 """
 
 import dataclasses
@@ -10,24 +10,21 @@ import functools
 import heapq
 import itertools
 import math
-import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hocket.algorithm.losses import LossBatch
+from hocket.common.registry import Registry
 from hocket.errors import TrainerError
-from hocket.trainer import prefixes
 from hocket.trainer.attention import WHOLE, RowPart, Segments
 from hocket.types import Image, TokenSequence, TrainSample
 
-LITTLE = 16  # a part of a row that it may cost to divide it
 Run = Sequence[int]  # numbers of sequences, one after another in the order of tokens
-PIECES = (1, 2, 4, 8)  # least number of a rank's runs of samples
 _NO_TOKENS = TokenSequence(token_ids=(0, 0), mask=(False, False), logprobs=(0.0, 0.0))
 
 
@@ -56,21 +53,77 @@ class Sizes(NamedTuple):
     def of(self, run: Run) -> float:
         return self.first[run[0]] + sum(self.added[number] for number in run[1:])
 
-    def runs(self, run: Run, most: float, enough: float = math.inf) -> list[Run]:
-        """Divide a run, where nothing is saved or more than `most` would be together; one alone may be more.
 
-        Beyond `enough` it is divided where little is saved.
-        """
-        runs: list[list[int]] = []
-        total = math.inf
-        for number in run:
-            total += self.added[number]
-            saved = self.first[number] - self.added[number]
-            if saved <= 0 or total > most or (total > enough and LITTLE * saved < total):
-                runs.append([])
-                total = self.first[number]
-            runs[-1].append(number)
-        return list(runs)
+class Packer:
+    """Packs sequences into rows, each whole: the plain way (trainer.share_prefixes=false).
+
+    A subclass may have a row hold once what sequences begin with in common. Then they are packed in an order of its
+    own, in which each adds to a row what it does not share with the one before; `trainer.share_prefixes` names it.
+
+    Args:
+        pairs: of tokens, whose attention costs as much as the rest of a model does for a position; inf with a kernel.
+        key_share: memory of a key and a value, as a part of a position's.
+
+    Example: a plugin that shares whole sequences alone, those that are the same but for their last token.
+
+        @packer("twins")
+        class Twins(Packer):
+            in_order = True
+
+            def order(self, samples: Sequence[TrainSample]) -> Sequence[int]:
+                return sorted(range(len(samples)), key=lambda place: keys(samples[place].sequence).tolist())
+
+            def starts(self, samples: Sequence[TrainSample]) -> list[int]:
+                read = [tuple(sample.sequence.token_ids[:-1]) for sample in samples]
+                return [0, *(len(own) if own == before else 0 for before, own in zip(read, read[1:]))]
+
+            def runs(self, sizes: Sizes, run: Run, most: float, enough: float = math.inf) -> list[Run]:
+                runs: list[list[int]] = []
+                for number in run:
+                    if sizes.added[number] == sizes.first[number] or sizes.of([*runs[-1], number]) > most:
+                        runs.append([])
+                    runs[-1].append(number)
+                return list(runs)
+    """
+
+    in_order = False  # whether rows hold sequences in the order of `order`
+
+    def __init__(self, *, pairs: float = math.inf, key_share: float = 0.0) -> None:
+        self.pairs = pairs
+        self.key_share = key_share
+
+    def order(self, samples: Sequence[TrainSample]) -> Sequence[int]:
+        """Return the places of samples in the order in which they are packed."""
+        return range(len(samples))
+
+    def starts(self, samples: Sequence[TrainSample]) -> list[int]:
+        """Return how many positions each sequence, in that order, has in common with the one before."""
+        return [0] * len(samples)
+
+    def runs(self, sizes: Sizes, run: Run, most: float, enough: float = math.inf) -> list[Run]:
+        """Divide a run into parts that each lie in one row: of at most `most` positions, or about `enough`."""
+        return [[number] for number in run]
+
+    def deal(self, costs: Sizes, num_ranks: int) -> list[list[Run]]:
+        """Return the runs of each rank, of about the same cost."""
+        if num_ranks == 1:
+            return [self.runs(costs, range(len(costs.first)), math.inf)]
+        return [[[number] for number in part] for part in balance(costs.first, num_ranks)]
+
+
+PACKERS: Registry[Callable[..., Packer]] = Registry("packer", sharing="hocket.trainer.prefixes")
+packer = PACKERS.register
+"""Decorator of a subclass of Packer, which `trainer.share_prefixes` then names."""
+packer("plain")(Packer)
+PLAIN = Packer()
+
+
+def chosen_packer(chosen: bool | str | Mapping[str, Any], *, pairs: float = math.inf, key_share: float = 0.0) -> Packer:
+    """Make the packer that trainer.share_prefixes chooses. Raises ConfigError."""
+    if isinstance(chosen, bool):
+        chosen = "sharing" if chosen else "plain"
+    make = PACKERS.choose(chosen, "trainer.share_prefixes", keys=("pairs", "key_share"))
+    return make(pairs=pairs, key_share=key_share)
 
 
 Make = Callable[..., TrainBatch]  # builds a micro-batch, on any rank: (device, its part of the row)
@@ -94,14 +147,14 @@ def check_fits(
     micro_batch_tokens: int,
     *,
     unit: int = 1,
-    share: float = 0.0,
-    key_share: float = 0.0,
+    packer: Packer = PLAIN,
 ) -> None:
+    """Raise TrainerError for a unit of samples that no micro-batch has room for, or where none has a trained token."""
     if not any(any(sample.sequence.mask[1:]) for sample in samples):
         raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
     lengths = list(map(num_positions, samples))
-    starts = _starts(samples, share if unit > 1 else 0.0)
-    longest = math.ceil(max(_sizes(lengths, starts, key_share, unit).first))
+    starts = packer.starts(samples) if unit > 1 else [0] * len(samples)
+    longest = math.ceil(max(_sizes(lengths, starts, packer.key_share, unit).first))
     if longest > micro_batch_tokens:
         what = f"a sequence of {longest + 1} tokens doesn't" if unit == 1 else f"{longest} tokens of one row don't"
         raise TrainerError(
@@ -134,8 +187,7 @@ def divide(
     num_ranks: int,
     row_tokens: float = math.inf,
     cost: Callable[[int], float] = float,
-    share: float = 0.0,
-    key_share: float = 0.0,
+    packer: Packer = PLAIN,
     unit: int = 1,
 ) -> list[list[Make]]:
     """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
@@ -143,38 +195,36 @@ def divide(
     Ranks get about the same cost; within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks
     run similar ones at a time. One with fewer runs a masked position.
 
-    `row_tokens`: rows are longer only where much is shared. `cost`: of a sequence by its positions.
-    `share`: 0 for nothing, else the pairs of `prefixes.is_worth_sharing`. `key_share`: memory of a key and a value as a
-    part of a position's: each sequence has copies of what it shares. `unit`: samples, one after another, that stay so,
-    in one micro-batch.
+    `row_tokens`: rows are longer only where much is shared. `cost`: of a sequence by its positions. `unit`: samples,
+    one after another, that stay so, in one micro-batch.
     """
-    units: Sequence[int] = range(len(samples) // unit)
-    if share:
-        units = sorted(units, key=lambda number: keys(samples[number * unit].sequence).tolist())
-    order = _members(units, unit)
+    firsts = [samples[number * unit] for number in range(len(samples) // unit)]
+    order = _members(packer.order(firsts), unit)
     samples = [samples[place] for place in order]
     lengths = list(map(num_positions, samples))
-    starts = _starts(samples, share)
+    starts = packer.starts(samples)
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": len(trained) - trained.count(0)}
     nothing = (0.0, 0.0)
     blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(samples[0].columns, nothing))
     spans = list(zip(lengths, starts, strict=True))
     costs = _of_units(list(map(cost, lengths)), [cost(length) - cost(start) for length, start in spans], unit)
-    sizes = _sizes(lengths, starts, key_share, unit)
+    sizes = _sizes(lengths, starts, packer.key_share, unit)
+    enough = min(row_tokens, micro_batch_tokens)
     plans = []
-    for runs in _deal(costs, num_ranks):
-        rows = _fill(sizes, runs, micro_batch_tokens, min(row_tokens, micro_batch_tokens))
+    for runs in packer.deal(costs, num_ranks):
+        parts = [part for run in runs for part in packer.runs(sizes, run, micro_batch_tokens, enough)]
+        rows = _fill(sizes, parts, enough)
         rows.sort(key=lambda row: -sum(costs.first[one] for one in row))
         plans.append([_members(row, unit) for row in rows])
     result: list[list[Make]] = [[] for _ in plans]
     for row_of_each in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = max(sum(trained[number] for number in row) for row in row_of_each)
         for part, row in zip(result, row_of_each, strict=True):
-            numbers = sorted(row) if share else row
+            numbers = sorted(row) if packer.in_order else row
             own = [samples[number] for number in numbers] or [blank]
             places = tuple(order[number] for number in numbers)
-            part.append(functools.partial(_build, own, places, share, {**counts, "max_tokens": max_tokens}))
+            part.append(functools.partial(_build, own, places, packer, {**counts, "max_tokens": max_tokens}))
     return result
 
 
@@ -195,25 +245,10 @@ def _of_units(first: Sequence[float], added: Sequence[float], size: int) -> Size
     return Sizes(alone, [sum(added[start : start + size]) for start in starts])
 
 
-def _deal(costs: Sizes, num_ranks: int) -> list[list[Run]]:
-    """Return the runs of each rank: longer ones share more, shorter ones can be dealt more evenly."""
-    everything = range(len(costs.first))
-    if num_ranks == 1:
-        return [costs.runs(everything, math.inf)]
-    dealt = []
-    for pieces in PIECES:
-        runs = costs.runs(everything, costs.of(everything) / (pieces * num_ranks))
-        sums = list(map(costs.of, runs))
-        parts = balance(sums, num_ranks)
-        most = max(sum(sums[index] for index in part) for part in parts)
-        dealt.append((most, [[runs[index] for index in part] for part in parts]))
-    return min(dealt, key=operator.itemgetter(0))[1]
-
-
 def _build(
     samples: Sequence[TrainSample],
     places: tuple[int, ...],
-    share: float,
+    packer: Packer,
     counts: Mapping[str, int],
     device: torch.device,
     part: RowPart = WHOLE,
@@ -227,7 +262,7 @@ def _build(
         return tensor.to(device, non_blocking=True)
 
     read = [arrays["token_ids"][:-1] for arrays in own]
-    starts = _starts(samples, share)
+    starts = packer.starts(samples)
     size = sum(map(len, read)) - sum(starts)
     read.append(np.zeros(-size % part.size, np.int64))  # parts have the same size
     starts.append(0)
@@ -260,13 +295,6 @@ def _build(
         images=tuple(_images(samples, rows, starts)),
         **counts,
     )
-
-
-def _starts(samples: Sequence[TrainSample], share: float) -> list[int]:
-    """Return how many positions each sequence has in common with the one before."""
-    if share:
-        return prefixes.starts([keys(sample.sequence)[:-1] for sample in samples], share)
-    return [0] * len(samples)
 
 
 def _images(samples: Sequence[TrainSample], rows: Sequence[np.ndarray], starts: Sequence[int]) -> Iterator[Image]:
@@ -317,9 +345,8 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _fill(sizes: Sizes, runs: Sequence[Run], most: float, enough: float) -> list[list[int]]:
-    """Return sequences in rows of at most `enough`, or one part of at most `most`, by first-fit decreasing of parts."""
-    parts = [part for run in runs for part in sizes.runs(run, most, enough)]
+def _fill(sizes: Sizes, parts: Sequence[Run], enough: float) -> list[list[int]]:
+    """Return sequences in rows of at most `enough`, or of one larger part, by first-fit decreasing of the parts."""
     needs = list(map(sizes.of, parts))
     rows: list[list[int]] = []
     left: list[float] = []  # of each

@@ -89,6 +89,10 @@ def check(config: TrainerConfig) -> None:
         chosen_kernels(config.kernels).refuse(config)
     if config.gradient_checkpointing:
         chosen_recomputation(config.gradient_checkpointing)
+    if not isinstance(config.share_prefixes, bool):
+        from hocket.trainer import batching  # which needs torch
+
+        batching.chosen_packer(config.share_prefixes)
     if config.sequence_parallel > 1:
         chosen_row_division()
 

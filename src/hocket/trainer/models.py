@@ -21,7 +21,7 @@ from hocket.config import Config, ModelConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.trainer import attention, choices, flops, guards, memory, share_gpu
-from hocket.trainer.batching import Make, TrainBatch, unpack
+from hocket.trainer.batching import Make, TrainBatch, chosen_packer, unpack
 from hocket.trainer.draws import draw_sums
 from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets
 from hocket.trainer.logprobs import CHUNK_TOKENS
@@ -140,8 +140,8 @@ class Models:
         shape = Shape.of(self.policy.model)
         self.row_tokens = memory.row_tokens(shape, on_gpu=device.type != "cpu")
         pairs = math.inf if device.type == "cuda" else self.flops.pairs
-        share = pairs if settings.share_prefixes else 0.0
-        self.packing: dict[str, Any] = {"unit": objective.unit, "share": share, "key_share": shape.key_share}
+        packer = chosen_packer(settings.share_prefixes, pairs=pairs, key_share=shape.key_share)
+        self.packing: dict[str, Any] = {"unit": objective.unit, "packer": packer}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
         delay = sum(one.delay for one in objective.auxiliaries)
         self.engine = DeepSpeedEngine(self.policy, self.setup, name=POLICY)

@@ -1,9 +1,63 @@
-"""Find what sequences begin with alike, so that a row has it once."""
+"""Compute once what the sequences of a row begin with in common (trainer.share_prefixes).
+
+In their order as text, each sequence adds to a row what it does not share with the one before.
+"""
 
 import itertools
+import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
+
+from hocket.trainer.batching import Packer, Run, Sizes, balance, keys, packer
+from hocket.types import TrainSample
+
+LITTLE = 16  # a part of a row that it may cost to divide it
+PIECES = (1, 2, 4, 8)  # least number of a rank's runs of samples
+
+
+@packer("sharing")
+class SharingPacker(Packer):
+    """Has a row hold a beginning that sequences share once, where that is worth its price."""
+
+    in_order = True
+
+    def order(self, samples: Sequence[TrainSample]) -> Sequence[int]:
+        return sorted(range(len(samples)), key=lambda place: keys(samples[place].sequence).tolist())
+
+    def starts(self, samples: Sequence[TrainSample]) -> list[int]:
+        return starts([keys(sample.sequence)[:-1] for sample in samples], self.pairs)
+
+    def runs(self, sizes: Sizes, run: Run, most: float, enough: float = math.inf) -> list[Run]:
+        """Divide a run, where nothing is saved or more than `most` would be together; one alone may be more.
+
+        Beyond `enough` it is divided where little is saved.
+        """
+        runs: list[list[int]] = []
+        total = math.inf
+        for number in run:
+            total += sizes.added[number]
+            saved = sizes.first[number] - sizes.added[number]
+            if saved <= 0 or total > most or (total > enough and LITTLE * saved < total):
+                runs.append([])
+                total = sizes.first[number]
+            runs[-1].append(number)
+        return list(runs)
+
+    def deal(self, costs: Sizes, num_ranks: int) -> list[list[Run]]:
+        """Return the runs of each rank: longer ones share more, shorter ones can be dealt more evenly."""
+        everything = range(len(costs.first))
+        if num_ranks == 1:
+            return [self.runs(costs, everything, math.inf)]
+        dealt = []
+        for pieces in PIECES:
+            runs = self.runs(costs, everything, costs.of(everything) / (pieces * num_ranks))
+            sums = list(map(costs.of, runs))
+            parts = balance(sums, num_ranks)
+            most = max(sum(sums[index] for index in part) for part in parts)
+            dealt.append((most, [[runs[index] for index in part] for part in parts]))
+        return min(dealt, key=operator.itemgetter(0))[1]
 
 
 def starts(sequences: Sequence[np.ndarray], pairs: float) -> list[int]:

@@ -158,8 +158,9 @@ def _check(task: _Task) -> None:
     estimate = memory.check(models, settings, dtype, device, int(os.environ.get("WORLD_SIZE", "1")))
     if settings.micro_batch_tokens != "auto":
         samples = [*flat(rows), *flat(held_out)]
-        share = math.inf if settings.share_prefixes else 0.0  # where a run may share less, it says so itself
-        batching.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, share=share)
+        # Where a run may share less, it says so itself.
+        packer = batching.chosen_packer(settings.share_prefixes)
+        batching.check_fits(samples, settings.micro_batch_tokens, unit=objective.unit, packer=packer)
     num_parameters = sum(parameter.numel() for parameter in models[0][1].parameters())
     print(f"{len(rows)} {stage.rows}, {len(held_out)} held out; {num_parameters:,} parameters; a step needs {estimate}")
     for line in task.outlook(tokenizers.load(config.model.path)):
