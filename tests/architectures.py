@@ -26,7 +26,6 @@ from torch import Tensor
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.config.sections import LoraConfig
 from hocket.errors import HocketError
-from hocket.extras.ulysses import Split
 from hocket.trainer import architecture, memory
 from hocket.trainer.attention import WHOLE, RowPart
 from hocket.trainer.batching import divide
@@ -210,28 +209,28 @@ def samples() -> list[TrainSample]:
     return made
 
 
-class Threads(Split):
-    """Divides a row among threads, which stand for ranks."""
+def threads(size: int) -> list[RowPart]:
+    """Returns the parts of a row that is divided among threads, which stand for ranks."""
+    from hocket.extras.ulysses import Split
 
-    @classmethod
-    def of(cls, size: int) -> "list[Threads]":
-        shared: dict[str, Any] = {"sent": {}, "barrier": threading.Barrier(size, timeout=60)}
-        return [cls(size, number, group=shared) for number in range(size)]
+    class Threads(Split):
+        def _all(self, tensor: Tensor) -> list[Tensor]:
+            self.group["sent"][self.number] = tensor
+            self.group["barrier"].wait()
+            received = [self.group["sent"][number] for number in range(self.size)]
+            self.group["barrier"].wait()
+            return received
 
-    def _all(self, tensor: Tensor) -> list[Tensor]:
-        self.group["sent"][self.number] = tensor
-        self.group["barrier"].wait()
-        received = [self.group["sent"][number] for number in range(self.size)]
-        self.group["barrier"].wait()
-        return received
+        def whole(self, column_bt: Tensor) -> Tensor:
+            return torch.stack(self._all(column_bt)).sum(dim=0)
 
-    def whole(self, column_bt: Tensor) -> Tensor:
-        return torch.stack(self._all(column_bt)).sum(dim=0)
+        def _exchanged(self, tensor_xyd: Tensor) -> Tensor:
+            parts = tensor_xyd.contiguous().view(self.size, -1, *tensor_xyd.shape[1:])
+            received = torch.stack([sent[self.number] for sent in self._all(parts)])
+            return received.transpose(0, 1).flatten(1, 2)
 
-    def _exchanged(self, tensor_xyd: Tensor) -> Tensor:
-        parts = tensor_xyd.contiguous().view(self.size, -1, *tensor_xyd.shape[1:])
-        received = torch.stack([sent[self.number] for sent in self._all(parts)])
-        return received.transpose(0, 1).flatten(1, 2)
+    shared: dict[str, Any] = {"sent": {}, "barrier": threading.Barrier(size, timeout=60)}
+    return [Threads(size, number, group=shared) for number in range(size)]
 
 
 Found = tuple[Tensor, dict[str, Tensor]]  # log-probs, and gradients by parameter
@@ -292,8 +291,8 @@ def load(folder: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
-def try_family(family: str, folder: str) -> Result:
-    """Tries a family with a model that is written to the folder."""
+def try_family(family: str, folder: str, *, divided: bool = True) -> Result:
+    """Tries a family with a model that is written to the folder; `divided`: with rows that ranks divide, too."""
     torch.manual_seed(0)
     config = make_config(family)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -312,8 +311,9 @@ def try_family(family: str, folder: str) -> Result:
     ways: dict[str, Callable[[], Found]] = {
         "packing": lambda: trained(policy, made),
         "sharing": lambda: trained(policy, made, packer=SharingPacker()),
-        "sequence parallelism": lambda: trained(policy, made, Threads.of(2), packer=SharingPacker()),
     }
+    if divided:
+        ways["sequence parallelism"] = lambda: trained(policy, made, threads(2), packer=SharingPacker())
     numbers = {way: apart(give(), expected, sums) for way, give in ways.items()}
     notes = {}
     try:

@@ -16,7 +16,7 @@ from support.processes import start_fork_server, use_fork_server
 
 ROOT = Path(__file__).parent
 LONGEST = (
-    *("server/", "extras/delta/test_deltas", "extras/agents/", "sync/test_lies", "test_optional", "test_core"),
+    *("server/", "extras/delta/test_deltas", "extras/agents/", "sync/test_lies", "test_optional", "extras/test_core"),
     *("faults/", "e2e/", "extras/e2e/", "extras/page/test_live", "extras/stages/", "trainer/", "extras/test_kernels"),
     *("extras/test_long_rows", "extras/test_ulysses", "benchmarks/"),
 )

@@ -78,18 +78,10 @@ config dotted.yaml | dotted.yaml: unknown key 'trainer.steps'; in a file, nest i
 config dotted.yaml | in a file, nest it: model: {lora: {rank: VALUE}}
 config shell.yaml | run.dir: ${OUT}/a names a variable: only a shell replaces it
 config launch.trainer=4 | did you mean 'launch.trainers'?
-config model.lora.r=16 | here that is model.lora.rank
-config bf16=true | here that is model.dtype
 config a.yaml b.yaml | one config file at most
 config typo.yaml | typo.yaml: unknown key 'trainer.stps'; did you mean 'trainer.steps'?
-config trainer.lr=1e-5 | unknown key 'trainer.lr'; here that is trainer.learning_rate
 eval typo.yaml --json eval.sample=1 | command line: unknown key 'eval.sample'
 config trainer.every_steps=5 | unknown key 'trainer.every_steps'; did you mean 'eval.every_steps' or 'checkpoint.
-config trainer.logging_steps=1 | here that is no setting: every step is logged
-config sft.num_train_epochs=1 | here that is sft.epochs, or in GRPO trainer.steps, a number of steps
-config trainer.epochs=3 | here that is sft.epochs, or in GRPO trainer.steps, a number of steps
-config trainer.max_seq_length=512 | here that is model.max_length
-config actor_rollout_ref.actor.use_kl_loss=true | here that is algorithm.kl
 config fine.yaml plugins=[a, b] | a bracket is left open: quote the whole setting, as a shell splits it at blanks
 config rewards.functions={exact_match: 1} | a bracket is left open: quote the whole setting, as a shell splits it
 config data.system_prompt=Be very kind | one config file at most, got very, kind; settings look like
@@ -100,7 +92,6 @@ config model.random_init=ja | model.random_init: must be true or false, got 'ja'
 config plugins=3 | plugins: must be a list: [one, two], got 3 (Python files with your rewards, environments,
 config rewards=[length] | rewards: must be a mapping of key: value, got ['length'] (rewards.functions, rewards.time
 config rewards.functions=[length] | must be a mapping of key: value, got ['length'] ({NAME: weight} or {NAME: {weight:
-config algorithm.loss=x | unknown key 'algorithm.loss'; here that is algorithm.preset or algorithm.aggregate
 config algorithm.los=x | unknown key 'algorithm.los'; `python run.py config --reference` lists all
 config 'rewards.functions={length:1}' | length:1: must be a mapping of key: value, got None; write a space after
 config colon.yaml | colon.yaml: rewards.functions: must be a mapping of key: value, got 'length:1'; write a space

@@ -88,4 +88,9 @@ async def test_the_tool_and_the_agent_of_the_documentation_work_as_they_stand(tm
 
 def test_readme_and_architecture_name_no_file_of_extras_that_is_not_there() -> None:
     named, found = named_files()
-    assert {name for name in named if name.startswith("extras/")} <= found
+    assert {name for name in named if "extras/" in name} <= found
+
+
+def test_the_reference_of_settings_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written.endswith(config.reference() + "\n"), "refresh docs/configuration.md: run.py config --reference"

@@ -7,6 +7,7 @@ import torch
 from tests.extras import worker
 from tests.trainer.conftest import peak  # noqa: F401 - for each test here
 from tests.trainer.test_ranks import assert_same_steps, reference, run_together  # noqa: F401
+from tests.trainer.test_vision import check_rehearsal
 from torch import Tensor
 
 from hocket.extras import long_rows
@@ -85,3 +86,10 @@ def test_steps_in_tiles_are_those_of_plain_torch_on_one_rank_and_on_two(
 ) -> None:
     first, folder = tiled[1] / "tiles-tied" / "ZeRO-0", tiled[size] / "tiles-tied" / "ZeRO-3, MLPs in tiles"
     assert_same_steps(folder, first, reference, tied_model)
+
+
+@pytest.mark.parametrize("model", ["tiny_vlm", "tiny_qwen_vl"])
+def test_a_step_in_tiles_is_rehearsed_with_sequences_full_of_pictures(
+    ranks: Ranks, model: str, request: pytest.FixtureRequest
+) -> None:
+    check_rehearsal(ranks, request.getfixturevalue(model), "trainer.gradient_checkpointing=long")

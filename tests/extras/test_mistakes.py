@@ -7,6 +7,15 @@ from tests.test_mistakes import check, here  # noqa: F401
 
 # "check" is `train --dry-run`; all have model.path=sort if they name no other
 TABLE = """
+config model.lora.r=16 | here that is model.lora.rank
+config bf16=true | here that is model.dtype
+config trainer.lr=1e-5 | unknown key 'trainer.lr'; here that is trainer.learning_rate
+config trainer.logging_steps=1 | here that is no setting: every step is logged
+config sft.num_train_epochs=1 | here that is sft.epochs, or in GRPO trainer.steps, a number of steps
+config trainer.epochs=3 | here that is sft.epochs, or in GRPO trainer.steps, a number of steps
+config trainer.max_seq_length=512 | here that is model.max_length
+config actor_rollout_ref.actor.use_kl_loss=true | here that is algorithm.kl
+config algorithm.loss=x | unknown key 'algorithm.loss'; here that is algorithm.preset or algorithm.aggregate
 check plugins=[named.py] | named.py, line 3: @tool('add'): write @tool alone, as a tool has the name of its function
 check env.name=tool | env.name: there is no environment 'tool' (did you mean 'tools'?); known:
 sft model.path=no/such/model | no such folder (paths are relative to HERE)

@@ -1,6 +1,5 @@
 """The run folder: records reach the disk at once and are taken back on resume; rollouts are read as written."""
 
-import contextlib
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -134,13 +133,6 @@ def test_the_first_file_that_a_full_disk_refuses_is_named_and_nothing_half_writt
         work()
     assert failed.value.filename == str(run / name)
     assert not list(run.rglob(".*"))
-
-
-def test_an_interrupted_run_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
-    with contextlib.suppress(KeyboardInterrupt), RunFolder(settings(tmp_path)) as folder:
-        folder.finish(1, {"reward/mean": 0.5})
-        raise KeyboardInterrupt
-    assert '"summary": null' in (tmp_path / "runs/a/report.html").read_text()
 
 
 def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from hocket.errors import TrainerError
 from hocket.trainer import architecture, attention
 from hocket.trainer.attention import Reach, Segments, attend
 from hocket.trainer.policy import Policy, skeleton
-from support.parameters import mostly_long
 from support.training import CPU, assert_near
 
 
@@ -32,10 +31,12 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = ("qwen2_moe", "cohere2", "bloom")
 
 
-@pytest.mark.parametrize("family", mostly_long(architectures.FAMILIES, *QUICK))
-def test_the_page_has_what_comes_out(family: str, tmp_path: Path) -> None:
-    result = architectures.try_family(family, str(tmp_path))
-    assert result.row(family) in architectures.PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("family", QUICK[:2])  # the last one can't be trained
+def test_log_probs_and_gradients_are_those_of_transformers_however_they_are_computed(
+    family: str, tmp_path: Path
+) -> None:
+    result = architectures.try_family(family, str(tmp_path), divided=False)
+    assert {"packing", "sharing"} <= result.apart.keys()
     assert all(value <= 1 for value in result.apart.values()), result.apart
 
 

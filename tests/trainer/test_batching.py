@@ -10,8 +10,18 @@ from hocket.config import load
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import batching
 from hocket.trainer.attention import RowPart
-from hocket.trainer.batching import Packer, TrainBatch, balance, check_fits, divide, row_places, unpack
-from hocket.trainer.choices import PACKERS, check, chosen_packer
+from hocket.trainer.batching import (
+    PACKERS,
+    Packer,
+    TrainBatch,
+    balance,
+    check_fits,
+    chosen_packer,
+    divide,
+    row_places,
+    unpack,
+)
+from hocket.trainer.choices import check
 from hocket.trainer.prefixes import SharingPacker
 from hocket.types import TrainSample
 from support.examples import plugged, shown
@@ -201,21 +211,18 @@ def test_ranks_get_shorter_runs_where_longer_ones_can_not_be_dealt_evenly() -> N
 
 
 def test_a_packer_of_one_s_own_is_named_by_the_setting(tmp_path: Path) -> None:
-    """The one that the documentation of Packer shows: 8 + 8 + 7 positions, the first two in a row once."""
+    """The one that the documentation of Packer shows: 7 + 8 + 8 positions, the last two in a row once."""
     head = (
         "import math\nfrom collections.abc import Sequence\n"
-        "from hocket.trainer.batching import Packer, Run, Sizes, keys\nfrom hocket.trainer.choices import packer\n"
-        "from hocket.types import TrainSample\n"
+        "from hocket.trainer.batching import Packer, Run, Sizes, keys, packer\nfrom hocket.types import TrainSample\n"
     )
     code = head + shown(batching, '@packer("twins")')
-    first, other, twin = [sample(*range(8), last, prompt=4) for last in (20, 21, 22)]
-    samples = [first, sample(*range(7), 30, prompt=4), twin]
+    chosen = "trainer.share_prefixes=twins"
+    first, twin = [sample(*range(8), last, prompt=4) for last in (20, 22)]
     with plugged(tmp_path, code, (PACKERS, "twins")):
-        own = chosen_packer(load(None, ["trainer.share_prefixes=twins"]).trainer.share_prefixes, pairs=1.0, key_share=0)
-        [[batch]] = pack(samples, packer=own)
-        assert (batch.lengths, batch.input_ids_br.numel()) == ((8, 8, 7), 8 + 7)
-        check_fits([first, other], 8, unit=2, packer=own)
-    with pytest.raises(
-        ConfigError, match=r"trainer.share_prefixes: there is no packer 'twins'; known: plain, sharing;"
-    ):
-        check(load(None, ["trainer.share_prefixes=twins"]).trainer)
+        twins = chosen_packer(load(None, [chosen]).trainer.share_prefixes)
+        [[batch]] = pack([first, sample(*range(7), 30, prompt=4), twin], packer=twins)
+        assert (batch.lengths, batch.input_ids_br.numel()) == ((7, 8, 8), 7 + 8)
+        check_fits([first, twin], 8, unit=2, packer=twins)
+    with pytest.raises(ConfigError, match=r"share_prefixes: there is no packer 'twins'; known: plain, sharing;"):
+        check(load(None, [chosen]).trainer)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.observe.test_loggers import HOSTILE, run
+from tests.observe.test_loggers import HOSTILE, fake, run  # noqa: F401
 
 from hocket.errors import ConfigError
 from hocket.observe import loggers
@@ -139,3 +139,10 @@ def test_a_misspelt_logger_is_refused_before_the_run_with_the_known_ones(tmp_pat
     said = r"no logger 'tensorbord' \(did you mean 'tensorboard'\?\); known: .*mlflow.*trackio, wandb"
     with pytest.raises(ConfigError, match=said):
         run(tmp_path, "tensorbord")
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("fails", ["begin", "metrics"])
+def test_a_run_has_its_report_though_a_logger_has_failed(fails: str, tmp_path: Path) -> None:
+    run(tmp_path, f"[{{name: fake, fails: {fails}}}]", steps=range(10))
+    assert (tmp_path / "runs/mine/report.html").exists()

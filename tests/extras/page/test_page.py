@@ -1,6 +1,7 @@
 """The report page: whole or partial runs, hostile text, nothing from outside; Chromium, if installed, draws it."""
 
 import base64
+import contextlib
 import hashlib
 import html.parser
 import json
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.observe.test_plugin_files import ONE
+from tests.observe.test_run_folder import settings
 
+from hocket.config import load
 from hocket.errors import ConfigError, DataError
 from hocket.extras.page.page import MAX_CHARACTERS, write_pictures, write_report
 from hocket.observe.metrics import known_metrics
 from hocket.observe.rows import lines_of
+from hocket.observe.run_folder import RunFolder
 from hocket.types import Group, Prompt, Score
 from support.browser import PATH, Browser, browser
 from support.records import group, sequence, write_rows
@@ -328,3 +333,18 @@ def test_curves_are_written_as_pictures_and_without_a_browser_it_is_said_how(
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="needs Chromium: apt install chromium"):
         write_pictures(tmp_path / "run/report.html", tmp_path / "png")
+
+
+def test_an_interrupted_run_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
+    with contextlib.suppress(KeyboardInterrupt), RunFolder(settings(tmp_path)) as folder:
+        folder.finish(1, {"reward/mean": 0.5})
+        raise KeyboardInterrupt
+    assert '"summary": null' in (tmp_path / "runs/a/report.html").read_text()
+
+
+def test_a_report_says_what_plugins_have_registered(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ONE.format("kept_for_report"))
+    with RunFolder(load(None, [f"plugins=[{tmp_path}/mine.py]", f"run.dir={tmp_path}/run"])) as folder:
+        folder.finish(0, {"eval/greedy": 0.5})
+        folder.summary(final_version=1)
+    assert "reward kept_for_report" in (tmp_path / "run" / "report.html").read_text()
