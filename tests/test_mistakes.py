@@ -45,7 +45,7 @@ FILES = {
     "bare.py": "from hocket.rewards import reward\n\n@reward\ndef bare(completion):\n    return 1.0\n",
     "lacks.py": "import levenshtein_nope\n",
     "plain.py": "from hocket.envs import environment\n\n@environment('plain')\nclass Plain: ...\n",
-    "still.py": "from hocket.envs.base import *\n\n@environment('still')\nclass Still(Environment): ...\n",
+    "still.py": "from hocket.envs import *\n\n@environment('still')\nclass Still(Environment): ...\n",
     "named.py": "from hocket.envs import tool\n\n@tool('add')\ndef add(a, b):\n    return a + b\n",
     "short.py": "from hocket import reward\n",
     "fine.yaml": "trainer: {steps: 3}\n",

@@ -11,6 +11,7 @@ from tests.test_docs import named_files, shown
 
 from hocket import config
 from hocket.envs import Action, Task
+from hocket.observe import metrics
 from hocket.protocol import ToolCall
 from hocket.types import Prompt, Rollout, TokenSequence
 from support.batches import played, scorer_of_all
@@ -94,3 +95,8 @@ def test_readme_and_architecture_name_no_file_of_extras_that_is_not_there() -> N
 def test_the_reference_of_settings_is_up_to_date() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written.endswith(config.reference() + "\n"), "refresh docs/configuration.md: run.py config --reference"
+
+
+def test_the_page_of_metrics_has_those_of_extras_too() -> None:
+    written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert written.endswith(metrics.reference() + "\n"), "refresh docs/metrics.md: python3 run.py config --metrics"

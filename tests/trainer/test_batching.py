@@ -211,7 +211,7 @@ def test_ranks_get_shorter_runs_where_longer_ones_can_not_be_dealt_evenly() -> N
 
 
 def test_a_packer_of_one_s_own_is_named_by_the_setting(tmp_path: Path) -> None:
-    """The one that the documentation of Packer shows: 7 + 8 + 8 positions, the last two in a row once."""
+    """The one that the documentation of Packer shows: 8 + 8 + 7 positions, the first two in a row once."""
     head = (
         "import math\nfrom collections.abc import Sequence\n"
         "from hocket.trainer.batching import Packer, Run, Sizes, keys, packer\nfrom hocket.types import TrainSample\n"
@@ -222,7 +222,7 @@ def test_a_packer_of_one_s_own_is_named_by_the_setting(tmp_path: Path) -> None:
     with plugged(tmp_path, code, (PACKERS, "twins")):
         twins = chosen_packer(load(None, [chosen]).trainer.share_prefixes)
         [[batch]] = pack([first, sample(*range(7), 30, prompt=4), twin], packer=twins)
-        assert (batch.lengths, batch.input_ids_br.numel()) == ((7, 8, 8), 7 + 8)
+        assert (batch.lengths, batch.input_ids_br.numel()) == ((8, 8, 7), 8 + 7)
         check_fits([first, twin], 8, unit=2, packer=twins)
     with pytest.raises(ConfigError, match=r"share_prefixes: there is no packer 'twins'; known: plain, sharing;"):
         check(load(None, [chosen]).trainer)

@@ -63,7 +63,7 @@ class Registry(Generic[T]):
         return add
 
     def _has(self, name: str) -> bool:
-        if name in self._modules and _is_there(self._modules[name]):
+        if name in self._modules and is_there(self._modules[name]):
             module = self._modules.pop(name)  # first, as the module registers the name
             try:
                 importlib.import_module(module)
@@ -76,7 +76,7 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> set[str]:
-        return self.items.keys() | {name for name, module in self._modules.items() if _is_there(module)}
+        return self.items.keys() | {name for name, module in self._modules.items() if is_there(module)}
 
     def each(self) -> Iterator[T]:
         """Yield all objects: those of the modules in the order of the table, then those that users have added."""
@@ -121,7 +121,7 @@ class Registry(Generic[T]):
         return make
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
     """Return whether a module, if it is one of hocket's own, has a file."""
     if not module.startswith("hocket."):
         return True

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from hocket.common.registry import is_there
 from hocket.envs.base import Action, Environment, Observation, Step, environment, history
 
 EXTRAS = {  # name → the module that has it, imported when it is first asked for
@@ -12,10 +13,11 @@ EXTRAS = {  # name → the module that has it, imported when it is first asked f
     "tool": "hocket.extras.tools.tools",
 }
 
-__all__ = ["Action", "Environment", "Observation", "Step", "environment", "history", *EXTRAS]
+__all__ = ["Action", "Environment", "Observation", "Step", "environment", "history"]
+__all__ += [name for name, module in EXTRAS.items() if is_there(module)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in EXTRAS:
+    if name not in EXTRAS or not is_there(EXTRAS[name]):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(EXTRAS[name]), name)
