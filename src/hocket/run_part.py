@@ -30,7 +30,7 @@ class Joined:
 
 
 class RunPart:
-    """A part of a run. Its methods are called in the order in which they stand here; none does anything by itself.
+    """A part of a run. Its methods are called in the order in which they stand here; by default none does anything.
 
     What a method raises ends the run.
 
@@ -74,7 +74,7 @@ class RunPart:
         return {}
 
     def ends(self, step: int, metrics: Metrics) -> bool:
-        """Say whether the run ends with this step, of whose metrics none lacks but those of a last evaluation."""
+        """Say whether the run ends with this step. Its metrics are whole, but for an evaluation that then follows."""
         return False
 
     def recorded(self, step: int, metrics: Metrics) -> None:

@@ -39,7 +39,7 @@ async def test_a_coroutine_runs_inside_a_running_loop_too_and_an_interrupt_cance
 
     async def work(seconds: float) -> int:
         if seconds == 60:
-            threading.Timer(0, os.kill, (os.getpid(), signal.SIGINT)).start()
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)  # once this waits
         try:
             await asyncio.sleep(seconds)
         finally:

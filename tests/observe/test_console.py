@@ -81,6 +81,7 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "weights" / "v000009").mkdir(parents=True)
+    (tmp_path / "report.html").touch()
     timed = {"steps": 8, "updated": 8, "train_seconds": 61.0, "seed": 0, "final_version": 9}
     row = {"id": "eval 8/0/0", "prompt": "sort ba", "completion": "ab", "answer": "ab", "reward": 1.0, "error": None}
     sampled = row | {"id": "eval 8/0/1", "completion": "ba"}

@@ -215,3 +215,24 @@ def test_a_report_of_one_s_own_is_written_when_a_run_has_ended(tmp_path: Path) -
             folder.finish(step, {"reward/total": reward})
         folder.summary(final_version=3)
     assert (tmp_path / "a" / "highest.txt").read_text() == "step 1"
+
+
+def test_a_report_that_fails_is_said_and_hides_no_other_error(tmp_path: Path) -> None:
+    said: list[str] = []
+    code = (
+        "from hocket.observe.run_folder import report\n"
+        "@report('broken')\ndef write(folder):\n    raise ValueError('nothing to draw')\n"
+    )
+    with plugged(tmp_path, code, (run_folder.REPORTS, "broken")):
+        with RunFolder(config_module.load(None, [f"run.dir={tmp_path}/a"]), said.append) as folder:
+            folder.finish(0, {})
+            assert folder.summary(final_version=1)["steps"] == 0
+        with (
+            pytest.raises(KeyError, match="the cause"),
+            RunFolder(config_module.load(None, [f"run.dir={tmp_path}/b"]), said.append),
+        ):
+            raise KeyError("the cause")
+    broken = [line for line in said if "was not written: ValueError: nothing to draw" in line]
+    assert [line.split(" was not")[0] for line in broken] == [
+        f"WARNING: a report of {tmp_path}/{name}" for name in ("a", "b")
+    ]

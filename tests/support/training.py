@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hocket import config as config_module
-from hocket.trainer.batching import TrainBatch, divide
+from hocket.trainer.batching import TrainBatch, chosen_packer, divide
 from hocket.trainer.models import BatchLoss, Objective
-from hocket.trainer.prefixes import SharingPacker
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
@@ -122,7 +121,7 @@ def pack(samples: Sequence[TrainSample], device: torch.device = CPU, **how: Any)
     """
     pairs, key_share = how.pop("share", 0.0), how.pop("key_share", 0.0)
     if pairs:
-        how["packer"] = SharingPacker(pairs=float(pairs), key_share=key_share)
+        how["packer"] = chosen_packer(True, pairs=float(pairs), key_share=key_share)
     shares = divide(samples, **{"micro_batch_tokens": 10_000, "num_ranks": 1, **how})
     return [[make(device) for make in share] for share in shares]
 

@@ -155,7 +155,7 @@ def test_a_sequence_s_places_are_those_that_it_shares_then_its_own() -> None:
 def test_copies_of_keys_count_as_a_part_of_the_positions_that_a_sequence_shares() -> None:
     # Twelve tokens in common: 14 positions, then 2 more and, for its copy, a tenth of 14.
     samples = [sample(*range(10, 22), *end, prompt=12) for end in ((1, 2, 3), (4, 5, 6))]
-    packer = SharingPacker(key_share=0.1)
+    packer = chosen_packer(True, key_share=0.1)
     check_fits(samples, 18, unit=2, packer=packer)  # 14 + 2 + 1.4
     with pytest.raises(TrainerError, match="18 tokens of one row don't fit into"):
         check_fits(samples, 17, unit=2, packer=packer)
@@ -170,7 +170,7 @@ def test_a_sequence_that_fits_nowhere_or_nothing_to_train_on_is_refused() -> Non
         check_fits([sample(*range(1, 10))], 7)
     begins_alike = [sample(*range(10), 20), sample(*range(10), 30, 40)]  # they need not stay in one row
     with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens=10.*at least 11"):
-        check_fits(begins_alike, 10, packer=SharingPacker(pairs=1.0))
+        check_fits(begins_alike, 10, packer=chosen_packer(True, pairs=1.0))
     for samples in ([], [sample(1, 2, 3, prompt=3)]):
         with pytest.raises(TrainerError, match="nothing to train on"):
             check_fits(samples, 8)

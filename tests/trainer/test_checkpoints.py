@@ -329,3 +329,15 @@ def test_the_best_one_stays_and_each_complete_one_is_passed_on_before_it_may_go(
             kept.complete(step, {})
     assert passed == [(f"step_00000{step}", True) for step in (2, 3, 4, 6, 8)]
     assert names(config) == ["step_000003", "step_000008"]
+
+
+def test_what_a_part_fails_at_with_a_complete_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise RuntimeError(f"no room for {folder.name}")
+
+    config = config_module.load(None, [f"run.dir={tmp_path}/a", "checkpoint.every_steps=1"])
+    with pytest.raises(RuntimeError, match="no room for step_000001"), Checkpoints(
+        config, lambda sink: {}, {}, after=[fail]
+    ) as written:
+        written.copy(1)
+        written.complete(1, {})

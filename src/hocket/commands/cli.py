@@ -181,7 +181,7 @@ def _quickstart(args: argparse.Namespace) -> int:
     "launch",
     SETTINGS,
     option("--dry-run", action="store_true", help="only say what would run where"),
-    option("--engine", choices=sorted(launch.ENGINES.names), help="write the files that a cluster runs"),
+    option("--engine", metavar="NAME", help="write the files that a cluster runs: slurm, ray, kubernetes, or your own"),
     option("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default 8; 0: CPUs only"),
     option("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE"),
     option("--submit", action="store_true", help="submit them, too"),
@@ -189,7 +189,8 @@ def _quickstart(args: argparse.Namespace) -> int:
 )
 def _launch(args: argparse.Namespace) -> int:
     if args.engine:
-        write = launch.ENGINES.get(args.engine)
+        load_plugins(args.config.plugins)
+        write = launch.ENGINES.get(args.engine, "--engine: ")
         write(args.arguments, args.gpus_per_node, args.output, submit=args.submit, dry_run=args.dry_run)
         return 0
     if args.output or args.submit or args.gpus_per_node != GPUS_PER_NODE:

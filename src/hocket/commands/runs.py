@@ -216,22 +216,18 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         folder.ledger(0, [*stream.sizes(), *stream.entries()])
 
     plays = parts.plays(servers)
-    joining_parts = [*publisher.parts]
+    joining_parts: list[RunPart] = []
     after: list[Callable[[Path], None]] = []
-
-    def close() -> None:
-        for part in joining_parts:
-            part.close()
 
     def servers_changed() -> None:
         for part in joining_parts:
             part.servers_changed()
 
-    parts.stack.callback(close)
     keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
     joined = Joined(config=config, folder=folder, servers=servers, trainer=trainer, checkpoints=keeper, say=console.say)
-    joining_parts += joining(joined)
-    joining_parts.append(OnStepPart(on_step))
+    for part in (*publisher.parts, *joining(joined), OnStepPart(on_step)):
+        parts.stack.callback(part.close)
+        joining_parts.append(part)
     after += [part.checkpointed for part in joining_parts]
     servers.on_change = servers_changed
     publisher.parts = joining_parts

@@ -47,17 +47,21 @@ class Registry(Generic[T]):
         self._table = dict(modules)
         self._modules = modules
         self.items: dict[str, T] = {}
+        self._origins: dict[str, str] = {}  # modules that registered them
         self.every.append(self)
 
     def register(self, name: str) -> Callable[[Item], Item]:
         """Add what is decorated as `name`. Raise ConfigError if that is taken, or missing."""
         if not isinstance(name, str):
-            raise ConfigError(f'it needs a name: @{self.kind}("{name.__name__}")')
+            called = getattr(name, "__name__", "NAME")
+            raise ConfigError(f'it needs a name: @{self.kind}("{called}")')
+        module = sys._getframe(1).f_globals["__name__"]
 
         def add(item: Any) -> Any:
             if self._has(name):
                 raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
             self.items[name] = item
+            self._origins[name] = getattr(getattr(item, "function", item), "__module__", module)
             return item
 
         return add
@@ -84,6 +88,10 @@ class Registry(Generic[T]):
             if self._has(name):
                 yield self.items[name]
 
+    def of_module(self, module: str) -> list[str]:
+        """Return the names that a module has registered."""
+        return sorted(name for name in self.items if self._origins.get(name) == module)
+
     def forget(self, name: str) -> None:
         del self.items[name]
 
@@ -99,9 +107,10 @@ class Registry(Generic[T]):
         return self.items[name]
 
     def choose(self, chosen: str | Mapping[str, Any], setting: str, keys: Collection[str] = ()) -> T:
-        """Return what `NAME` or `{name: NAME, option: value}` chooses, with these options.
+        """Return the object that `NAME` or `{name: NAME, option: value}` names, with these options bound to it.
 
-        `keys`: arguments that it is called with later, beside its options. Raise ConfigError where it can't.
+        It is called by who asked, with the arguments `keys` beside the options; `bind` calls it at once, to try it.
+        Raise ConfigError for an unknown name or option.
         """
         options = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
         name = options.pop("name")
@@ -126,7 +135,7 @@ def is_there(module: str) -> bool:
     if not module.startswith("hocket."):
         return True
     path = Path(__file__).parents[2].joinpath(*module.split("."))
-    return path.with_suffix(".py").is_file() or path.is_dir()
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def options_of(
@@ -289,10 +298,5 @@ def load_plugin(path: str) -> ModuleType:
 
 
 def _registered(module: str) -> list[tuple[Registry[Any], str]]:
-    """Return the names of what a module defines and has registered."""
-    return [
-        (registry, name)
-        for registry in Registry.every
-        for name, item in sorted(registry.items.items())
-        if getattr(getattr(item, "function", item), "__module__", "") == module
-    ]
+    """Return the names of what a module has registered."""
+    return [(registry, name) for registry in Registry.every for name in registry.of_module(module)]

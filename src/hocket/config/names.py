@@ -6,7 +6,7 @@ from hocket.common import markdown
 from hocket.common.registry import Registry
 
 OTHER_NAMES: Registry[Mapping[str, str]] = Registry("table of names", elsewhere="hocket.extras.elsewhere")
-"""Each maps a setting of hocket to what others call it: names with spaces between, of dotted keys the last words."""
+"""Tables: setting of hocket → what others call it, names with spaces between; of a dotted key, its last words."""
 other_names = OTHER_NAMES.register
 
 

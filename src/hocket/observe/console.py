@@ -99,7 +99,9 @@ class Console(AbstractContextManager["Console"]):
                 reward = row["error"] or f"{row['reward']:g}"
                 self.say(f"  {row['prompt']!r} → {said(row)!r}  answer {row['answer']!r}  reward {reward}")
         *_, newest = numbered(run_dir / "weights", "v*").values()
-        self.say(f"report {run_dir / 'report.html'}\n{kind_of(newest):6} {newest}")
+        if (run_dir / "report.html").exists():
+            self.say(f"report {run_dir / 'report.html'}")
+        self.say(f"{kind_of(newest):6} {newest}")
         if best := end.get("best"):
             self.say(f"best   {run_dir / best['folder']}: {best['metric']} {best['value']:.3f} in step {best['step']}")
         if end["updated"] < end["steps"]:

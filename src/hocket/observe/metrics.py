@@ -177,6 +177,7 @@ METRICS = (
     Metric("time/step", "seconds of the whole step"),
 )
 # fmt: on
+(ENTROPY,) = (metric for metric in METRICS if metric.name == "train/entropy")
 METRIC_TABLES: Registry[Sequence[Metric]] = Registry(
     "table of metrics",
     tools="hocket.extras.tools",
@@ -185,7 +186,7 @@ METRIC_TABLES: Registry[Sequence[Metric]] = Registry(
     delta="hocket.extras.delta",
 )
 metric_table = METRIC_TABLES.register
-"""Adds metrics that a feature reports, for alarms, page and docs.
+"""Adds a table of the metrics that a feature reports, for alarms, page and docs: metric_table(NAME)(METRICS).
 
 Example: a plugin that says what is healthy for a number that its environment gives.
 
@@ -338,10 +339,11 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return a sentence for each metric that is NaN or unhealthy, by name."""
+    """Return a sentence for each metric that is outside its healthy range, as NaN is, by name."""
     found = {}
     age = metrics.get("staleness/max")
-    for name, _, low, high, *_ in known_metrics():
+    for metric in known_metrics():
+        name, _, low, high, *_ = metric
         if name not in metrics or (age and name in ON_POLICY):  # of stale rollouts: how far the policy moved
             continue
         value = metrics[name]
@@ -353,7 +355,7 @@ def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
         if low is not None and not value >= low:
             bound = f"< {low:g}"
         if bound:
-            found[name] = _sentence(name, value, bound)
+            found[name] = _sentence(metric, value, bound)
     return found
 
 
@@ -371,21 +373,20 @@ class Alarms:
         self._entropies: deque[float] = deque(maxlen=NUM_ENTROPIES)
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return a sentence for each metric of a step that is NaN, unhealthy, or has changed too fast, by name."""
+        """Return a sentence for each metric of a step that is unhealthy, or has changed too fast, by name."""
         unhealthy = alarms(metrics)
         entropy = metrics.get("train/entropy", math.nan)
         if math.isfinite(entropy):
             highest = max(self._entropies, default=0.0)
             if entropy < ENTROPY_KEPT * highest and highest > MIN_ENTROPY:
                 bound = f"< {ENTROPY_KEPT:g} of {highest:.4g}, at most {NUM_ENTROPIES} steps before"
-                unhealthy["train/entropy"] = _sentence("train/entropy", entropy, bound)
+                unhealthy["train/entropy"] = _sentence(ENTROPY, entropy, bound)
             self._entropies.append(entropy)
         return unhealthy
 
 
-def _sentence(name: str, value: float, bound: str) -> str:
-    (metric,) = (known for known in known_metrics() if known.name == name)
-    return f"{name} = {value:.4g} ({bound}): {metric.meaning}; {metric.advice}"
+def _sentence(metric: Metric, value: float, bound: str) -> str:
+    return f"{metric.name} = {value:.4g} ({bound}): {metric.meaning}; {metric.advice}"
 
 
 def reference() -> str:

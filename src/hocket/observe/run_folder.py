@@ -51,6 +51,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def __init__(self, config: Config, say: Callable[[str], None] = print) -> None:
         self.path = config.run_dir
+        self._say = say
         self._seed = config.trainer.seed
         self._added: loggers.Steps = []  # those of history that this process has finished
         given = {"run_dir": self.path, "run_id": trainer_id(self.path), "config": config.as_dict()}
@@ -66,8 +67,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         """Write the report of a run that fails, too."""
         loggers.close(self._loggers, failed=bool(failed))
         if failed:
-            with contextlib.suppress(OSError, DataError):  # the first error is the one to tell
-                self._report()
+            self._report()
 
     @property
     def last_step(self) -> int:
@@ -111,8 +111,12 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         return values
 
     def _report(self) -> None:
+        """Write the reports; one that fails is said, as the run has ended, and its own error is the one to raise."""
         for write in REPORTS.each():
-            write(self.path)
+            try:
+                write(self.path)
+            except Exception as error:  # noqa: BLE001 - of the user's code, too
+                self._say(f"WARNING: a report of {self.path} was not written: {type(error).__name__}: {error}")
 
     def state(self) -> dict[str, Any]:
         """Flush the growing files to disk; return the last step and their bytes."""

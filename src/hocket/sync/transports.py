@@ -1,4 +1,4 @@
-"""How weight versions get to the servers: what a transport is, and what two of them do together."""
+"""How weight versions get to the servers: what a transport is, and how one stands in for another that fails."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Answer = ReloadResponse | HocketError  # a failure is a value: others go on
 
 class Delivery(NamedTuple):
     answers: dict[ServerClient, tuple[str, Answer]]  # with the checksum that was sent
-    metrics: Metrics  # sync/*
+    metrics: Metrics  # sync/*, with sync/mebibytes, sync/prepare_s and sync/transfer_s at least
 
 
 class Transport(Protocol):
@@ -32,7 +32,7 @@ class Transport(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """What a transport is made for."""
+    """What a transport is built from."""
 
     config: Config
     trainer: "Trainer"

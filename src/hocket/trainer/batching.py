@@ -45,7 +45,7 @@ class TrainBatch(LossBatch):
 
 
 class Sizes(NamedTuple):
-    """By sequence, in the order of their tokens: its size alone, and that of what it adds to the one before."""
+    """Sizes of sequences in the packer's order: `first` where one begins a row, `added` right behind the one before."""
 
     first: Sequence[float]
     added: Sequence[float]
@@ -58,11 +58,8 @@ class Packer:
     """Packs sequences into rows, each whole: the plain way (trainer.share_prefixes=false).
 
     A subclass may have a row hold once what sequences begin with in common. Then they are packed in an order of its
-    own, in which each adds to a row what it does not share with the one before; `trainer.share_prefixes` names it.
-
-    Args:
-        pairs: of tokens, whose attention costs as much as the rest of a model does for a position; inf with a kernel.
-        key_share: memory of a key and a value, as a part of a position's.
+    own, in which each adds to a row what it does not share with the one before; `trainer.share_prefixes` names it,
+    with the options that `__init__` takes.
 
     Example: a plugin that shares whole sequences alone, those that are the same but for their last token.
 
@@ -87,10 +84,10 @@ class Packer:
     """
 
     in_order = False  # whether rows hold sequences in the order of `order`
-
-    def __init__(self, *, pairs: float = math.inf, key_share: float = 0.0) -> None:
-        self.pairs = pairs
-        self.key_share = key_share
+    pairs: float = math.inf
+    """Pairs of tokens whose attention costs as much as all else that a model computes for one position."""
+    key_share: float = 0.0
+    """Memory of a key and a value, as a part of all memory for one position: what a copy of them takes."""
 
     def order(self, samples: Sequence[TrainSample]) -> Sequence[int]:
         """Return the places of samples in the order in which they are packed."""
@@ -122,8 +119,10 @@ def chosen_packer(chosen: bool | str | Mapping[str, Any], *, pairs: float = math
     """Make the packer that trainer.share_prefixes chooses. Raises ConfigError."""
     if isinstance(chosen, bool):
         chosen = "sharing" if chosen else "plain"
-    make = PACKERS.choose(chosen, "trainer.share_prefixes", keys=("pairs", "key_share"))
-    return make(pairs=pairs, key_share=key_share)
+    made = PACKERS.choose(chosen, "trainer.share_prefixes")()
+    made.pairs = pairs
+    made.key_share = key_share
+    return made
 
 
 Make = Callable[..., TrainBatch]  # builds a micro-batch, on any rank: (device, its part of the row)

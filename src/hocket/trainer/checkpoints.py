@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -39,6 +40,8 @@ _ROLLOUTS = (f"rollouts/step_{_NUMBER}.jsonl", f"rollouts/eval_{_NUMBER}.jsonl")
 _OF_A_START = (*_FILES, *_ROLLOUTS, "best", f"weights/v{_NUMBER}", f"deltas/v{_NUMBER}")  # and nothing of the user's
 
 TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
+
+log = logging.getLogger(__name__)
 
 
 class Part(Protocol):
@@ -158,7 +161,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; leaving it waits for one that is being written.
 
     With checkpoint.async a thread writes them; its errors are raised at the next step. Another one calls `after` with
-    each complete one. `last`: step of the newest, 0 before any. `kept`: a step whose checkpoint stays.
+    each complete one; so are its errors. `last`: step of the newest, 0 before any. `kept`: a step whose checkpoint
+    stays.
 
     The first Ctrl-C has the step write one; then `complete` raises KeyboardInterrupt.
     """
@@ -187,6 +191,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._specs: dict[str, TensorSpec] = {}  # of those that are written
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._later = ThreadPoolExecutor(1, "checkpoint-copy")
+        self._passed: list[Future[None]] = []  # calls of `after`
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
 
@@ -201,6 +206,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._later.shutdown()
         if kind is None:
             self._writing.result()
+            self._raise_passed()
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Copy the idle trainer's state where a checkpoint is due; return time/checkpoint."""
@@ -222,6 +228,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Make a checkpoint of what `copy` took, metrics, and the state of all parts."""
         if self._writing.done():
             self._writing.result()
+        self._raise_passed()
         if self._copied is None:
             return
         state = {
@@ -265,8 +272,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             (partial / STATE_FILE).write_text(text, encoding="utf-8")
             (partial / COMPLETE_FILE).write_text(manifest.total_checksum(self._specs, text), encoding="utf-8")
             complete_folder(self._folder)
-        for one in self._after:
-            self._later.submit(one, self._folder)
+        self._passed += [self._later.submit(one, self._folder) for one in self._after]
         self._later.submit(self._tidy, self._folder, f"step_{self.kept:06d}")
 
     def _tidy(self, newest: Path, kept: str) -> None:
@@ -274,7 +280,17 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         known = [folder for folder in complete(self._root) if folder <= newest]
         for old in known[: -self._settings.keep]:
             if old.name != kept:
-                remove_folder(old)
+                try:
+                    remove_folder(old)
+                except OSError as error:
+                    log.warning("can't remove %s: %s; it is tried again with the next checkpoint", old, error)
+
+    def _raise_passed(self) -> None:
+        """Raise what a call of `after` has raised."""
+        done = [call for call in self._passed if call.done()]
+        self._passed = [call for call in self._passed if not call.done()]
+        for call in done:
+            call.result()
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:

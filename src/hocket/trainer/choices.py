@@ -1,6 +1,6 @@
 """What `trainer.*` chooses by name: kernels, ways to recompute activations, ways to divide a row among ranks.
 
-Torch is not imported, so that a config is refused at once.
+Torch is imported only for a choice of the user's, so that a config is refused at once.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Recomputation:
     """
 
     gathered_at_once: tuple[str, ...] = ()
-    """Last parts of the names of modules that ranks call differently often: ZeRO-3 gathers them once for all calls."""
+    """Last parts of names of modules that ranks call different numbers of times: ZeRO-3 gathers each once for all."""
 
     def prepare(self, model: Any) -> None:
         """Change a transformers model, which recomputes its layers already."""

@@ -143,7 +143,7 @@ class Models:
         packer = chosen_packer(settings.share_prefixes, pairs=pairs, key_share=shape.key_share)
         self.packing: dict[str, Any] = {"unit": objective.unit, "packer": packer}
         (self.peak_flops,) = self.ranks.sum([flops.peak_flops(device, self.setup.dtype)])
-        delay = sum(one.delay for one in objective.auxiliaries)
+        delay = max((one.delay for one in objective.auxiliaries), default=0)
         self.engine = DeepSpeedEngine(self.policy, self.setup, name=POLICY)
         self.engine.plan(settings.steps - delay)
         self.policy.check_architecture(device)
@@ -280,7 +280,7 @@ class Models:
 
     def forget(self) -> None:
         for one in self._objective.auxiliaries:
-            self.columns.pop(one.column)
+            self.columns.pop(one.column, None)  # a server's was never there
         del self.tensors[len(self.learners) :]
         gc.collect()  # hooks of ZeRO-3 hold a model in a cycle
 

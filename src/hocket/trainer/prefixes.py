@@ -13,8 +13,9 @@ import numpy as np
 from hocket.trainer.batching import Packer, Run, Sizes, balance, keys, packer
 from hocket.types import TrainSample
 
-LITTLE = 16  # a part of a row that it may cost to divide it
-PIECES = (1, 2, 4, 8)  # least number of a rank's runs of samples
+LITTLE = 16  # a long row is divided where at most a 16th of it is then computed twice
+PIECES = (1, 2, 4, 8)  # runs of samples for each rank that are tried, at least
+LEAST = 8  # positions that are worth the bookkeeping
 
 
 @packer("sharing")
@@ -78,4 +79,4 @@ def is_worth_sharing(common: int, length: int, pairs: float) -> bool:
 
     `pairs`: of tokens, whose attention costs as much as the rest does for a position; inf with a kernel.
     """
-    return common >= 8 and common * 16 >= length and common * 2 * (length + pairs) >= length**2
+    return common >= LEAST and common * LITTLE >= length and common * 2 * (length + pairs) >= length**2
