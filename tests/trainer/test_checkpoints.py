@@ -336,8 +336,8 @@ def test_what_a_part_fails_at_with_a_complete_checkpoint_ends_the_run(tmp_path: 
         raise RuntimeError(f"no room for {folder.name}")
 
     config = config_module.load(None, [f"run.dir={tmp_path}/a", "checkpoint.every_steps=1"])
-    with pytest.raises(RuntimeError, match="no room for step_000001"), Checkpoints(
-        config, lambda sink: {}, {}, after=[fail]
-    ) as written:
-        written.copy(1)
-        written.complete(1, {})
+    written = Checkpoints(config, lambda sink: {}, {}, after=[fail])
+    written.copy(1)
+    written.complete(1, {})
+    with pytest.raises(RuntimeError, match="no room for step_000001"):
+        written.__exit__(None, None, None)
