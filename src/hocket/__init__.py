@@ -128,9 +128,13 @@ def _stage(command: str, config: "Settings", overrides: Mapping[str, Any] | None
     from hocket.common import environment
 
     environment.prepare()
+    from hocket.errors import ConfigError
     from hocket.observe.rows import read_lines
 
-    driver = importlib.import_module("hocket.extras.stages.driver")
+    try:
+        driver = importlib.import_module("hocket.extras.stages.driver")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"hocket.{command} needs {error.name}, which is not there") from error
     loaded = _loaded(config, {}, overrides)
     try:
         driver.run(loaded, command)

@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import pytest
 
@@ -13,6 +13,7 @@ from hocket.common import registry
 from hocket.common.registry import Registry, load_plugin, load_plugins, options_of
 from hocket.data.sources import TASKS
 from hocket.errors import ConfigError
+from hocket.observe.metrics import METRIC_TABLES
 
 
 def plugin(answer: str, words: set[str], share: float = 1.0, unit: Literal["tokens", "characters"] = "tokens") -> None:
@@ -29,6 +30,45 @@ def test_a_name_whose_module_is_not_there_is_unknown_and_all_come_in_the_order_o
         things.get("gone")
     things.items |= {"two": 2, "one": 1}
     assert [*things.each()] == [1, 2, 3]
+
+
+def test_a_folder_without_a_file_of_its_own_is_no_module() -> None:
+    """As what is left of a deleted one: __pycache__."""
+    assert registry.is_there("hocket.common")
+    assert not registry.is_there("hocket.templates")
+
+
+def test_what_needs_a_module_that_was_deleted_says_which_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_another.py").write_text("from hocket.extras.no_such import anything\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    things: Registry[object] = Registry("thing", judge="needs_another")
+    for _ in range(2):  # and again
+        with pytest.raises(ConfigError, match=r"thing 'judge' needs hocket\.extras\.no_such, which was deleted"):
+            things.get("judge")
+
+
+def test_what_a_name_or_a_mapping_chooses_is_called_with_its_options_and_what_it_is_given() -> None:
+    things: Registry[Any] = Registry("thing")
+    things.register("sum")(lambda run, left=1, right=2: (run, left + right))
+    assert things.choose("sum", "a.b", keys=("run",))("r") == ("r", 3)
+    assert things.choose({"name": "sum", "right": 5}, "a.b", keys=("run",))("r") == ("r", 6)
+    with pytest.raises(ConfigError, match=r"sum\(run, left, right\) has no option 'up'"):
+        things.choose({"name": "sum", "up": 5}, "a.b", keys=("run",))
+    with pytest.raises(ConfigError, match=r"a\.b: there is no thing 'product'"):
+        things.choose("product", "a.b")
+
+
+def test_a_plugin_that_failed_may_register_again_what_is_no_function(tmp_path: Path) -> None:
+    file = tmp_path / "table.py"
+    begin = "from hocket.observe.metrics import Metric, metric_table\nmetric_table('mine')([Metric('mine/x', 'x')])\n"
+    file.write_text(f"{begin}raise ValueError\n")
+    with pytest.raises(ConfigError, match="line 3: ValueError"):
+        load_plugin(str(file))
+    file.write_text(begin)
+    try:
+        assert load_plugins([str(file)])[0].registers == ("table of metrics mine",)
+    finally:
+        METRIC_TABLES.forget("mine")
 
 
 def test_options_are_read_as_annotations_say_and_each_fault_names_its_key() -> None:
