@@ -196,7 +196,7 @@ async def trained(
             folder=folder,
             console=console,
             checkpoints=kept,
-            parts=[Checks(world), *parts_of_run, OnStepPart(on_step)],
+            parts=[Checks(world), *parts_of_run, *map(OnStepPart, filter(None, [on_step]))],
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     return world, [json.loads(line) for line in lines], summary

@@ -225,9 +225,11 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
 
     keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
     joined = Joined(config=config, folder=folder, servers=servers, trainer=trainer, checkpoints=keeper, say=console.say)
-    for part in (*publisher.parts, *joining(joined), OnStepPart(on_step)):
+    for part in (*publisher.parts, *joining(joined)):
         parts.stack.callback(part.close)
         joining_parts.append(part)
+    if on_step is not None:
+        joining_parts.append(OnStepPart(on_step))
     after += [part.checkpointed for part in joining_parts]
     servers.on_change = servers_changed
     publisher.parts = joining_parts
@@ -253,12 +255,15 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
 def _shape(config: Config) -> "Callable[[Group], Shaped]":
     from hocket.algorithm.samples import shape
 
-    views = config.views
+    def rules(view: Config) -> tuple[int, float, str]:
+        return view.rollout.max_tokens, view.rewards.spec("env").weight, view.pass_reward
+
+    of_run = rules(config)
+    of_source = {name: rules(view) for name, view in config.views.items()}
 
     def shaped(group: Group) -> "Shaped":
-        view = views.get(group.source, config)  # a replay may be of other sources
-        env_weight = view.rewards.spec("env").weight
-        return shape(group, config.algorithm, view.rollout.max_tokens, env_weight, view.pass_reward)
+        max_tokens, env_weight, pass_reward = of_source.get(group.source, of_run)  # a replay may be of other sources
+        return shape(group, config.algorithm, max_tokens, env_weight, pass_reward)
 
     return shaped
 
@@ -266,11 +271,11 @@ def _shape(config: Config) -> "Callable[[Group], Shaped]":
 class OnStepPart(RunPart):
     """Calls `on_step` of the Python interface with each step; the run ends where that returns True."""
 
-    def __init__(self, on_step: OnStep) -> None:
+    def __init__(self, on_step: Callable[[int, dict[str, float]], object]) -> None:
         self._on_step = on_step
 
     def ends(self, step: int, metrics: Metrics) -> bool:
-        answer = self._on_step(step, metrics) if self._on_step is not None else None
+        answer = self._on_step(step, metrics)
         return isinstance(answer, bool | np.bool_) and bool(answer)
 
 
