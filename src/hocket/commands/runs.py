@@ -225,8 +225,8 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
 
     keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
     joined = Joined(config=config, folder=folder, servers=servers, trainer=trainer, checkpoints=keeper, say=console.say)
-    for part in (*publisher.parts, *joining(joined)):
-        parts.stack.callback(part.close)
+    for part in itertools.chain(publisher.parts, joining(joined)):
+        parts.stack.callback(part.close)  # before the next one is made, which may fail
         joining_parts.append(part)
     if on_step is not None:
         joining_parts.append(OnStepPart(on_step))
