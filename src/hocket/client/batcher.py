@@ -21,7 +21,7 @@ from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateReques
 from hocket.types import Image
 
 WINDOW_S = 0.002  # for which turns wait for company
-DOUBLES = 8  # requests in flight on the least busy server that double this time
+DOUBLES = 8  # the time doubles with so many requests in flight on the least busy server
 MAX_DOUBLINGS = 9  # to a second
 MAX_TURNS = MAX_PROMPTS  # in one request
 

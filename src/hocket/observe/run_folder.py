@@ -53,7 +53,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self.path = config.run_dir
         self._say = say
         self._seed = config.trainer.seed
-        self._added: loggers.Steps = []  # those of history that this process has finished
+        self._added: loggers.Steps = []  # of history, what this process has finished: loggers take it
         given = {"run_dir": self.path, "run_id": trainer_id(self.path), "config": config.as_dict()}
         self._loggers = loggers.started(config.observe.loggers, self._added, say, **given)
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ class Code(NamedTuple):
 
     lost: bool = False  # others do its work until it is looked at again
     gone: bool = False  # its process has ended, and holds no GPU memory
-    final: bool = False  # a version gets there in no other way either
+    final: bool = False  # no other transport would bring a version there
     again: bool = False  # the server will answer the request later
     curable: bool = False  # a reload may bring the engine back
     unharmed: bool = False  # the engine goes on as before

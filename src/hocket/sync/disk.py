@@ -28,7 +28,7 @@ class DiskTransport:
     say: Callable[[str], None] = lambda line: None
     on_written: Callable[[], None] = lambda: None  # before any server loads it
     write: Callable[[int], WrittenVersion] | None = None  # what servers are sent first; None: the whole version
-    _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # of one trainer
+    _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # of this trainer's uploads
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         versions = self.versions

@@ -63,7 +63,8 @@ class SamplingCheck(RunPart):
             if trains is not None:
                 lot = random.Random(groups[0][0].id if groups else "")
                 claimed = lot.sample(answers, min(len(groups), len(answers)))
-                less = lot.random() if trains and fresh and self.fair else 0.0  # training compares others
+                # Rounded at random, to `share` on average, where training compares others; else up.
+                less = lot.random() if trains and fresh and self.fair else 0.0
                 compared = sampled(lot.sample(groups, math.ceil(self.share * len(groups) - less)))
             if wrong := next(filter(None, map(self.claim, claimed)), ""):
                 self.proof.fail(f"a server's answer contradicts its tokens: {wrong}. Nothing was trained on it")

@@ -88,7 +88,7 @@ class Versions:
         return WrittenVersion(version, folder, checksum, num_bytes)
 
     def mended(self, written: WrittenVersion) -> WrittenVersion | None:
-        """Return a full version for a delta or damaged files; None for a sound one."""
+        """Write a version in full, if it is not, or its files are damaged, and return it; None for a sound one."""
         if written is self._full:
             with contextlib.suppress(SyncError):
                 self.check(written)

@@ -189,42 +189,58 @@ def divide(
     packer: Packer = PLAIN,
     unit: int = 1,
 ) -> list[list[Make]]:
-    """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
+    """Pack samples into micro-batches, the same number on every rank.
 
-    Ranks get about the same cost; within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks
-    run similar ones at a time. One with fewer runs a masked position.
+    Returns result[rank][i], a function that builds the TrainBatch on that rank's device. Ranks get about the same cost;
+    within a rank, by first-fit decreasing, the costliest micro-batch comes first: ranks run similar ones at a time. A
+    rank that has fewer runs a masked position.
 
     `row_tokens`: rows are longer only where much is shared. `cost`: of a sequence by its positions. `unit`: samples,
     one after another, that stay so, in one micro-batch.
     """
     firsts = [samples[number * unit] for number in range(len(samples) // unit)]
-    order = _members(packer.order(firsts), unit)
-    samples = [samples[place] for place in order]
-    lengths = list(map(num_positions, samples))
-    starts = packer.starts(samples)
-    trained = [sample.sequence.mask[1:].count(True) for sample in samples]
+    places = _members(packer.order(firsts), unit)  # of the samples, in the order in which they are packed
+    packed = [samples[place] for place in places]
+    trained = [sample.sequence.mask[1:].count(True) for sample in packed]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": len(trained) - trained.count(0)}
     nothing = (0.0, 0.0)
-    blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(samples[0].columns, nothing))
-    spans = list(zip(lengths, starts, strict=True))
-    costs = _of_units(list(map(cost, lengths)), [cost(length) - cost(start) for length, start in spans], unit)
-    sizes = _sizes(lengths, starts, packer.key_share, unit)
+    blank = TrainSample(sequence=_NO_TOKENS, advantages=nothing, columns=dict.fromkeys(packed[0].columns, nothing))
     enough = min(row_tokens, micro_batch_tokens)
-    plans = []
-    for runs in packer.deal(costs, num_ranks):
-        parts = [part for run in runs for part in packer.runs(sizes, run, micro_batch_tokens, enough)]
-        rows = _fill(sizes, parts, enough)
-        rows.sort(key=lambda row: -sum(costs.first[one] for one in row))
-        plans.append([_members(row, unit) for row in rows])
+    plans = _plan(packed, packer, num_ranks, most=micro_batch_tokens, enough=enough, cost=cost, unit=unit)
     result: list[list[Make]] = [[] for _ in plans]
     for row_of_each in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = max(sum(trained[number] for number in row) for row in row_of_each)
         for part, row in zip(result, row_of_each, strict=True):
             numbers = sorted(row) if packer.in_order else row
-            own = [samples[number] for number in numbers] or [blank]
-            places = tuple(order[number] for number in numbers)
-            part.append(functools.partial(_build, own, places, packer, {**counts, "max_tokens": max_tokens}))
+            own = [packed[number] for number in numbers] or [blank]
+            own_places = tuple(places[number] for number in numbers)
+            part.append(functools.partial(_build, own, own_places, packer, {**counts, "max_tokens": max_tokens}))
     return result
+
+
+def _plan(
+    packed: Sequence[TrainSample],
+    packer: Packer,
+    num_ranks: int,
+    *,
+    most: float,
+    enough: float,
+    cost: Callable[[int], float],
+    unit: int,
+) -> list[list[list[int]]]:
+    """Return the rows of each rank, the costliest first: numbers of samples in the packer's order."""
+    lengths = list(map(num_positions, packed))
+    starts = packer.starts(packed)
+    costs_added = [cost(length) - cost(start) for length, start in zip(lengths, starts, strict=True)]
+    costs = _of_units(list(map(cost, lengths)), costs_added, unit)
+    sizes = _sizes(lengths, starts, packer.key_share, unit)
+    plans = []
+    for runs in packer.deal(costs, num_ranks):
+        parts = [part for run in runs for part in packer.runs(sizes, run, most, enough)]
+        rows = _fill(sizes, parts, enough)
+        rows.sort(key=lambda row: -sum(costs.first[one] for one in row))
+        plans.append([_members(row, unit) for row in rows])
+    return plans
 
 
 def _members(units: Sequence[int], size: int) -> list[int]:

@@ -37,7 +37,13 @@ _FILES = (*GROWING, *_LOGS, "summary.json", "report.html", "plugins", "plugins.j
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", "best", FOLDER)
 _NUMBER = "[0-9]" * 6
 _ROLLOUTS = (f"rollouts/step_{_NUMBER}.jsonl", f"rollouts/eval_{_NUMBER}.jsonl")
-_OF_A_START = (*_FILES, *_ROLLOUTS, "best", f"weights/v{_NUMBER}", f"deltas/v{_NUMBER}")  # and nothing of the user's
+_OF_A_START = (
+    *_FILES,
+    *_ROLLOUTS,
+    "best",
+    f"weights/v{_NUMBER}",
+    f"deltas/v{_NUMBER}",
+)  # what a run without a step has left
 
 TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
 
