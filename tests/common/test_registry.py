@@ -39,11 +39,11 @@ def test_a_folder_without_a_file_of_its_own_is_no_module() -> None:
 
 
 def test_what_needs_a_module_that_was_deleted_says_which_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needs_another.py").write_text("from hocket.extras.no_such import anything\n")
+    (tmp_path / "needs_another.py").write_text("from hocket.common.no_such import anything\n")
     monkeypatch.syspath_prepend(tmp_path)
     things: Registry[object] = Registry("thing", judge="needs_another")
     for _ in range(2):  # and again
-        with pytest.raises(ConfigError, match=r"thing 'judge' needs hocket\.extras\.no_such, which was deleted"):
+        with pytest.raises(ConfigError, match=r"thing 'judge' needs hocket\.common\.no_such, which was deleted"):
             things.get("judge")
 
 

@@ -7,11 +7,12 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+LOOK_S = 0.5  # between looks for a signal
 END_S = 30.0  # that tasks may take to end with their event loop
 _THREADS = ThreadPoolExecutor(32, "hocket")
 _LOOK_UPS = dict[Any, Future[Any]]()  # under way
@@ -35,6 +36,7 @@ def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
             stack.callback(_close, runner)
         else:
             thread = stack.enter_context(ThreadPoolExecutor(1))
+            thread.submit(int).result()  # it has started: an interrupt of its start would leave it behind
             stack.callback(thread.submit, _close, runner)
             runs = partial(_run_in, thread, runner)
         yield runs
@@ -79,12 +81,15 @@ def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Corou
         begun.set_result(asyncio.current_task())
         return await coroutine
 
-    running = thread.submit(runner.run, begin())
     try:
+        running = thread.submit(runner.run, begin())
+        while not running.done():  # a signal that another thread takes does not end a wait of this one
+            wait([running], timeout=LOOK_S)
         return running.result()
     except KeyboardInterrupt:  # only the main thread gets it
-        task = begun.result()
-        task.get_loop().call_soon_threadsafe(task.cancel)
+        with suppress(TimeoutError):  # it was not submitted
+            task = begun.result(timeout=END_S)
+            task.get_loop().call_soon_threadsafe(task.cancel)
         raise
 
 
