@@ -11,7 +11,7 @@ other_names = OTHER_NAMES.register
 
 
 def name_here(key: str) -> str | None:
-    """Return what a key that ends with another program's name is called here."""
+    """Return the setting of hocket for a key that ends with another program's name; None for no such name."""
     here = {name: setting for setting, names in _rows() for name in names.split()}
     words = key.split(".")
     ends = [".".join(words[i:]) for i in range(len(words))]

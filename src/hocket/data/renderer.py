@@ -200,7 +200,7 @@ class Renderer:
         return observation, ()
 
     def origin(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
-        """Return what a cache of prompts must know beside the rows: files that these name."""
+        """Return the contents of files that rows name, which a cache of prompts depends on, too."""
         return []
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -95,7 +95,7 @@ class Guard:
         self.app = app
         self._free = free
         self.opens: Callable[[str, bytes], bool] = lambda path, key: False  # whether the key opens the path
-        # Of paths that match: body → None, or another body; raise ApiError
+        # Paths, and their check: body → None, or another body; it raises ApiError
         self.checks: list[tuple[re.Pattern[str], Callable[[bytes], Awaitable[bytes | None]]]] = []
         self._hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
         self._token = token

@@ -74,7 +74,7 @@ Example: a plugin that says how long each version takes.
 
 
 def chosen_transport(sync: SyncConfig) -> Callable[[Sending], Transport]:
-    """Return what makes the transport that sync.backend, which is no longer `auto`, names. Raises ConfigError."""
+    """Return the maker of the transport in sync.backend, which is no longer `auto`. Raises ConfigError."""
     return TRANSPORTS.choose(sync.backend, "sync.backend", keys=("sending",))
 
 
