@@ -101,7 +101,7 @@ class World:
         metrics |= {"updates": float(self.policy_learns), "skipped": 0.0}
         return {f"train/{name}": value for name, value in metrics.items()} | {"time/train": 0.1}
 
-    def pass_step(self) -> None:
+    def end_step(self) -> None:
         self.diary.append("pass")
 
     def state(self, sink: object) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Run:
             if groups:
                 metrics |= await self.train_policy(step, groups, metrics.get("sync/max_gap", math.inf))
             else:
-                await run_in_thread(self.trainer.pass_step)
+                await run_in_thread(self.trainer.end_step)
             for part in self.parts:
                 metrics |= part.trained(metrics)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)

@@ -13,7 +13,7 @@ from hocket.config import Config
 from hocket.extras import long_rows
 from hocket.extras.stages import stage_of
 from hocket.extras.stages.pairs import sample
-from hocket.trainer.models import Objective
+from hocket.trainer.objective import Objective
 from hocket.trainer.ranks import Ranks
 
 PAIRS = {

@@ -5,11 +5,11 @@ import os
 import signal
 from typing import Any
 
-from hocket.trainer import models
+from hocket.trainer import trainer
 
 KILLED_BEFORE = 7  # the third of four updates
 numbers = itertools.count(1)
-update = models.update
+update = trainer.update
 
 
 def deadly_update(*args: Any) -> Any:
@@ -18,4 +18,4 @@ def deadly_update(*args: Any) -> Any:
     return update(*args)
 
 
-models.update = deadly_update
+trainer.update = deadly_update

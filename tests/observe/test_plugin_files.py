@@ -15,7 +15,7 @@ from hocket.config import load
 from hocket.errors import ConfigError, DataError
 from hocket.observe.run_folder import RunFolder
 from hocket.rewards.base import REWARDS
-from hocket.trainer.models import Models
+from hocket.trainer.trainer import Trainer
 
 ONE = 'from hocket.rewards import reward\n\n@reward("{}")\ndef own(completion):\n    return 1.0\n'
 
@@ -77,10 +77,10 @@ def test_ranks_with_other_files_end_the_run_at_its_start(tmp_path: Path) -> None
     file.write_text(ONE.format("of_ranks"))
     (plugin,) = load_plugins([str(file)])
 
-    models = Models.__new__(Models)
-    models._config = load(None, [f"plugins=[{file}]"])
-    models.ranks = Mock(gather=lambda hashes: [hashes, [plugin.sha256]])
-    models._check_plugins()
-    models.ranks = Mock(gather=lambda hashes: [hashes, ["0" * 64]])
+    trainer = Trainer.__new__(Trainer)
+    trainer._config = load(None, [f"plugins=[{file}]"])
+    trainer.ranks = Mock(gather=lambda hashes: [hashes, [plugin.sha256]])
+    trainer._check_plugins()
+    trainer.ranks = Mock(gather=lambda hashes: [hashes, ["0" * 64]])
     with pytest.raises(ConfigError, match="a file under plugins is not the same for all ranks: copy that of rank 0"):
-        models._check_plugins()
+        trainer._check_plugins()

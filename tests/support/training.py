@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hocket import config as config_module
 from hocket.trainer.batching import TrainBatch, chosen_packer, divide
-from hocket.trainer.models import BatchLoss, Objective
+from hocket.trainer.objective import BatchLoss, Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer

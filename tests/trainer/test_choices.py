@@ -11,7 +11,7 @@ import torch
 from hocket.algorithm.choices import KINDS, choose
 from hocket.config import load
 from hocket.errors import ConfigError
-from hocket.trainer import choices, models
+from hocket.trainer import choices, objective
 from hocket.trainer.choices import KERNELS, RECOMPUTATIONS, check, chosen_kernels, chosen_recomputation
 from hocket.trainer.ranks import Ranks
 from support.examples import plugged, shown
@@ -75,10 +75,10 @@ def test_a_plugin_s_column_is_measured_for_the_advantage_that_needs_it(
     """The one that the documentation of `column` shows: A = the reward + 0.5 entropy, token by token."""
     head = (
         "from torch import Tensor\nfrom hocket.algorithm.choices import advantage, choose\n"
-        "from hocket.config import Config\nfrom hocket.trainer.models import Auxiliary, column\n"
+        "from hocket.config import Config\nfrom hocket.trainer.objective import Auxiliary, column\n"
     )
-    code = head + shown(models, '@column("entropies")')
-    names = ((models.COLUMNS, "entropies"), (KINDS["baseline"], "curious"))
+    code = head + shown(objective, '@column("entropies")')
+    names = ((objective.COLUMNS, "entropies"), (KINDS["baseline"], "curious"))
     chosen = ("algorithm.baseline={name: curious, bonus: 0.5}", "algorithm.scale=none", "algorithm.correction=none")
     samples = make_groups(tied_model, prompt=9)
     with plugged(tmp_path, code, *names), make_trainer(ranks, tied_model, *chosen) as trainer:

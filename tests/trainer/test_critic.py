@@ -122,7 +122,7 @@ def test_the_policy_waits_for_the_critic(ranks: Ranks, tied_model: str, tmp_path
     # The schedule is that of the policy's own two steps: the peak, then half of it.
     assert [s["train/learning_rate"] for s in learning] == pytest.approx([1e-3, 5e-4])
     with make_trainer(ranks, tied_model, *settings) as trainer:
-        trainer.pass_step()  # a step without a signal is one of the first two, and one of the schedule
+        trainer.end_step()  # a step without a signal is one of the first two, and one of the schedule
         assert [s["train/learning_rate"] for s in train(trainer, 2)] == pytest.approx([0.0, 1e-3])
     with make_trainer(ranks, tied_model, *settings) as trainer:
         load(trainer, tmp_path / "checkpoint")

@@ -20,7 +20,7 @@ from hocket.observe.metrics import known_metrics
 from hocket.trainer import guards
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import Setup
-from hocket.trainer.models import BatchLoss
+from hocket.trainer.objective import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from support import training
@@ -186,10 +186,10 @@ def test_messages_of_a_full_memory_are_understood_and_the_longest_sequence_bound
 def test_a_step_counts_its_tokens_and_operations(ranks: Ranks, tied_model: str) -> None:
     with make_trainer(ranks, tied_model) as trainer:
         metrics = trainer.step(SAMPLES)
-        peak = trainer.models.peak_flops
-        trainer.models.peak_flops = 1.0  # as if measured beside others: it was no peak
+        peak = trainer.peak_flops
+        trainer.peak_flops = 1.0  # as if measured beside others: it was no peak
         assert trainer.step(SAMPLES)["train/mfu"] == 1
-        assert 1 < trainer.models.peak_flops < 1e15
+        assert 1 < trainer.peak_flops < 1e15
     seconds = metrics["time/train"]
     assert (metrics["train/tokens"], metrics["train/sequences"]) == (21, 3)
     assert metrics["train/tokens_per_s"] == pytest.approx(21 / seconds)

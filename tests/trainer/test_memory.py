@@ -107,7 +107,7 @@ def test_the_estimate_is_what_a_trainer_holds(
         gc.collect()
         used = bytes_besides(before) + peak_bytes(lambda: trainer.step(samples(2048)))
         config = config_module.load(None, list(settings)).trainer
-        whole, expected_dtype = skeleton(ModelConfig(path=wide_model)), trainer.models.setup.dtype
+        whole, expected_dtype = skeleton(ModelConfig(path=wide_model)), trainer.setup.dtype
     expected = estimate(whole, config, dtype=expected_dtype, stage=stage, num_ranks=1).total
     assert used == pytest.approx(expected, rel=0.15)
 
@@ -129,7 +129,7 @@ def test_the_estimate_is_what_a_gpu_holds(ranks: Ranks, setting: str, tmp_path: 
         for _ in range(2):
             trainer.step(samples(8192, 62))
         used = torch.cuda.max_memory_allocated() - before
-        assert used == pytest.approx(trainer.models.estimate.total, rel=0.15)
+        assert used == pytest.approx(trainer.estimate.total, rel=0.15)
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
@@ -163,11 +163,11 @@ def test_a_rehearsed_step_of_every_learner_leaves_no_trace(
     zeros = (0.0,) * 65
     work = [dataclasses.replace(sample, columns={"values": zeros, "returns": zeros}) for sample in samples(512, 62)]
     with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", f"algorithm.preset={preset}") as trainer:
-        assert [learner.name for learner in trainer.models.learners[1:]] == ["critic"] * (preset == "ppo")
+        assert [learner.name for learner in trainer.learners[1:]] == ["critic"] * (preset == "ppo")
         training.save(trainer, tmp_path / "state")
         losses = [trainer.step(work)["train/loss"] for _ in range(2)]
         training.load(trainer, tmp_path / "state")
-        for learner in trainer.models.learners:
+        for learner in trainer.learners:
             memory.rehearse(learner, 1024, ranks, longest=50)
         assert [trainer.step(work)["train/loss"] for _ in range(2)] == losses
 

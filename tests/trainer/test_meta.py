@@ -27,7 +27,6 @@ from hocket.config.algorithm import PRESETS
 from hocket.protocol import TensorLayout, nccl
 from hocket.trainer import attention, memory
 from hocket.trainer import engine as engines
-from hocket.trainer.models import Models
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -118,19 +117,19 @@ def model(tmp_path: Path) -> str:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
     """A trainer's models and optimizer are on the device while this is entered."""
-    load, adamw = Models.load, torch.optim.AdamW.__init__
+    load, adamw = Trainer.load_model, torch.optim.AdamW.__init__
 
-    def on_meta(models: Models, model: ModelConfig, kind: Any) -> Any:
+    def on_meta(trainer: Trainer, model: ModelConfig, kind: Any) -> Any:
         def make(*args: Any, **options: Any) -> Any:
             return kind(*args, **options | {"loads": False})
 
         with META:
-            return load(models, model, make)  # type: ignore[arg-type]
+            return load(trainer, model, make)  # type: ignore[arg-type]
 
     def unfused(self: Any, *args: Any, fused: bool, **options: Any) -> None:
         adamw(self, *args, **options)
 
-    monkeypatch.setattr(Models, "load", on_meta)
+    monkeypatch.setattr(Trainer, "load_model", on_meta)
     monkeypatch.setattr(engines, "initialize", OnMeta)
     monkeypatch.setattr(torch.optim.AdamW, "__init__", unfused)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # it does not know the device
@@ -154,7 +153,7 @@ def samples(count: int, length: int) -> list[TrainSample]:
 
 def train(trainer: Trainer, given: list[TrainSample]) -> None:
     """Measures, trains, and publishes as a run does."""
-    trainer.step(measured(trainer, given, **{"returns": 1.0} if "values" in trainer.models.columns else {}))
+    trainer.step(measured(trainer, given, **{"returns": 1.0} if "values" in trainer.columns else {}))
     published: list[TensorLayout] = []
     trainer.stream(1 << 30, lambda bucket: published.extend(nccl.layout(bucket)))
     assert published
@@ -189,7 +188,7 @@ def test_the_size_of_micro_batches_is_found_without_a_wait_of_its_own(
 ) -> None:
     monkeypatch.setitem(INTENDED, "trainer.engine._step_without_zero", lambda norm: math.nan)  # of a rehearsed step
     with make_trainer(ranks, model, "algorithm.preset=ppo") as trainer:
-        for learner in trainer.models.learners:
+        for learner in trainer.learners:
             memory.rehearse(learner, 2048, trainer.ranks, longest=1024)
 
 
@@ -205,7 +204,7 @@ def test_the_peak_of_a_step_is_the_plans_estimate(
         tracker.track_external(trainer.policy, trainer.engine._adamw)
         with tracker:
             trainer.step(samples(4, 513))
-        config = trainer.models.setup.config
+        config = trainer.setup.config
     peak = tracker.get_tracker_snapshot("peak")[META]["Total"]
     whole = skeleton(ModelConfig(path=model))
     expected = memory.estimate(whole, config, dtype=torch.float32, stage=0, num_ranks=1)

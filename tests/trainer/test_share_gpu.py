@@ -53,10 +53,10 @@ def test_nothing_of_the_training_state_stays(
     with training.make_trainer(ranks, untied_model, *more, *settings) as trainer:
         trainer.step(training.measured(trainer, [SAMPLE], returns=1.0))
         expected, on = trainer.measure([SAMPLE.sequence]), bytes_besides(before)
-        assert len(trainer.models.tensors) == (3 if settings else 1)
+        assert len(trainer.tensors) == (3 if settings else 1)
         trainer.offload()
-        assert trainer.models.away
-        moved = sum(host.numel() for _, hosts in trainer.models.away for host in hosts)
+        assert trainer.away
+        moved = sum(host.numel() for _, hosts in trainer.away for host in hosts)
         assert on > 8 * trainer.num_parameters  # two moments at least
         # On a CPU the copies are tensors of the same device; gloo's thread holds what was sent last a moment longer:
         # some sums, or the gradients.

@@ -109,7 +109,7 @@ def test_a_checkpoint_of_an_adapter_is_merged_into_its_base(ranks: Ranks, untied
 def test_the_state_of_another_model_is_refused_and_what_was_given_stays_as_it_is(
     ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.trainer.models.BUCKET_BYTES", 10_000)
+    monkeypatch.setattr("hocket.trainer.trainer.BUCKET_BYTES", 10_000)
     folders = {name: tmp_path / name for name in ("other", "wide")}
     for folder in folders.values():
         folder.mkdir()

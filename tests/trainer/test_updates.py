@@ -158,7 +158,7 @@ def test_the_learning_rate_counts_steps_not_updates_with_a_signal_or_without(
 def take(trainer: Trainer, samples: list[TrainSample], step: str) -> float:
     """Takes a step with a signal, or one without, and returns its learning rate, 0 without."""
     if step == "-":
-        trainer.pass_step()
+        trainer.end_step()
         return 0.0
     return trainer.step(samples)["train/learning_rate"]
 

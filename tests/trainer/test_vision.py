@@ -351,7 +351,7 @@ def check_rehearsal(ranks: Ranks, model: str, setting: str) -> None:
     """Checks the pictures of a rehearsed step, and that it leaves no trace."""
     with make_trainer(ranks, model, setting) as trainer:
         before = weights_of(trainer)
-        learner = trainer.models.learners[0]
+        learner = trainer.learners[0]
         rows = list[Any]()
         seeing = dataclasses.replace(learner, loss=lambda batch: rows.append(batch) or learner.loss(batch))
         memory.rehearse(seeing, 60, ranks, 30)

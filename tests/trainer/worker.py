@@ -27,7 +27,7 @@ from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.trainer import engine, flops, policy, ranks
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.models import Objective
+from hocket.trainer.objective import Objective
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample

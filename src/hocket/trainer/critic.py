@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,12 @@ from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.float32_head import compute_in_float32
-from hocket.trainer.models import Auxiliary, Column, Models, column
+from hocket.trainer.objective import Auxiliary, Measure, column
 from hocket.trainer.policy import ScalarModel
 from hocket.trainer.step import Learner, Update
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
 
 
 class ValueModel(ScalarModel):
@@ -50,12 +53,12 @@ def critic(config: Config) -> Auxiliary | None:
     return Auxiliary(model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
 
 
-def _load(critic: CriticConfig, model: ModelConfig, models: Models) -> Column:
+def _load(critic: CriticConfig, model: ModelConfig, trainer: "Trainer") -> Measure:
     changes = {"learning_rate": critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
-    settings = models.setup.config.model_copy(update=changes)
-    module = models.load(model, ValueModel)
-    engine = DeepSpeedEngine(module, dataclasses.replace(models.setup, config=settings), name="critic")
-    module.check_architecture(models.ranks.device)
+    settings = trainer.setup.config.model_copy(update=changes)
+    module = trainer.load_model(model, ValueModel)
+    engine = DeepSpeedEngine(module, dataclasses.replace(trainer.setup, config=settings), name="critic")
+    module.check_architecture(trainer.device)
     learner = Learner(
         name="critic",
         engine=engine,
@@ -64,12 +67,12 @@ def _load(critic: CriticConfig, model: ModelConfig, models: Models) -> Column:
         rate="critic.learning_rate",
         metrics=critic_metrics,
     )
-    models.learners.append(learner)
-    models.tensors.append(engine.tensors)
+    trainer.learners.append(learner)
+    trainer.tensors.append(engine.tensors)
     return engine.forward
 
 
-def critic_loss(forward: Column, clip: float | None, batch: TrainBatch) -> LossOutput:
+def critic_loss(forward: Measure, clip: float | None, batch: TrainBatch) -> LossOutput:
     values_bt = forward(batch)
     returns_bt = batch.columns["returns"]
     known = (batch.columns["values"], returns_bt, batch.mask_bt)

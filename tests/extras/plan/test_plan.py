@@ -13,7 +13,7 @@ from hocket.config import load
 from hocket.errors import ConfigError
 from hocket.extras.plan import plan
 from hocket.extras.stages import staged
-from hocket.trainer import models as models_module
+from hocket.trainer import objective
 from hocket.trainer.memory import GIB
 
 ROOT = Path(__file__).parents[3]
@@ -73,8 +73,8 @@ def test_what_fits_on_which_gpu_is_what_the_table_says(models: dict[str, str], m
     def once(config: Any, *_: Any) -> Any:
         return made.setdefault(f"{config}", skeleton(config))
 
-    skeleton = models_module.skeleton
-    monkeypatch.setattr(models_module, "skeleton", lambda config, *_: made.get(f"{config}") or once(config))
+    skeleton = objective.skeleton
+    monkeypatch.setattr(objective, "skeleton", lambda config, *_: made.get(f"{config}") or once(config))
     rows = [row(models[size], size, mode, card) for size, mode, card in itertools.product(OF_TABLE, MODES, plan.GPUS)]
     with GOLDEN.open(encoding="utf-8") as file:
         assert rows == list(csv.DictReader(file))

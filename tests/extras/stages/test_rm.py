@@ -144,7 +144,7 @@ def test_other_margins_are_other_rows_to_a_resumed_run() -> None:
 def test_a_step_can_be_rehearsed_on_any_number_of_sequences(model: str, tmp_path: Path, command: str) -> None:
     config = make_config(command, model, tmp_path, "trainer.zero_stage=2")
     with Trainer(config, objective=stage_of(command, getattr(config, command)).objective(config.model)) as trainer:
-        memory.rehearse(trainer.models.learners[0], 9, trainer.ranks, longest=4)  # raises where a weight moves
+        memory.rehearse(trainer.learners[0], 9, trainer.ranks, longest=4)  # raises where a weight moves
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,9 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.trainer import choices as trainer_choices
 from hocket.trainer import flops, memory
-from hocket.trainer.auxiliary import configured
 from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.memory import GIB
-from hocket.trainer.models import Objective
+from hocket.trainer.objective import Objective, configured
 from hocket.trainer.policy import compute_dtype
 from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES

@@ -15,7 +15,7 @@ from hocket.extras.stages import STAGES, pairs
 from hocket.extras.stages.driver import Row, Stage
 from hocket.extras.stages.preferences import load_preferences
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.models import Auxiliary, Objective
+from hocket.trainer.objective import Auxiliary, Objective
 from hocket.trainer.reference import frozen
 
 REFERENCE = "ref_logprobs"  # column: at a sequence's end its log-prob by the reference
@@ -46,7 +46,7 @@ class DpoOptions(Stage):
                 raise ValueError(f"{option} has no effect with loss={self.loss}, only with {' or '.join(losses)}")
 
     def objective(self, model: ModelConfig) -> Objective:
-        auxiliaries = [Auxiliary(column=REFERENCE, load=lambda models: models.columns["logprobs"])]
+        auxiliaries = [Auxiliary(column=REFERENCE, load=lambda trainer: trainer.columns["logprobs"])]
         if self.reference is not None:
             auxiliaries = [frozen(self.reference, "dpo.reference", model)]
         if self.loss == "simpo":

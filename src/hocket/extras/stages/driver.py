@@ -27,7 +27,7 @@ from hocket.observe.run_folder import RunFolder
 from hocket.trainer import batching, checkpoints, memory
 from hocket.trainer.batching import keys
 from hocket.trainer.checkpoints import Checkpoints, Part, Saved
-from hocket.trainer.models import Objective
+from hocket.trainer.objective import Objective
 from hocket.trainer.policy import compute_dtype
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer

@@ -13,7 +13,7 @@ from hocket.extras.stages import STAGES, pairs
 from hocket.extras.stages.demonstrations import load_demonstrations
 from hocket.extras.stages.driver import Row, Stage
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.models import Objective
+from hocket.trainer.objective import Objective
 from hocket.trainer.trainer import Trainer
 from hocket.types import Metrics, TrainSample
 
