@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,9 @@ class World:
         self.diary.append("copy")
         return {}
 
+    def max_gap(self, rollouts: Iterable[Rollout]) -> float:
+        return 0.75  # which a part of the run lowers
+
     async def publish(self) -> dict[str, float]:
         self.current += 1
         self.diary.append(("publish", self.current))
@@ -129,6 +132,8 @@ class Checks(RunPart):
         world.trains.append(trains)
         if world.lie in {rollout.id for rollouts in groups for rollout in rollouts}:
             raise SyncError("a server lies")
+        if trains is None:
+            return {"eval/logprob_gap": 0.25}
         return {"sampling/logprob_gap": 0.25, "sync/max_gap": 0.5}
 
     def trained(self, metrics: Metrics) -> Metrics:
@@ -169,7 +174,6 @@ async def trained(
             samples=1,
             threshold=1.0,
             sampling=SamplingParams(seed=1),
-            trained_at=config.rollout.temperature,
             timeout_s=60.0,
             max_error_rate=config.rewards.max_error_rate,
         )
@@ -231,7 +235,7 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     ]
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert metrics[0]["eval/logprob_gap"] == metrics[2]["eval/logprob_gap"] == 0.25
-    assert world.checked[:2] == [[1, 1], [1, 1]]  # greedy, then sampled, at temperature 1
+    assert (world.checked[0], world.trains[0]) == ([2, 2], None)  # of each prompt the greedy and the sampled answer
     assert metrics[1]["reward/mean"] == 0.5
     assert metrics[2]["train/loss"] == 0.5
     assert metrics[2]["staleness/max"] == 0
@@ -435,13 +439,13 @@ async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path)
     assert [line["step"] for line in metrics if "eval/greedy" in line] == [0, 2, 4, 5]
 
 
-async def test_the_time_of_an_evaluation_has_that_of_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check(*_: object) -> dict[str, float]:
-        await asyncio.sleep(0.1)
-        return {}
+async def test_the_time_of_an_evaluation_has_that_of_its_check(tmp_path: Path) -> None:
+    class Slow(RunPart):
+        async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
+            await asyncio.sleep(0.1)
+            return {}
 
-    monkeypatch.setattr("hocket.rollout.evaluate.Evaluation.check", check)
-    _, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1")
+    _, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1", parts_of_run=[Slow()])
     assert all(line["time/eval"] > 0.09 for line in metrics)
 
 

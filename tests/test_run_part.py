@@ -9,6 +9,7 @@ from typing import Any
 from hocket import run_part
 from hocket.common.registry import load_plugins
 from hocket.config import load
+from hocket.data import tokenizer
 from hocket.run_part import RUN_PARTS, RunPart, joining
 
 
@@ -19,9 +20,11 @@ def joined(tmp_path: Path, *settings: str) -> Iterator[list[RunPart]]:
         config=load(None, [*settings]),
         folder=SimpleNamespace(path=tmp_path, history=[], last_step=0),
         servers=SimpleNamespace(states=tuple),
-        trainer=SimpleNamespace(numbers=None),
+        trainer=SimpleNamespace(numbers=None, tokenizer=tokenizer.load("checkpoints/tiny-sort")),
+        publisher=None,
+        prompts=(),
         checkpoints=None,
-        say=print,
+        console=SimpleNamespace(say=print, alarmed=()),
     )
     parts = [*joining(run)]
     yield parts

@@ -5,6 +5,7 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,7 +119,11 @@ class Run:
         metrics = signal_metrics(shaped, self.stream.uses_pass_rates)
         publishes = bool(groups) and self.trainer.policy_learns
         async with self.publisher.training(publishes=publishes) as turn_metrics:  # blocks bring-up
-            metrics |= await self.check_rollouts([one.group.rollouts for one in shaped], bool(groups))
+            rollouts = [one.group.rollouts for one in shaped]
+            max_gap = self.publisher.max_gap(itertools.chain(*rollouts))
+            if max_gap < math.inf:
+                metrics["sync/max_gap"] = max_gap
+            metrics |= await self.check_rollouts(rollouts, bool(groups))
             if groups:
                 metrics |= await self.train_policy(step, groups, metrics.get("sync/max_gap", math.inf))
             else:
@@ -155,7 +160,7 @@ class Run:
         self.console.progress(step, "checking the evaluation")
         async with self.publisher.training(publishes=False):
             with timed(metrics, "time/eval"):
-                metrics |= await self.evaluation.check(groups, self.check_rollouts)
+                metrics |= await self.check_rollouts([group.rollouts for group in groups], None)
             for part in self.parts:
                 metrics |= await run_in_thread(part.evaluated, step, measured)
         return metrics | measured

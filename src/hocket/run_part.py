@@ -9,9 +9,11 @@ from hocket.client.pool import Member, ServerPool
 from hocket.common.registry import Registry
 from hocket.config import Config
 from hocket.errors import ConfigError
+from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
+from hocket.sync.publish import Publisher
 from hocket.trainer.checkpoints import Checkpoints
-from hocket.types import Metrics, Rollout, TrainSample
+from hocket.types import Metrics, Prompt, Rollout, TrainSample
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -25,8 +27,10 @@ class Joined:
     folder: RunFolder
     servers: ServerPool
     trainer: "Trainer"
+    publisher: Publisher
+    prompts: Sequence[Prompt]  # for training, of the first source
     checkpoints: Checkpoints
-    say: Callable[[str], None]  # prints a line
+    console: Console
 
 
 class RunPart:
@@ -48,7 +52,8 @@ class RunPart:
     async def rolled_out(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
         """Take the rollouts of a batch's prompts before a step learns from some (`trains`) or, if False, from none.
 
-        None: an evaluation's, which the current weights played. Returns more metrics.
+        None: an evaluation's, which the current weights played: of each prompt first the greedy rollout, then those of
+        eval.temperature. Returns more metrics; a lower "sync/max_gap" is the bound of the step's train/logprob_gap.
         """
         return {}
 
@@ -93,6 +98,7 @@ class RunPart:
 
 RUN_PARTS: Registry[Callable[[Joined], RunPart | None]] = Registry(
     "run_part",
+    checks="hocket.extras.checks.sampling",
     timeline="hocket.extras.timeline",
     tokens="hocket.extras.page.tokens",
     best="hocket.extras.best",
@@ -111,6 +117,12 @@ ASKED_FOR = {
 """Part → the setting that asks for it."""
 
 
+NOT_CHECKED = (
+    "hocket/extras/checks was deleted: sync.check_every and sync.check_share have no effect; train/logprob_gap still "
+    "stops a run whose servers compute with other weights"
+)
+
+
 def check(config: Config) -> None:
     """Raise ConfigError for a setting that asks for a part whose file was deleted."""
     for name, setting in ASKED_FOR.items():
@@ -121,6 +133,8 @@ def check(config: Config) -> None:
 
 def joining(run: Joined) -> Iterator[RunPart]:
     """Make the parts of a run one by one: those that are made can be closed where a later one fails."""
+    if "checks" not in RUN_PARTS.names:
+        run.console.say(NOT_CHECKED)
     for make in RUN_PARTS.each():
         part = make(run)
         if part is not None:

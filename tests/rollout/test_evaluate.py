@@ -7,7 +7,7 @@ from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.rollout.evaluate import Comparable, Evaluation, pass_at_k
+from hocket.rollout.evaluate import Evaluation, pass_at_k
 from hocket.types import Prompt, Rollout, Score
 from support.batches import played, scoring
 
@@ -35,7 +35,7 @@ def evaluation(
         return Score(total=0.0, error="broke") if mark is None else Score(total=10 * mark, parts={"exact_match": mark})
 
     values: dict[str, Any] = {"rewards": {"": "exact_match"}, "samples": 1, "timeout_s": 9.0, "max_error_rate": 0.5}
-    values |= {"threshold": 1.0, "trained_at": 1.0, "sampling": SamplingParams(temperature=0.0, seed=1)}
+    values |= {"threshold": 1.0, "sampling": SamplingParams(temperature=0.0, seed=1)}
     return Evaluation(prompts=prompts, play=play, scorer=scoring(score), **(values | changes))
 
 
@@ -68,43 +68,6 @@ async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() 
     assert [seat.sampling.temperature for seat in first] == [0.0, 0.3] * 4  # greedy first, then the sample
     assert {seat.deadline.seconds for seat in seats} == {9.0}
     assert first[0].deadline is not second[0].deadline
-
-
-@pytest.mark.parametrize(
-    ("temperature", "of_training", "greedy", "sampled"),
-    [(1.0, 1.0, "a", "b"), (0.3, 0.3, "", "b"), (0.3, 1.0, "a", ""), (0.0, 1.0, "a", ""), (0.0, 0.3, "", "")],
-)
-async def test_answers_whose_logprobs_are_of_the_trainers_temperature_can_be_checked(
-    temperature: float, of_training: float, greedy: str, sampled: str
-) -> None:
-    one = evaluation(sampling=SamplingParams(temperature=temperature, seed=5), trained_at=of_training)
-    _, groups = await one.run("eval")
-    parts: list[list[str]] = []
-
-    async def check(part: Comparable, trains: None) -> dict[str, float]:
-        parts.append([rollout.text for mine in part for rollout in mine])
-        return {}
-
-    assert await one.check(groups, check) == {}
-    assert parts == [[f"{number}{letter}" for number in range(4) if letter] for letter in (greedy, sampled)]
-
-
-@pytest.mark.parametrize(
-    ("sampled", "expected"),
-    [
-        ({"sampling/logprob_gap": 1.0, "sampling/surprise": 1.0, "sampling/z": 3.0}, {"eval/z": 3.0}),
-        ({"sampling/z": 0.0}, {}),
-    ],
-)
-async def test_of_an_evaluation_the_larger_gap_counts_and_the_draw_of_the_sampled_answers_alone(
-    sampled: dict[str, float], expected: dict[str, float]
-) -> None:
-    found = iter([{"sampling/logprob_gap": 2.0, "sampling/surprise": 1.0, "sampling/z": 9.0}, sampled])
-
-    async def check(part: Comparable, trains: None) -> dict[str, float]:
-        return next(found)
-
-    assert await evaluation().check([], check) == {"eval/logprob_gap": 2.0} | expected
 
 
 def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -> None:

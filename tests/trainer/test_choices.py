@@ -11,7 +11,7 @@ import torch
 from hocket.algorithm.choices import KINDS, choose
 from hocket.config import load
 from hocket.errors import ConfigError
-from hocket.trainer import choices, objective
+from hocket.trainer import choices, logprobs, objective
 from hocket.trainer.choices import KERNELS, RECOMPUTATIONS, check, chosen_kernels, chosen_recomputation
 from hocket.trainer.ranks import Ranks
 from support.examples import plugged, shown
@@ -88,3 +88,22 @@ def test_a_plugin_s_column_is_measured_for_the_advantage_that_needs_it(
         assert columns["entropies"] == pytest.approx(expected[0], rel=1e-5)  # the same pass, in a row of another length
         choice = choose("baseline", trainer._config.algorithm.baseline)
         assert choice(rewards_t=torch.tensor([0.0, 1.0]), entropies_t=torch.tensor([0.5, 2.0])).tolist() == [1.25, 2.0]
+
+
+def test_a_plugin_s_statistics_of_tokens_are_metrics_of_the_step(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+    """Those that the documentation of `TokenStatistics` shows: how likely the likeliest tokens are."""
+    head = (
+        "from collections.abc import Sequence\nfrom torch import Tensor\nfrom hocket.config import Config\n"
+        "from hocket.trainer.batching import TrainBatch\n"
+        "from hocket.trainer.logprobs import TokenStatistics, token_statistics\n"
+    )
+    code = head + shown(logprobs, "class Highest(TokenStatistics):")
+    samples = make_groups(tied_model, prompt=9)
+    with plugged(tmp_path, code, (logprobs.TOKEN_STATISTICS, "highest")):
+        with make_trainer(ranks, tied_model, "sync.check_share=0") as trainer:
+            metrics = trainer.step(measured(trainer, samples))
+        # A likeliest token has at least the mean probability of all.
+        assert 1 / 512 < metrics["train/highest"] < 1
+        if "draws" in logprobs.TOKEN_STATISTICS.names:  # an extra
+            with pytest.raises(ConfigError, match="Draws and Highest both take statistics of tokens"):
+                make_trainer(ranks, tied_model, "sync.check_share=0.5")

@@ -23,7 +23,6 @@ from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, ServerError, door
 from hocket.observe.console import SHORT, Console
-from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health
 from hocket.protocol.manifest import model_shapes
@@ -33,9 +32,7 @@ from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.rollout.replay import Replay
 from hocket.sync.disk import DiskTransport
-from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher
-from hocket.sync.sampling import SamplingCheck, contradiction
 from hocket.sync.share_gpu import put_to_sleep, shared_gpu
 from hocket.sync.transports import Sending, chosen_transport
 from hocket.sync.versions import Versions
@@ -45,7 +42,6 @@ from hocket.types import Prompt, Rollout
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
-PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
 NO_ROWS = "eval.data, or held_out of data.sources, names no rows: set its source or, of a hub dataset, its split"
 
@@ -312,26 +308,21 @@ class Parts(AbstractContextManager["Parts"]):
             sampling=sampling_params(
                 config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=settings.temperature
             ),
-            trained_at=config.rollout.temperature,
             threshold=settings.threshold,
             timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),  # batches ahead come first
             max_error_rate=config.rewards.max_error_rate,
         )
 
-    def publisher(
-        self,
-        trainer: "Trainer",
-        servers: ServerPool,
-        prompts: Mapping[str, Prompts],
-        history: Sequence[Mapping[str, float | None]],
-    ) -> Publisher:
-        """Choose the weights' way and checks, by which the pool brings up servers."""
+    def publisher(self, trainer: "Trainer", servers: ServerPool) -> Publisher:
+        """Choose the transport of the weights, by which the pool brings up servers."""
         config = self.config
         say = self.console.say
         versions = Versions(config.run_dir, trainer)
         by_disk = partial(DiskTransport, versions, config.sync_root, config.sync, say)
         disk = by_disk()
-        publisher = Publisher(versions=versions, pool=servers, transport=disk)
+        publisher = Publisher(
+            versions=versions, pool=servers, transport=disk, max_logprob_gap=config.sync.max_logprob_gap
+        )
         has_servers = config.pipeline.replay is None
         if config.launch.share_gpu and has_servers:
             disk.on_written = trainer.offload
@@ -341,25 +332,6 @@ class Parts(AbstractContextManager["Parts"]):
                 config=config, trainer=trainer, versions=versions, disk=by_disk, say=say, at_end=self.stack.callback
             )
             publisher.transport = chosen_transport(config.sync)(sending)
-        proof = Proof(
-            publisher=publisher,
-            prompts=next(iter(prompts.values()))[:PROOF_PROMPTS],
-            trainer=trainer,
-            rollout=config.rollout,
-            sync=config.sync,
-            alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
-        )
-        publisher.parts = [proof]
-        if config.sync.check_share and has_servers:
-            # An answer's tokens have a say in whether it is trained, or in the rewards of those before it
-            of_group = any(reward.of_group for calls in self.calls.values() for reward in calls.rewards.values())
-            fair = not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group)
-            sampling = SamplingCheck(proof, config.sync.check_share, config.rollout.group_size, history, fair=fair)
-            if self.single_turns:  # others' turns end in other ways, too
-                ends = tokenizers.end_ids(config.model.path, self.tokenizer)
-                stop = config.rollout.stop
-                sampling.claim = partial(contradiction, decode=self.tokenizer.decode, ends=ends, stop=stop)
-            publisher.parts = [proof, sampling]
         servers.bring_up = partial(publisher.bring_up, self.check_server)
         return publisher
 

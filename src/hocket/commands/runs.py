@@ -205,7 +205,7 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
     servers = ServerPool(())
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
-    publisher = parts.publisher(trainer, servers, prompts, folder.history)
+    publisher = parts.publisher(trainer, servers)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     last = 0
@@ -224,8 +224,17 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
             part.servers_changed()
 
     keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
-    joined = Joined(config=config, folder=folder, servers=servers, trainer=trainer, checkpoints=keeper, say=console.say)
-    for part in itertools.chain(publisher.parts, joining(joined)):
+    joined = Joined(
+        config=config,
+        folder=folder,
+        servers=servers,
+        trainer=trainer,
+        publisher=publisher,
+        prompts=next(iter(prompts.values())),
+        checkpoints=keeper,
+        console=console,
+    )
+    for part in joining(joined):
         parts.stack.callback(part.close)  # before the next one is made, which may fail
         joining_parts.append(part)
     if on_step is not None:

@@ -76,4 +76,4 @@ def best(run: Joined) -> RunPart | None:
     settings = run.config.checkpoint.best
     if settings is None or run.config.pipeline.replay is not None:  # a replay has no evaluations
         return None
-    return Best(settings, run.folder.path, run.folder.history, run.trainer, run.checkpoints, run.say)
+    return Best(settings, run.folder.path, run.folder.history, run.trainer, run.checkpoints, run.console.say)

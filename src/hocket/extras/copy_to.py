@@ -14,7 +14,7 @@ from hocket.trainer.checkpoints import complete
 
 @run_part("copy_to")
 def joined(run: Joined) -> RunPart | None:
-    for copy in copying(run.config, run.say):
+    for copy in copying(run.config, run.console.say):
         return CopyTo(copy)
     return None
 

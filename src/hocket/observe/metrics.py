@@ -88,9 +88,6 @@ METRICS = (
     Metric("eval/greedy_stderr", "its standard error, over prompts"),
     Metric("eval/sampled_stderr", "its standard error, over prompts"),
     Metric("eval/zero_or_one", "share of these rewards that are 0 or 1; at 1 the means are accuracies"),
-    Metric("eval/logprob_gap", "sampling/logprob_gap of held-out prompts"),
-    Metric("eval/z", "sampling/z of the sampled answers",
-           low=-5, high=5, advice="eval/sampled misleads: see sampling/z"),
     Metric("eval/pass@K", "unbiased chance of one reward >= eval.threshold in K samples (arXiv 2107.03374)"),
     Metric("eval/reward_errors", "share of held-out answers without a score, left out of the means",
            high=0.05, advice="read `error` in rollouts/eval_*.jsonl"),
@@ -136,19 +133,6 @@ METRICS = (
     Metric("critic/grad_norm", "global gradient norm before clipping"),
     Metric("critic/skipped", "share of updates whose loss or gradient was not finite",
            high=0, advice="lower critic.learning_rate; look at the step's rollouts"),
-    Metric("sampling/logprob_gap", "mean |trainer − engine log-prob| of rollouts, before training"),
-    Metric("sampling/surprise", "a fair share of trained tokens: Σ −log p − entropy; 0 on average if drawn from p"),
-    Metric("sampling/variance", "Σ variance of log p, the variance of that sum"),
-    Metric("sampling/z", "surprise in standard errors, over the last part of the run where it is farthest from 0",
-           low=-5, high=5, advice="tokens aren't drawn from what servers report: top_p, top_k, temperature, seeds"),
-    Metric("sampling/colder", "−surprise / variance there: share by which the temperature is too low"),
-    Metric("sampling/greedy", "log of how much likelier the answers are if an eighth of them is greedy"),
-    Metric("sampling/greedy_odds", "the same, over the last part where it is largest",
-           high=15, advice="some answers are greedy: look for what sets the temperature"),
-    Metric("sampling/equal", "pairs of a prompt's rollouts with equal tokens"),
-    Metric("sampling/equal_expected", "their number if drawn independently"),
-    Metric("sampling/equal_z", "the excess in standard errors, over the last part where it is largest",
-           high=5, advice="servers repeat random numbers: do all rollouts have one seed?"),
     Metric("sync/version", "version that the step published: weights/vVERSION"),
     Metric("sync/servers", "servers that hold the newest version"),
     Metric("sync/mebibytes", "MiB sent to each server, on average"),
@@ -156,19 +140,12 @@ METRICS = (
     Metric("sync/transfer_s", "seconds until the last server had loaded it"),
     Metric("sync/fallbacks", "servers that nccl could not reach, and that got it by disk",
            high=0, advice="the console has the cause; sync.backend=disk avoids the attempt"),
-    Metric("sync/logprob_gap", "mean |trainer − engine log-prob| of a few completions; the largest of all servers"),
     Metric("sync/max_gap", "the most that rounding explains; above it the run stops (sync.on_mismatch)"),
-    Metric("sync/missing_share", "share of the last update that a server lacks; 1: it is one behind"),
-    Metric("sync/mismatches", "comparisons that broke off or, with on_mismatch=warn, failed",
-           high=0, advice="the console has server and cause; samples are not the policy's"),
-    Metric("sync/missing_error", "standard error of that share; it is not told above 0.2: rounding hides the update"),
-    Metric("sync/proof_s", "seconds to compare parameters and log-probs"),
     Metric("step/tokens_per_s", "sampled tokens per second of time/step − time/eval"),
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
     Metric("time/batch", "seconds from batch start to last token; overlaps earlier steps if max_staleness > 0"),
     Metric("time/reward", "seconds that the step then waited for scores alone"),
     Metric("time/turn", "launch.share_gpu: seconds until the trainer has the server's GPU"),
-    Metric("time/check", "seconds to check rollouts"),
     Metric("time/measure", "seconds of forward passes before updates: old log-probs, reference, critic"),
     Metric("time/train", "seconds of forward, backward and update"),
     Metric("time/sync", "seconds to publish a version"),
@@ -180,6 +157,7 @@ METRICS = (
 (ENTROPY,) = (metric for metric in METRICS if metric.name == "train/entropy")
 METRIC_TABLES: Registry[Sequence[Metric]] = Registry(
     "table of metrics",
+    checks="hocket.extras.checks",
     tools="hocket.extras.tools",
     stages="hocket.extras.stages",
     best="hocket.extras.best",
@@ -203,8 +181,8 @@ SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions"
 """Metrics of an update that a step has the sum of, not the mean."""
 OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
 """Metrics that compare the engine with the policy before the step."""
-DRAWN = ("sampling/surprise", "sampling/variance", "sampling/greedy")
-"""Metrics of a step's first update."""
+OF_FIRST_UPDATE = "sampling/"
+"""Prefix of metrics that compare samples with the weights that sampled them: later updates have others."""
 ON_POLICY = {"train/logprob_gap", "train/mismatch_kl"}  # at most sync/max_gap, where no rollout is stale
 SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "train/ess", "staleness/over_bound"}  # then weights are checked
 
@@ -305,8 +283,8 @@ def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batc
             metrics[name] = sum(values)
         elif kind in OF_ENGINE:
             metrics[name] = _finite_mean(values, tokens) if by_batch else values[0]
-        elif f"sampling/{kind}" in DRAWN:
-            metrics[f"sampling/{kind}"] = values[0]
+        elif name.startswith(OF_FIRST_UPDATE):
+            metrics[name] = values[0]
         else:
             metrics[name] = _finite_mean(values)
     if "train/importance_square" in metrics:

@@ -5,7 +5,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hocket.client.pool import Deadline
 from hocket.observe.metrics import by_source
@@ -16,8 +16,6 @@ from hocket.types import Group, Metrics, Prompt, Rollout
 
 EVAL_STEP = -1  # in place of the step in the sampling seed: no training step has it
 
-Comparable = Sequence[Sequence[Rollout]]  # of each prompt
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -27,7 +25,6 @@ class Evaluation:
     rewards: Mapping[str, str]  # of each source its own
     samples: int  # per prompt, at a temperature above 0; its first rollout is greedy
     sampling: SamplingParams
-    trained_at: float  # temperature of training
     threshold: float  # reward from which a sample passes
     timeout_s: float
     max_error_rate: float
@@ -63,20 +60,6 @@ class Evaluation:
         batch = await collect(plan, lambda count: dict(itertools.islice(numbered, count)), play, self.scorer)
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * group_size)))  # one score at least
         return measured(batch.groups, self.rewards, self.threshold), batch.groups
-
-    async def check(self, groups: Sequence[Group], check: Callable[[Comparable, None], Awaitable[Metrics]]) -> Metrics:
-        """Check the rollouts whose log-probs are of training's temperature; the engine's of greedy tokens are of 1.
-
-        Return eval/* metrics: greedy tokens are no draw, and have no eval/z.
-        """
-        is_same = self.sampling.temperature == self.trained_at
-        greedy = await check([group.rollouts[:1] for group in groups if self.trained_at == 1], None)
-        sampled = await check([group.rollouts[1:] for group in groups if is_same], None)
-        gaps = [found["sampling/logprob_gap"] for found in (greedy, sampled) if "sampling/logprob_gap" in found]
-        metrics = {"eval/logprob_gap": max(gaps)} if gaps else {}
-        if "sampling/surprise" in sampled:
-            metrics["eval/z"] = sampled["sampling/z"]
-        return metrics
 
 
 def measured(groups: Sequence[Group], rewards: Mapping[str, str], threshold: float) -> Metrics:

@@ -1,6 +1,6 @@
 """Publish the trainer's weights to every server, with proof.
 
-    write version v+1 → load it on every server → compare checksums → run the checks (proof.py and other parts)
+    write version v+1 → load it on every server → compare checksums → let the run's parts check them
 
 A server that dies meanwhile is brought up once it answers again. A refused version, another checksum or a check that
 fails stops the run.
@@ -8,16 +8,27 @@ fails stops the run.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Protocol
 
 from hocket.client.pool import Member, ServerPool
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import Health
-from hocket.run_part import RunPart
 from hocket.sync.transports import Answer, Transport
 from hocket.sync.versions import Versions
-from hocket.types import Metrics
+from hocket.types import Metrics, Rollout
+
+
+class TakesServers(Protocol):
+    """A part of a run, such as RunPart, that is given the servers that have loaded a version."""
+
+    async def published(self, members: Sequence[Member], came: bool) -> Metrics: ...
+
+
+# By the engine's precision: a mean |trainer − engine log-prob| that rounding never causes.
+HIGHEST_GAP = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -27,7 +38,8 @@ class Publisher:
     transport: Transport
     # Gives the trainer a shared GPU
     trainer_turn: Callable[[bool], AbstractAsyncContextManager[Metrics]] = lambda publishes: nullcontext({})
-    parts: Sequence[RunPart] = ()  # which take servers that have a version
+    max_logprob_gap: float | None = None  # in place of HIGHEST_GAP
+    parts: Sequence[TakesServers] = ()  # of the run
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # of a step or a bring-up
 
     @asynccontextmanager
@@ -35,6 +47,18 @@ class Publisher:
         """Hold the trainer and yield the metrics of getting it; where it `publishes`, end with `publish`."""
         async with self.lock, self.trainer_turn(publishes) as metrics:
             yield metrics
+
+    def max_gap(self, rollouts: Iterable[Rollout]) -> float:
+        """Bound the mean |trainer − engine log-prob| of rollouts; inf if any was sampled by older weights."""
+        for rollout in rollouts:
+            for sequence in rollout.sequences:
+                if any(sequence.mask) and sequence.version_min != self.versions.current:
+                    return math.inf
+        return max((self.highest_gap(member.dtype) for member in self.pool.up), default=math.inf)
+
+    def highest_gap(self, dtype: str) -> float:
+        """Bound it for an engine of this precision."""
+        return self.max_logprob_gap or HIGHEST_GAP.get(dtype, HIGHEST_GAP["bfloat16"])
 
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server; within `training`."""

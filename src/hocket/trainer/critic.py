@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,9 @@ from hocket.data import tokenizer as tokenizers
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.float32_head import compute_in_float32
-from hocket.trainer.objective import Auxiliary, Measure, column
+from hocket.trainer.objective import Auxiliary, LoadingTrainer, Measure, column
 from hocket.trainer.policy import ScalarModel
 from hocket.trainer.step import Learner, Update
-
-if TYPE_CHECKING:
-    from hocket.trainer.trainer import Trainer
 
 
 class ValueModel(ScalarModel):
@@ -53,7 +50,7 @@ def critic(config: Config) -> Auxiliary | None:
     return Auxiliary(model=own, learns=True, delay=critic.warmup_steps, column="values", load=load)
 
 
-def _load(critic: CriticConfig, model: ModelConfig, trainer: "Trainer") -> Measure:
+def _load(critic: CriticConfig, model: ModelConfig, trainer: LoadingTrainer) -> Measure:
     changes = {"learning_rate": critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
     settings = trainer.setup.config.model_copy(update=changes)
     module = trainer.load_model(model, ValueModel)

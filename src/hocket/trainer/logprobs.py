@@ -1,13 +1,78 @@
 """Log-probabilities of given tokens; the logits of a whole batch never exist at the same time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hocket.common.registry import Registry
+from hocket.config import Config
+from hocket.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hocket.trainer.batching import TrainBatch
+
 CHUNK_TOKENS = 512  # of a policy's forward pass
 KEPT_BYTES = 128 << 20  # of a row's log-probs of all tokens; to compute more again saves memory
+
+
+class TokenStatistics:
+    """Numbers about the distribution p of each sampled token, taken on the way of a forward pass, and their sums.
+
+    Example: a plugin that reports how likely the likeliest tokens are.
+
+        class Highest(TokenStatistics):
+            def of_tokens(
+                self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor
+            ) -> Sequence[Tensor]:
+                return [logprobs_cv.amax(dim=-1)]
+
+            def sums(
+                self, batch: TrainBatch, logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
+            ) -> dict[str, Tensor]:
+                return {"highest": of_tokens[0].exp().where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global}
+
+        @token_statistics("highest")
+        def highest(config: Config) -> TokenStatistics:
+            return Highest()
+    """
+
+    def of_tokens(self, logprobs_cv: Tensor, entropies_cv: Tensor, entropy_c: Tensor) -> Sequence[Tensor]:
+        """Compute numbers of c tokens, [c] each, without gradient.
+
+        Args:
+            logprobs_cv: log p of all v tokens of the vocabulary.
+            entropies_cv: −p log p; may be overwritten.
+            entropy_c: its sums.
+        """
+        raise NotImplementedError
+
+    def sums(
+        self, batch: "TrainBatch", logprobs_bt: Tensor, entropy_bt: Tensor, *of_tokens: Tensor
+    ) -> dict[str, Tensor]:
+        """Sum the numbers of a micro-batch, [b, t] each and 0 where its mask is False, into metrics of the step."""
+        raise NotImplementedError
+
+
+TOKEN_STATISTICS: Registry[Callable[[Config], TokenStatistics | None]] = Registry(
+    "token statistics", draws="hocket.extras.checks.draws"
+)
+token_statistics = TOKEN_STATISTICS.register
+"""Decorator of a function that makes TokenStatistics, or returns None where the config needs none."""
+
+
+def chosen_statistics(config: Config) -> TokenStatistics | None:
+    """Make the statistics that a run takes. Raises ConfigError where two are asked for."""
+    chosen: TokenStatistics | None = None
+    for make in TOKEN_STATISTICS.each():
+        made = make(config)
+        if made is not None and chosen is not None:
+            names = f"{type(chosen).__name__} and {type(made).__name__}"
+            raise ConfigError(f"{names} both take statistics of tokens, and only one can: turn one off")
+        chosen = made or chosen
+    return chosen
 
 
 def token_logprobs(
@@ -22,8 +87,9 @@ def token_logprobs(
     max_tokens: int,
     entropy_gradient: bool = False,
     recomputes: bool = True,
+    statistics: TokenStatistics | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return log p(target), p's entropy, Var(log p) of a draw from p, and the highest log p, float32 [b, t] each.
+    """Compute log p(target), p's entropy, and the statistics of tokens, float32 [b, t] each.
 
     p is softmax(lm_head(hidden) / temperature). Logits exist for `chunk_tokens` positions at a time, and again in the
     backward pass; without `recomputes` it has kept log p, 4 bytes per position and token of the vocabulary.
@@ -47,8 +113,7 @@ def token_logprobs(
             probs_cv = logprobs_cv.exp()
             entropies_cv = torch.special.entr(probs_cv, out=probs_cv)  # −p log p, 0 where p is
             entropy_c = entropies_cv.sum(dim=-1)
-            squares_c = -entropies_cv.mul_(logprobs_cv).nansum(dim=-1)  # 0 · −inf where p is 0
-            others = squares_c - entropy_c.square(), logprobs_cv.amax(dim=-1)
+            others = statistics.of_tokens(logprobs_cv, entropies_cv, entropy_c) if statistics else ()
         # Last: the backward pass computes again only what it needs.
         if entropy_gradient and torch.is_grad_enabled():
             entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(dim=-1)

@@ -2,20 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hocket.algorithm.losses import LossOutput, policy_loss
 from hocket.common.registry import Registry
 from hocket.config import Config, ModelConfig
 from hocket.trainer.batching import TrainBatch
+from hocket.trainer.engine import DeepSpeedEngine, Setup
+from hocket.trainer.logprobs import TokenStatistics, chosen_statistics
 from hocket.trainer.policy import Policy, skeleton
+from hocket.trainer.step import Learner
 from hocket.types import TokenSequence
-
-if TYPE_CHECKING:
-    from hocket.trainer.trainer import Trainer
 
 BatchLoss = Callable[..., LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss; of a scalar model:
@@ -26,12 +27,27 @@ AskServer = Callable[[Sequence[TokenSequence], str | None], Coroutine[Any, Any, 
 """(sequences, the servers' token) → a number per token, 0 where it was not sampled."""
 
 
+class LoadingTrainer(Protocol):
+    """A trainer that is loading its models: what an auxiliary's `load` may use of it, and add to."""
+
+    device: torch.device
+    setup: Setup
+    policy: Policy
+    engine: DeepSpeedEngine  # of the policy
+    learners: list[Learner]  # the policy, then the auxiliary models that a step trains
+    tensors: list[Callable[[], Iterator[Tensor]]]  # of each model
+    columns: dict[str, Measure]  # that can be measured so far: "logprobs" of the policy, then auxiliaries'
+
+    def load_model(self, model: ModelConfig, kind: type[Policy]) -> Any:
+        """Load a model onto this rank's CPU or, but for rank 0 at ZeRO-3, the meta device."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auxiliary:
     """A column of numbers per token that an objective needs, measured before a step, with the model it takes."""
 
     column: str  # its name in `TrainSample.columns`
-    load: Callable[["Trainer"], Measure] | None = None  # adds what it loads to `learners` and `tensors`
+    load: Callable[["LoadingTrainer"], Measure] | None = None  # adds what it loads to `learners` and `tensors`
     ask: AskServer | None = None  # in place of `load`: rank 0 asks a server
     model: ModelConfig | None = None  # of its own
     learns: bool = False  # whether a step trains that model
@@ -49,6 +65,7 @@ class Objective:
     minibatches: int = 1  # of an epoch
     unit: int = 1  # samples, one after another, that no micro-batch divides
     auxiliaries: Sequence[Auxiliary] = ()
+    statistics: TokenStatistics | None = None  # of the policy's tokens
 
     def models(self, policy: ModelConfig) -> list[tuple[ModelConfig, Any]]:
         """List every model's config and skeleton, the policy's first."""
@@ -105,4 +122,5 @@ def configured(config: Config) -> Objective:
         epochs=algorithm.epochs,
         minibatches=algorithm.minibatches,
         auxiliaries=auxiliaries,
+        statistics=chosen_statistics(config),
     )

@@ -20,7 +20,7 @@ from hocket.trainer import architecture, attention, choices
 from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.float32_head import compute_in_float32
-from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, token_logprobs
+from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, TokenStatistics, token_logprobs
 from hocket.trainer.weights import WEIGHTS, attending, empty_model, head_of, load_model, sees, unshared
 from hocket.types import Image
 
@@ -84,6 +84,7 @@ class Policy(nn.Module):
 
             self.vision = Vision(config.path, model)
         self.temperature = temperature
+        self.statistics: TokenStatistics | None = None  # of each token, beside log-prob and entropy
         self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -134,6 +135,7 @@ class Policy(nn.Module):
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
             recomputes=4 * batch.max_tokens * self.vocab_size > KEPT_BYTES,
+            statistics=self.statistics,
         )
         return tuple(map(batch.segments.part.whole, columns))
 

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pydantic
 import torch
@@ -18,12 +18,9 @@ from hocket.errors import ConfigError, ServerError
 from hocket.protocol.messages import Request
 from hocket.trainer import engine, share_gpu
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.objective import Auxiliary, Measure, column
+from hocket.trainer.objective import Auxiliary, LoadingTrainer, Measure, column
 from hocket.trainer.policy import Policy
 from hocket.types import TokenSequence
-
-if TYPE_CHECKING:
-    from hocket.trainer.trainer import Trainer
 
 SCORE_TIMEOUT_S = 600.0
 WAITS_S = (2.0, 10.0, 30.0)  # for a server that fails
@@ -52,7 +49,7 @@ def frozen(path: str | None, setting: str, model: ModelConfig) -> Auxiliary:
     if path is not None:
         tokenizers.check_same_ids(model_folder.examine(own, setting, needs_weights=False), f"{setting}={path}", model)
 
-    def load(trainer: "Trainer") -> Measure:
+    def load(trainer: LoadingTrainer) -> Measure:
         frozen = FrozenModel(trainer.load_model(own, Policy), trainer.setup)
         trainer.tensors.append(frozen.tensors)
         return frozen.logprobs
@@ -60,7 +57,7 @@ def frozen(path: str | None, setting: str, model: ModelConfig) -> Auxiliary:
     return Auxiliary(column="ref_logprobs", model=own, load=load)
 
 
-def _under_adapter(trainer: "Trainer") -> Measure:
+def _under_adapter(trainer: LoadingTrainer) -> Measure:
     def logprobs(batch: TrainBatch) -> Tensor:
         with trainer.policy.weights.base(trainer.policy.model):
             return trainer.columns["logprobs"](batch)

@@ -28,7 +28,6 @@ from hocket.observe.metrics import over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
 from hocket.trainer import attention, batching, choices, flops, guards, memory, share_gpu
 from hocket.trainer.batching import Make, TrainBatch
-from hocket.trainer.draws import draw_sums
 from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets, whole_shape
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.objective import Measure, Objective, configured
@@ -152,6 +151,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if settings.sequence_parallel > 1:
             self.ranks.part = choices.chosen_row_division()(settings.sequence_parallel, self.ranks)
         self.policy: Policy = self.load_model(self._config.model, self._objective.kind)
+        self.policy.statistics = self._objective.statistics
 
         # How samples are packed into rows.
         shape = Shape.of(self.policy.model)
@@ -402,9 +402,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         output = self._objective.loss(*columns[:2], batch)
         if len(columns) == 1:  # of a scalar model
             return output
-        entropy = columns[1].detach().sum() / batch.num_tokens_global
-        drawn = draw_sums(batch, *columns)
-        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **drawn, **output.metrics})
+        metrics = {"entropy": columns[1].detach().sum() / batch.num_tokens_global}
+        return LossOutput(loss=output.loss, metrics=metrics | self._sums(batch, columns) | dict(output.metrics))
+
+    def _sums(self, batch: TrainBatch, columns: Sequence[Tensor]) -> dict[str, Tensor]:
+        statistics = self._objective.statistics
+        return statistics.sums(batch, *columns) if statistics else {}
 
     def _work_of(self, batches: Sequence[TrainBatch]) -> list[float]:
         """Count the positions of this rank's sequences, those computed, and the layers' operations for these."""
@@ -506,20 +509,26 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         idle = dataclasses.replace(self.learners[0], learns=lambda: False)
         return accumulate(idle, self._built(share), self.ranks, math.inf)
 
-    def surprise(self, samples: Sequence[TrainSample]) -> list[float]:
-        """Sum over sampled tokens, which no sample is without: 1, |trainer − engine log-prob|, then `draw_sums`."""
-        return list(self._surprise(self._shares(samples)))
+    def compare(self, samples: Sequence[TrainSample]) -> tuple[float, dict[str, float]]:
+        """Return the mean |trainer − engine log-prob| over sampled tokens, which no sample is without.
+
+        Also returns the sums of the objective's `statistics`.
+        """
+        sums = dict(self._compare(self._shares(samples)))
+        return sums.pop("gap") / sums.pop("tokens"), sums
 
     @on_all_ranks
     @torch.no_grad()
-    def _surprise(self, share: Share) -> list[float]:
-        sums: list[Tensor] = []
+    def _compare(self, share: Share) -> dict[str, float]:
+        rows: list[Tensor] = []
+        names: list[str] = []
         for batch in self._built(share):
             columns = self.engine.forward(batch)
             gap_bt = (columns[0] - batch.rollout_logprobs_bt).abs().double()
-            drawn = draw_sums(batch, *columns).values()
-            sums.append(torch.stack([batch.mask_bt.double().sum(), gap_bt.sum(), *drawn]))
-        return self.ranks.total(torch.stack(sums).sum(dim=0).tolist())
+            sums = {"tokens": batch.mask_bt.double().sum(), "gap": gap_bt.sum(), **self._sums(batch, columns)}
+            names = list(sums)
+            rows.append(torch.stack(list(sums.values())))
+        return dict(zip(names, self.ranks.total(torch.stack(rows).sum(dim=0).tolist()), strict=True))
 
     @on_all_ranks
     def forget(self) -> None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 16
 SEED = 20
-# By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does
-LIMITS = {"float32": (3e-5, 1e-4), "float16": (2.5e-3, 0.02), "bfloat16": (0.02, 0.1)}
+# By the engine's precision: a mean |Δ log-prob| that rounding may always cause.
+LIKELY_GAP = {"float32": 3e-5, "float16": 2.5e-3, "bfloat16": 0.02}
 NOISE = 4.0  # by this factor a gap may exceed that of a server's first version
 MIN_CHANGE = 2.0  # of the trainer's log-probs / mean |Δ log-prob|: less can't be followed
 MIN_TOKENS = 10  # that the change is spread over (Σ|Δ|)² / Σ Δ²
@@ -163,8 +163,8 @@ class Proof(RunPart):
 
     def bound(self, dtype: str) -> float:
         """Return the mean |Δ log-prob| that this precision allows."""
-        low, high = LIMITS.get(dtype, LIMITS["bfloat16"])
-        return min(self.sync.max_logprob_gap or high, max(low, NOISE * max(self._noises, default=math.inf)))
+        likely = LIKELY_GAP.get(dtype, LIKELY_GAP["bfloat16"])
+        return min(self.publisher.highest_gap(dtype), max(likely, NOISE * max(self._noises, default=math.inf)))
 
     def fail(self, message: str) -> None:
         """Raise SyncError, or warn."""

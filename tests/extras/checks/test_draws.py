@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hocket.errors import SyncError
-from hocket.observe.metrics import DRAWN
+from hocket.extras.checks.draws import DRAWN, Draws
 from hocket.trainer.ranks import Ranks
 from support.numbers import rounding
-from support.training import additions, make_rollouts, make_trainer, same, sample_of, sequence, weights_of
+from support.training import additions, assert_near, make_rollouts, make_trainer, same, sample_of, sequence, weights_of
 
 
 def greedy_ids(folder: Path, count: int) -> list[int]:
@@ -31,7 +31,8 @@ def test_the_first_update_measures_what_was_drawn(ranks: Ranks, tied_model: str,
         certain = dataclasses.replace(greedy, logprobs=(0.0, 0.0, *(-0.1 for _ in range(5))))  # counted by the engine's
         samples = [sample_of(one, group=place) for place, one in enumerate([*rollouts, greedy, certain])]
         samples[:2] = [dataclasses.replace(one, witness=True) for one in samples[:2]]
-        _, _, *expected = trainer.surprise([*samples[:2], samples[4]])
+        _, sums = trainer.compare([*samples[:2], samples[4]])
+        expected = [sums[name] for name in DRAWN]
         (row,) = trainer.logprobs(samples[4:5])
         one = rounding(additions(tied_model)) * 5  # of a log-prob, which is about 5
         assert expected[2] == pytest.approx(math.log1p(math.exp(-math.fsum(row)) / 7), abs=5 * one)
@@ -67,3 +68,35 @@ def test_where_a_mismatch_is_a_warning_the_step_is_taken(ranks: Ranks, tied_mode
         before = weights_of(trainer)
         assert trainer.step(samples, max_gap=1e-3)["train/grad_norm"] > 0
         assert not same(before, weights_of(trainer))
+
+
+def test_the_surprise_of_samples_is_the_sum_over_their_sampled_tokens(
+    ranks: Ranks, tied_model: str, tmp_path: Path
+) -> None:
+    rollouts = make_rollouts(4, longest=30, seed=3)
+    with make_trainer(ranks, tied_model) as trainer:
+        trainer.export(tmp_path)
+        _, sums = trainer.compare([sample_of(rollout, 0.0, witness=True) for rollout in rollouts])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    num_tokens = 0
+    expected = torch.zeros(2, dtype=torch.float64)
+    for rollout in rollouts:
+        ids, mask = torch.tensor(rollout.token_ids), torch.tensor(rollout.mask)
+        with torch.no_grad():
+            rows = model(ids[None]).logits[0, :-1].log_softmax(-1)[mask[1:]]
+        own = rows.gather(-1, ids[1:][mask[1:], None])[:, 0]
+        entropy = -(rows.exp() * rows).sum(-1)
+        variance = (rows.exp() * (rows + entropy[:, None]) ** 2).sum(-1)
+        expected += torch.stack([(-own - entropy).sum(), variance.sum()])
+        num_tokens += len(own)
+    one = rounding(additions(tied_model)) * 5  # of a log-prob, which is about 5
+    assert [sums[name] for name in DRAWN] == pytest.approx([*expected.tolist(), 0.0], abs=one * num_tokens)
+
+
+def test_the_variance_of_a_draws_log_prob_is_that_of_the_softmax_without_impossible_tokens() -> None:
+    # p = 1/2, 1/4, 1/4, 0 has the entropy 1.5 log 2, the mean square 2.5 log² 2, the variance 0.25 log² 2.
+    logprobs = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
+    entropies = torch.special.entr(logprobs.exp())
+    variance, highest = Draws().of_tokens(logprobs, entropies, entropies.sum(-1))
+    log2 = math.log(2)
+    assert_near(torch.stack([variance, highest]).flatten(), [0.25 * log2**2, -log2], 2 * 4)

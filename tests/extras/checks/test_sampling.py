@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -9,10 +8,11 @@ from typing import Any
 import pytest
 
 from hocket import config as config_module
-from hocket.client.pool import ServerPool
-from hocket.commands import parts
 from hocket.errors import SyncError
-from hocket.sync.sampling import SamplingCheck, certain_odds, contradiction, equal_pairs, farthest
+from hocket.extras.checks import sampling
+from hocket.extras.checks.draws import DRAWN
+from hocket.extras.checks.sampling import SamplingCheck, certain_odds, contradiction, equal_pairs, farthest
+from hocket.rewards.base import REWARDS
 from hocket.types import Prompt, Rollout, TokenSequence, TrainSample
 from support import fakes
 
@@ -43,9 +43,10 @@ class World:
         self.trainer = self.publisher = self.versions = self.pool = self
         self.current, self.up = 3, [SimpleNamespace(dtype="float32")]
 
-    def surprise(self, samples: Sequence[TrainSample]) -> Sequence[float]:
+    def compare(self, samples: Sequence[TrainSample]) -> tuple[float, dict[str, float]]:
         self.asked += samples
-        return self.found
+        num_tokens, gap, *drawn = self.found
+        return gap / num_tokens, dict(zip(DRAWN, drawn, strict=True))
 
     def bound(self, dtype: str) -> float:
         return {"float32": 3e-5}[dtype]
@@ -57,6 +58,7 @@ class World:
 
     def check(self, **known: Any) -> SamplingCheck:
         values: dict[str, Any] = {"share": 0.5, "group_size": 4, "history": []}
+        values |= {"temperature": 1.0, "eval_temperature": 1.0}
         return SamplingCheck(self, **(values | known))  # type: ignore[arg-type]
 
 
@@ -154,20 +156,21 @@ async def test_where_all_rollouts_are_stale_only_answers_that_are_surely_greedy_
 def test_witnesses_are_a_fair_draw_where_answers_have_no_say_in_who_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, of_group: bool, fair: bool
 ) -> None:
-    monkeypatch.setattr(parts.tokenizers, "end_ids", lambda path, tokenizer: ())
+    monkeypatch.setattr(sampling.tokenizers, "end_ids", lambda path, tokenizer: ())
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", setting])
-    own: Any = SimpleNamespace(
+    (name,) = config.rewards.functions
+    monkeypatch.setitem(REWARDS.items, name, dataclasses.replace(REWARDS.get(name), of_group=of_group))
+    run: Any = SimpleNamespace(
         config=config.chosen(on_gpu=False),
-        single_turns=True,
-        console=SimpleNamespace(say=print, alarmed=()),
-        check_server=None,
-        stack=contextlib.ExitStack(),
+        publisher=None,
+        prompts=[PROMPT],
+        trainer=SimpleNamespace(tokenizer=SimpleNamespace(decode=decode)),
+        console=SimpleNamespace(alarmed=()),
+        folder=SimpleNamespace(history=[]),
     )
-    own.tokenizer = SimpleNamespace(decode=decode)
-    own.calls = {"": SimpleNamespace(rewards={"one": SimpleNamespace(of_group=of_group)})}
-    prompts: Any = {"": [PROMPT]}
-    found = parts.Parts.publisher(own, own, ServerPool(()), prompts, [])
-    assert found.parts[1].fair is fair  # type: ignore[attr-defined]
+    check = sampling.checks(run)
+    assert isinstance(check, SamplingCheck)
+    assert check.fair is fair
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,33 @@ async def test_of_an_evaluation_all_rollouts_are_compared_and_no_step_counts() -
     world = World(4, 8e-6, -9, 9, 0)
     metrics = await world.check(history=[before]).rolled_out([*groups, []], None)
     assert len(world.asked) == 4
-    assert metrics["sampling/z"] == pytest.approx(-9 / math.sqrt(18))
+    assert metrics == {"eval/logprob_gap": pytest.approx(2e-6), "eval/z": pytest.approx(-9 / math.sqrt(18))}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "of_training", "compared"),
+    [(1.0, 1.0, [0, 1]), (0.3, 0.3, [1]), (0.3, 1.0, [0]), (0.0, 1.0, [0]), (0.0, 0.3, [])],
+)
+async def test_answers_whose_logprobs_are_of_the_trainers_temperature_are_compared(
+    temperature: float, of_training: float, compared: list[int]
+) -> None:
+    world = World()
+    check = world.check(eval_temperature=temperature, temperature=of_training)
+    greedy_and_sampled = [rollout(5, id_="eval 1/0/0"), rollout(6, id_="eval 1/0/1")]
+    metrics = await check.rolled_out([greedy_and_sampled], None)
+    assert [sample.sequence.token_ids[1] - 5 for sample in world.asked] == compared
+    assert ("eval/logprob_gap" in metrics, "eval/z" in metrics) == (bool(compared), 1 in compared)
+
+
+async def test_of_an_evaluation_the_larger_gap_counts_and_the_draw_of_the_sampled_answers_alone() -> None:
+    world = World()
+    gaps = iter([2e-5, 1e-5])
+    world.compare = lambda samples: (next(gaps), dict(zip(DRAWN, (3.0, 0.0, 0.0), strict=True)))  # type: ignore[method-assign]
+    metrics = await world.check().rolled_out([[rollout(5), rollout(6)]], None)
+    assert metrics["eval/logprob_gap"] == 2e-5
+    stale = [rollout(5), rollout(6, version=2)]
+    world.compare = lambda samples: (1e-5, dict(zip(DRAWN, (9.0, 0.0, 0.0), strict=True)))  # type: ignore[method-assign]
+    assert await world.check().rolled_out([stale], None) == {"eval/logprob_gap": 1e-5}
 
 
 async def test_a_version_that_was_never_published_fails_whoever_is_compared() -> None:

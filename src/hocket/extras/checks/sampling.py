@@ -11,19 +11,25 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
+from hocket.client.pool import Member
 from hocket.common.tasks import run_in_thread, timed
+from hocket.data import tokenizer as tokenizers
 from hocket.data.text import turn_text
 from hocket.errors import differ
-from hocket.observe.metrics import DRAWN
-from hocket.run_part import RunPart
-from hocket.sync.proof import Proof, as_samples
+from hocket.extras.checks.draws import DRAWN
+from hocket.extras.checks.proof import Proof, as_samples
+from hocket.observe.metrics import SUSPICIOUS
+from hocket.rewards.base import REWARDS
+from hocket.run_part import Joined, RunPart, run_part
 from hocket.types import Metrics, Rollout, TokenSequence
 
 History = Sequence[Mapping[str, float | None]]
 """Metrics of the steps so far."""
+PROOF_PROMPTS = 16
 SUMMED = (*DRAWN, "sampling/equal", "sampling/equal_expected")
 RARE = 10.0  # nats by which one token may surprise: p = 5e-5
 ENTROPY = 3.0  # nats by which one may surprise less than expected
@@ -36,6 +42,8 @@ class SamplingCheck(RunPart):
     """Compare rollouts with the trainer; those of stale weights are left out."""
 
     proof: Proof
+    temperature: float  # of training's samples
+    eval_temperature: float
     share: float  # of prompts that are compared before the step
     group_size: int
     history: History
@@ -50,6 +58,28 @@ class SamplingCheck(RunPart):
         None: of an evaluation, whose rollouts are all compared. With sync/max_gap where none is stale. Raise SyncError,
         or warn, where they fail.
         """
+        if trains is None:
+            return await self._evaluated(groups)
+        return await self._checked(groups, trains)
+
+    async def _evaluated(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
+        """Check an evaluation's rollouts whose log-probs are of training's temperature; of greedy tokens they are of 1.
+
+        Returns eval/* metrics. Greedy tokens are no draw: they have no eval/z.
+        """
+        greedy: Metrics = {}
+        drawn: Metrics = {}
+        if self.temperature == 1:
+            greedy = await self._checked([rollouts[:1] for rollouts in groups], None)
+        if self.eval_temperature == self.temperature:
+            drawn = await self._checked([rollouts[1:] for rollouts in groups], None)
+        gaps = [part["sampling/logprob_gap"] for part in (greedy, drawn) if "sampling/logprob_gap" in part]
+        metrics = {"eval/logprob_gap": max(gaps)} if gaps else {}
+        if "sampling/surprise" in drawn:
+            metrics["eval/z"] = drawn["sampling/z"]
+        return metrics
+
+    async def _checked(self, groups: Sequence[Sequence[Rollout]], trains: bool | None) -> Metrics:
         metrics: Metrics = {}
         with timed(metrics, "time/check"):
             newest = self.proof.publisher.versions.current
@@ -75,21 +105,56 @@ class SamplingCheck(RunPart):
             samples = as_samples(one for one in compared if one.version_min == newest)
             drawn: Metrics = {}
             if samples:
-                num_tokens, gap, *values = await run_in_thread(self.proof.trainer.surprise, samples)
-                metrics["sampling/logprob_gap"] = gap / num_tokens
-                if not gap / num_tokens <= bound:
-                    self.proof.fail(differ(gap / num_tokens, bound))
-                drawn = dict(zip(DRAWN, values, strict=True))
+                gap, drawn = await run_in_thread(self.proof.trainer.compare, samples)
+                metrics["sampling/logprob_gap"] = gap
+                if not gap <= bound:
+                    self.proof.fail(differ(gap, bound))
             self._lot = {} if fresh and self.fair else dict.fromkeys(DRAWN, 0.0) | drawn
             if trains is None:
                 metrics |= drawn | farthest([metrics | drawn], self.group_size)
         return metrics
+
+    async def published(self, members: Sequence[Member], came: bool) -> Metrics:
+        return await self.proof.published(members, came)
 
     def trained(self, metrics: Metrics) -> Metrics:
         """Return, after a step, how far draws are from what is expected."""
         metrics = metrics | self._lot
         metrics["sampling/greedy"] = metrics.get("sampling/greedy", 0.0) + self._certain
         return metrics | farthest([*self.history[1 - LONGEST :], metrics], self.group_size)
+
+
+@run_part("checks")
+def checks(run: Joined) -> RunPart:
+    """Make the proof and, unless sync.check_share is 0, the check of rollouts, which hands over to the proof."""
+    config = run.config
+    proof = Proof(
+        publisher=run.publisher,
+        prompts=run.prompts[:PROOF_PROMPTS],
+        trainer=run.trainer,
+        rollout=config.rollout,
+        sync=config.sync,
+        alarmed=lambda: not SUSPICIOUS.isdisjoint(run.console.alarmed),
+    )
+    if not config.sync.check_share or config.pipeline.replay is not None:
+        return proof
+    # An answer's tokens have a say in whether it is trained, or in the rewards of those before it.
+    of_group = any(REWARDS.get(name).of_group for view in config.views.values() for name in view.rewards.functions)
+    temperature = config.rollout.temperature
+    check = SamplingCheck(
+        proof,
+        temperature=temperature,
+        eval_temperature=temperature if config.eval.temperature is None else config.eval.temperature,
+        share=config.sync.check_share,
+        group_size=config.rollout.group_size,
+        history=run.folder.history,
+        fair=not (config.algorithm.mask_truncated or config.algorithm.reward_range or of_group),
+    )
+    if all(view.env.name == "single_turn" for view in config.views.values()):  # others' turns end in other ways, too
+        ends = tokenizers.end_ids(config.model.path, run.trainer.tokenizer)
+        decode = run.trainer.tokenizer.decode
+        check.claim = partial(contradiction, decode=decode, ends=ends, stop=config.rollout.stop)
+    return check
 
 
 def sampled(groups: Sequence[Sequence[Rollout]]) -> list[TokenSequence]:
