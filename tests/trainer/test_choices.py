@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hocket.trainer.choices import Kernels, Recomputation, kernels, recomputation
-from hocket.trainer.shape import Shape
+from hocket.trainer.flops import Shape
 
 """
 

@@ -18,10 +18,10 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig
 from hocket.trainer import lora
-from hocket.trainer.export import export
 from hocket.trainer.lora import Adapter
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import export
 from hocket.trainer.trainer import Trainer
 from support import training
 from support.training import additions, assert_near, make_samples, same, weights_of

@@ -15,10 +15,10 @@ from hocket import config as config_module
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import memory
+from hocket.trainer.flops import Shape
 from hocket.trainer.memory import GIB, estimate, fit_micro_batch
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.shape import Shape
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 from support import training

@@ -13,10 +13,9 @@ from hocket import config as config_module
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import manifest
-from hocket.trainer.checkpoints import Checkpoints
-from hocket.trainer.export import export
+from hocket.trainer.checkpoints import Checkpoints, write_bucket
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import SavedTensors, write_bucket
+from hocket.trainer.state import SavedTensors, export
 from hocket.trainer.trainer import Trainer
 from support import training
 from support.training import additions, assert_near, make_samples

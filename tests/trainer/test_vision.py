@@ -23,9 +23,9 @@ from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import batching, flops, memory, prefixes
 from hocket.trainer.critic import ValueModel
-from hocket.trainer.export import export
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import export
 from hocket.trainer.weights import part_of
 from hocket.types import Image, TokenSequence, TrainSample
 from support import fakes, training

@@ -14,7 +14,7 @@ from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig
 from hocket.trainer import lora
-from hocket.trainer.export import export
+from hocket.trainer.state import export
 from hocket.trainer.weights import load_model, write_beside
 from support.tokenizers import CHECKPOINTS
 

@@ -298,7 +298,7 @@ def evaluate_checkpoint(arguments: Sequence[str]) -> dict[str, float]:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
             saved = Path(config.model.path)
             model = Path(stack.enter_context(TemporaryDirectory(prefix="hocket-")), saved.name)
-            from hocket.trainer.export import export  # which needs torch
+            from hocket.trainer.state import export  # which needs torch
 
             export(saved, model, base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model

@@ -14,7 +14,7 @@ from hocket.errors import door
     SETTINGS,
 )
 def export_model(args: argparse.Namespace) -> None:
-    from hocket.trainer.export import export
+    from hocket.trainer.state import export
 
     export(args.FOLDER, args.OUTPUT, base=args.config.model.path if args.settings else None)
     print(f"wrote {args.OUTPUT}; serve it with: {door()} serve model.path={args.OUTPUT}")

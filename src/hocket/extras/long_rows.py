@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hocket.trainer.choices import Recomputation, recomputation
-from hocket.trainer.shape import Shape
+from hocket.trainer.flops import Shape
 
 TILE = 4096  # positions
 

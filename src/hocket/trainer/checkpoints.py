@@ -163,6 +163,17 @@ def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False
         say(f"{begins}; what was there is in {aside}")
 
 
+def write_bucket(folder: Path, bucket: Mapping[str, Any]) -> None:
+    """Write one more file; raises OSError."""
+    from safetensors import SafetensorError  # which imports torch
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(bucket), folder / f"state_{len(list(folder.iterdir())):05d}.safetensors")
+    except SafetensorError as error:  # names the disk's error in words only
+        raise OSError(str(error)) from error
+
+
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; leaving it waits for one that is being written.
 
@@ -264,8 +275,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return self._root / f"step_{self.last:06d}"
 
     def _write(self, bucket: Mapping[str, Any]) -> None:
-        from hocket.trainer.state import write_bucket
-
         self._specs |= manifest.specs(bucket.items())
         write_bucket(partial_of(self._folder), bucket)
 

@@ -12,8 +12,8 @@ from hocket.config import TrainerConfig
 
 if TYPE_CHECKING:
     from hocket.trainer.attention import RowPart
+    from hocket.trainer.flops import Shape
     from hocket.trainer.ranks import Ranks
-    from hocket.trainer.shape import Shape
 
 
 class Kernels:

@@ -22,8 +22,10 @@ from hocket.errors import ConfigError
 from hocket.trainer import share_gpu
 from hocket.trainer.choices import chosen_recomputation
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import KINDS, MASTER
 
+POLICY = "policy"  # prefix of the names of the trained model's tensors in a checkpoint
+MASTER = "master"
+KINDS = (MASTER, "exp_avg", "exp_avg_sq")  # names of AdamW's moments
 BUCKET_ELEMENTS = 50_000_000  # summed over ranks at a time; DeepSpeed would allocate ten times as many
 
 PRECISION: Mapping[torch.dtype, Mapping[str, Any]] = {

@@ -17,9 +17,9 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.batching import divide
 from hocket.trainer.choices import chosen_recomputation
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
+from hocket.trainer.flops import Shape
 from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.shape import Shape
 from hocket.trainer.step import Learner
 from hocket.trainer.weights import head_of, linear_layers, sees
 from hocket.types import TokenSequence, TrainSample

@@ -1,31 +1,27 @@
-"""The files of a training state: master weights and moments."""
+"""Read the tensors of a checkpoint, and write a model's folder from a checkpoint or an adapter."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
+import transformers
+from safetensors import safe_open
 from torch import Tensor
 
-from hocket.errors import TrainerError
+from hocket.common.files import kind_of, newest_version
+from hocket.config import ModelConfig
+from hocket.errors import ConfigError, TrainerError
+from hocket.trainer import checkpoints
+from hocket.trainer.engine import MASTER, POLICY
+from hocket.trainer.policy import PREFIX
+from hocket.trainer.weights import WEIGHTS
 
-POLICY = "policy"  # prefix of the names of the trained model's tensors
 BUCKET_BYTES = 1 << 30  # of a file; a larger tensor is alone
-MASTER = "master"
-KINDS = (MASTER, "exp_avg", "exp_avg_sq")  # names of AdamW's moments
-
-
-def write_bucket(folder: Path, bucket: Mapping[str, Tensor]) -> None:
-    """Write one more file; raises OSError."""
-    try:
-        save_file(dict(bucket), folder / f"state_{len(list(folder.iterdir())):05d}.safetensors")
-    except SafetensorError as error:  # names the disk's error in words only
-        raise OSError(str(error)) from error
 
 
 class SavedTensors:
-    """Reads what `write_bucket` wrote."""
+    """Reads what `checkpoints.write_bucket` wrote."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,3 +45,27 @@ class SavedTensors:
             raise TrainerError(
                 f"the checkpoint {self._folder} is of another model: {name} is {there} there, {now} here"
             )
+
+
+def export(folder: Path, output: Path, *, base: str | None) -> None:
+    """Write a model from a checkpoint or an adapter; `base`: the model before training, if moved."""
+    folder = Path(newest_version(str(folder)))
+    kind = kind_of(folder)
+    if output.exists():
+        raise ConfigError(f"{output} exists already; name another folder")
+    transformers.utils.logging.disable_progress_bar()
+    if kind in WEIGHTS.names:
+        return WEIGHTS.get(kind).export(folder, output, base=base)
+    if kind != "checkpoint":
+        wanted = "RUN/checkpoints/step_N, or RUN/weights/vN of a run with model.lora"
+        raise ConfigError(f"{folder} is neither a checkpoint nor an adapter; name {wanted}")
+    run = checkpoints.read(folder)
+    dtype = getattr(torch, run.trainer["dtype"])
+    began = run.config["model"]
+    config = ModelConfig.model_validate({**began, "path": base or began["path"]})
+    saved = SavedTensors(folder)
+    prefix = f"{POLICY}/{MASTER}/{PREFIX}"
+    tensors = {
+        name.removeprefix(prefix): saved.read(name).to(dtype) for name in saved.shapes() if name.startswith(prefix)
+    }
+    WEIGHTS.get(config.weights)(config).make_model(tensors, dtype, output)

@@ -28,13 +28,13 @@ from hocket.observe.metrics import over_updates
 from hocket.protocol import TensorLayout, TensorSpec, manifest, nccl
 from hocket.trainer import attention, batching, choices, flops, guards, memory, share_gpu
 from hocket.trainer.batching import Make, TrainBatch
-from hocket.trainer.engine import DeepSpeedEngine, Setup, in_buckets, whole_shape
+from hocket.trainer.engine import POLICY, DeepSpeedEngine, Setup, in_buckets, whole_shape
+from hocket.trainer.flops import Shape
 from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.objective import Measure, Objective, configured
 from hocket.trainer.policy import Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.shape import Shape
-from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
+from hocket.trainer.state import BUCKET_BYTES, SavedTensors
 from hocket.trainer.step import Learner, Update, accumulate, update
 from hocket.types import Columns, TokenSequence, TrainSample
 

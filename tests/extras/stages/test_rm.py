@@ -16,7 +16,7 @@ from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, DataError
 from hocket.extras.stages import driver, pairs, rm, stage_of
 from hocket.trainer import memory
-from hocket.trainer.export import export
+from hocket.trainer.state import export
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout
 from support.batches import scorer_of_all

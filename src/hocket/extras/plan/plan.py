@@ -23,10 +23,10 @@ from hocket.errors import ConfigError
 from hocket.trainer import choices as trainer_choices
 from hocket.trainer import flops, memory
 from hocket.trainer.engine import default_zero_stage
+from hocket.trainer.flops import Shape
 from hocket.trainer.memory import GIB
 from hocket.trainer.objective import Objective, configured
 from hocket.trainer.policy import compute_dtype
-from hocket.trainer.shape import Shape
 from hocket.trainer.state import BUCKET_BYTES
 
 

@@ -21,9 +21,9 @@ from hocket.extras.stages.preferences import load_preferences
 from hocket.protocol import TensorSpec
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.float32_head import compute_in_float32
+from hocket.trainer.flops import Shape
 from hocket.trainer.objective import Objective
 from hocket.trainer.policy import PREFIX, ScalarModel
-from hocket.trainer.shape import Shape
 from hocket.trainer.weights import head_of
 from hocket.types import TokenSequence, TrainSample
 
