@@ -142,7 +142,7 @@ def test_in_the_background_training_goes_on_and_one_is_written_at_a_time(
         begun.append(folder.name)
         assert gate.wait(60)
 
-    monkeypatch.setattr("hocket.trainer.state.write_bucket", write)
+    monkeypatch.setattr("hocket.trainer.checkpoints.write_bucket", write)
     with Checkpoints(config, CountedSteps().state, {}) as kept:
         kept.copy(1)
         kept.complete(1, {})  # comes back while the file is being written
@@ -169,7 +169,7 @@ def test_a_full_disk_is_heard_of_by_the_next_step_and_nothing_half_stays(
     def full(folder: Path, bucket: Mapping[str, Any]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hocket.trainer.state.write_bucket", full)
+    monkeypatch.setattr("hocket.trainer.checkpoints.write_bucket", full)
     with pytest.raises(TrainerError, match=r"No space left on device; free space there"):
         train(config, last=1)
     assert names(config) == ["step_000001"]
