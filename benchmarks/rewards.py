@@ -11,7 +11,7 @@ from shared import parser
 
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer, builtin
-from hocket.rewards.scorer import NUM_WORKERS
+from hocket.rewards.workers import NUM_WORKERS
 from hocket.types import Prompt, Rollout
 from support.batches import played, scorer_of_all
 

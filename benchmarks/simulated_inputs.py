@@ -48,7 +48,7 @@ class Speeds:
     prompt_tokens: float = given(500.0, "tokens of a prompt", "calibration")
     trained_share: float = given(1.0, "share of the rollouts whose group has a signal", "calibration")
     reward_s: float = given(0.01, "latency of a score", "calibration (upper bound), or choice")
-    reward_workers: int = given(4, "scores at a time; 0: any number (async)", "rewards/scorer.py, NUM_WORKERS")
+    reward_workers: int = given(4, "scores at a time; 0: any number (async)", "rewards/workers.py, NUM_WORKERS")
     rollout_s: float = given(7.5e-5, "rank 0's event loop, per rollout", HERE)
     rollout_token_s: float = given(8e-8, "rank 0's event loop, per sampled token", HERE)
     step_s: float = given(0.0, "rank 0 between rollouts and update, per step", "calibration")

@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PLUGIN = """
 import ctypes, os, sys, time
-import hocket.rewards.scorer as scorer
+import hocket.rewards.workers as workers
 from hocket.rewards import reward
 
-scorer.MAX_PROCESSES, scorer.MAX_MIB = 20, 300  # of a worker
+workers.MAX_PROCESSES, workers.MAX_MIB = 20, 300  # of a worker
 
 {hostile}
 @reward("torture")
@@ -35,7 +35,7 @@ DOES = {  # what the reward does with all completions of a prompt: the error of 
     "ctypes.string_at(0)": "torture: its worker process ended with exit code 139",
     "[bytearray(os.urandom(1 << 20)) * 100 for _ in range(100)]": "torture: its worker process ended: it took more",
     "[fork_and_sleep() for _ in range(1000)]": "torture: its worker process ended: it took more",
-    "os.write(int(sys.argv[1]), b'[1.0]\\n') and right": "torture: its worker process answered with something else",
+    "os.write(answers(), b'[1.0]\\n') and right": "torture: its worker process answered with something else",
     "float('nan')": "torture: returned nan, which is not a finite number",
     "None": "torture: returned None instead of a number",
     "'1.0'": "torture: returned str instead of a number",

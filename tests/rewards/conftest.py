@@ -60,4 +60,4 @@ def register() -> Iterator[Register]:
 
 @pytest.fixture
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
+    monkeypatch.setattr("hocket.rewards.workers.NUM_WORKERS", 1)

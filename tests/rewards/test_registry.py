@@ -1,6 +1,7 @@
 """What a reward may be: a function or a class, of one rollout or of a group; how many at once, again, and composed."""
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import os
@@ -14,12 +15,12 @@ import psutil
 import pytest
 
 from hocket.config import RewardsConfig, RewardSpec
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, RewardError
 from hocket.rewards import RetryError, RewardCalls, RewardScorer
 from hocket.rewards.base import bind
 from hocket.rewards.runners import clock, clocked
-from hocket.rewards.scorer import Workers
 from hocket.rewards.scores import as_score, compose
+from hocket.rewards.workers import Workers
 from hocket.types import Score, TokenSequence
 from support import fakes
 from support.episodes import Register, Scorers, Scores, make_rollout
@@ -127,7 +128,7 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_again_in_
     log = tmp_path / "log"
     scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a", "b"]}}, timeout_s=60)
     assert [(await scorer.score(make_rollout(text))).total for text in ("a c b", "c", "a")] == [2, 0, 1]
-    (worker,) = scorer._calls._workers.values()
+    (worker,) = scorer._calls._here["worker"]._by_thread.values()
     worker.kill()
     assert (await scorer.score(make_rollout("a a"))).total == 2
     scorer._calls.__exit__()
@@ -148,7 +149,7 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_again_in_
 async def test_a_class_that_hangs_or_exits_in_set_up_or_tear_down_costs_its_score_and_leaves_nothing(
     scorer_of: Scorers, monkeypatch: pytest.MonkeyPatch, where: str, error: str
 ) -> None:
-    monkeypatch.setattr("hocket.rewards.scorer.TEAR_DOWN_S", 0.5)
+    monkeypatch.setattr("hocket.rewards.workers.TEAR_DOWN_S", 0.5)
     before = set(psutil.Process().children(recursive=True))
     scorer = scorer_of({"lexicon": {"hangs_in": where}}, timeout_s=0.5 if where == "made" else 60)
     score = await scorer.score(make_rollout())
@@ -204,6 +205,30 @@ async def test_an_async_class_that_hangs_or_fails_in_set_up_costs_its_score_alon
     register("grader", Judge)
     for score in await scores_of({"grader": {"fails": fails}, "exact_match": 1.0}, "abcd", "abcd", timeout_s=0.2):
         assert (score.error, score.parts) == (f"grader: {error}", {"exact_match": 1.0})
+
+
+@pytest.mark.parametrize("own_deadline", [False, True])
+async def test_an_async_class_has_a_deadline_for_its_set_up_unless_it_sees_to_that_itself(
+    register: Register, monkeypatch: pytest.MonkeyPatch, own_deadline: bool
+) -> None:
+    class Slow:
+        async def __aenter__(self) -> "Slow":
+            for _ in range(9):
+                await asyncio.sleep(0)
+            return self
+
+        async def __aexit__(self, *exc_info: object) -> None: ...
+
+        async def __call__(self, completion: str) -> float:
+            return 1.0
+
+    monkeypatch.setattr("hocket.rewards.runners.START_TIMEOUT_S", 0.0)
+    register("slow", Slow, own_deadline=own_deadline)
+    config = RewardsConfig.model_validate({"functions": {"slow": 1.0}})
+    message = "reward 'slow' can't be set up: its __aenter__ has not ended within 0 s; look whether what it waits for"
+    ends = contextlib.nullcontext() if own_deadline else pytest.raises(RewardError, match=message)
+    with RewardCalls(config, ["slow"]) as calls, ends:
+        await calls.set_up()
 
 
 async def test_training_and_evaluation_share_calls_and_each_counts_its_own_rewards(register: Register) -> None:

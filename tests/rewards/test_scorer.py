@@ -12,7 +12,8 @@ import pytest
 from hocket.common.registry import load_plugins
 from hocket.errors import ConfigError, RewardError
 from hocket.rewards import RetryError
-from hocket.rewards.scorer import NUM_WORKERS, refuse_failing
+from hocket.rewards.scorer import refuse_failing
+from hocket.rewards.workers import NUM_WORKERS
 from hocket.types import Group, Score
 from support import fakes
 from support.episodes import Register, Scorers, Scores, make_rollout, until
@@ -51,11 +52,11 @@ def picky(completion, meta):
 @reward("forger")
 def forger(completion):
     frame = sys._getframe()
-    while "number" not in frame.f_locals:
+    while "answers" not in frame.f_locals:
         frame = frame.f_back
     totals, _, more = completion.partition(" ")
-    answer = [frame.f_locals["number"].decode(), *({"total": one} for one in json.loads(f"[{totals}]"))]
-    os.write(int(sys.argv[1]), json.dumps(answer).encode() + b"\\n" + more.encode())
+    answer = [{"total": total} for total in json.loads(f"[{totals}]")]
+    frame.f_locals["answers"].send_bytes(json.dumps(answer).encode() + more.encode())
     time.sleep(3600)
 
 @reward("sleepy")
@@ -227,7 +228,7 @@ async def test_a_plugin_that_only_loads_here_says_so(scores_of: Scores, tmp_path
 
 
 async def test_a_plugin_that_takes_for_ever_to_load_says_so(scores_of: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.rewards.scorer.START_TIMEOUT_S", 1e-3)
+    monkeypatch.setattr("hocket.rewards.workers.START_TIMEOUT_S", 1e-3)
     (score,) = await scores_of({"vowels": 1.0}, "a")
     assert str(score.error).startswith("vowels: its worker process can't load it: no result within 0.001 s")
 
@@ -260,7 +261,7 @@ def test_silence_is_said_once_a_while_and_only_where_no_call_has_ended(
     said = []
     for seconds in (9.0, 1.0, 9.0, 1.0):
         clock.now += seconds
-        scorer._calls._tell_silence("exact_match")
+        scorer._calls._warn_if_silent("exact_match")
         said.append(caplog.text.count("no call has ended for 10 s"))
     assert said == [0, 1, 1, 2]
 

@@ -30,7 +30,7 @@ class Mute(Exception):
 {hostile}
 @reward("torture")
 def torture(completion):
-    descriptor = int(sys.argv[1])  # of the socket on which the worker answers
+    descriptor = answers()
     said = eval(completion)
     if isinstance(said, bytes):
         os.write(descriptor, said)
@@ -61,9 +61,9 @@ def mark() -> Iterator[str]:
 def scorer(mark: str) -> Iterator[RewardScorer]:
     """One for all tests, with one worker; nothing is left when it is closed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
-        patch.setattr("hocket.rewards.scorer.MAX_PROCESSES", 20)
-        patch.setattr("hocket.rewards.scorer.MAX_MIB", 1000)
+        patch.setattr("hocket.rewards.workers.NUM_WORKERS", 1)
+        patch.setattr("hocket.rewards.workers.MAX_PROCESSES", 20)
+        patch.setattr("hocket.rewards.workers.MAX_MIB", 1000)
         with scorer_of_all(TORTURE) as scorer:
             yield scorer
     assert len(started(mark)) == 0
@@ -156,19 +156,9 @@ async def test_a_note_crosses_the_pipe_as_text_of_bounded_length_with_a_score_or
         '["", 5.0,',
     ],
 )
-async def test_whatever_a_reward_writes_to_its_socket_is_an_error(scorer: RewardScorer, writes: str) -> None:
+async def test_whatever_a_reward_writes_to_its_workers_pipe_is_an_error(scorer: RewardScorer, writes: str) -> None:
     assert await error_of(scorer, make_rollout(f"b'{writes}'")) == f"torture: {NONSENSE}"
     assert (await scorer.score(make_rollout("2"))).total == 2
-
-
-async def test_a_second_answer_is_never_the_next_rollouts(scorer: RewardScorer) -> None:
-    late = f"threading.Timer(0.1, os.write, (descriptor, b'{FRAME}')).start() or 1.0"
-    assert (await scorer.score(make_rollout(late))).total == 1
-    (worker,) = scorer._calls._workers.values()
-    wait_for(lambda: worker._unasked.poll(0), "it has written once more")
-    assert (await scorer.score(make_rollout("2"))).total == 2
-    at_once = f"os.write(descriptor, b'{FRAME}') and time.sleep(600)"
-    assert await error_of(scorer, make_rollout(at_once)) == f"torture: {NONSENSE}"
 
 
 async def test_a_reward_that_forks_and_returns_in_both_processes_answers_once(scorer: RewardScorer) -> None:
@@ -188,7 +178,7 @@ async def test_a_daemon_ends_with_its_worker(scorer: RewardScorer, mark: str) ->
 async def test_a_million_lines_are_dropped_after_the_first(
     mark: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hocket.rewards.scorer.MAX_LINES", 10)
+    monkeypatch.setattr("hocket.rewards.workers.MAX_LINES", 10)
     with scorer_of_all(TORTURE) as scorer:
         prints = "print(0) or print(1) or print('again\\n' * 10**6, file=sys.stderr) or 1.0"
         assert (await scorer.score(make_rollout(prints))).total == 1

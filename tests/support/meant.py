@@ -206,7 +206,7 @@ EQUIVALENT: tuple[Same, ...] = (
         "entropy_gradient",
         "without gradients the other formula has the same value",
     ),
-    Same("rewards/scorer.py::operand:0", "1", "how many workers there are, not what they say"),
+    Same("rewards/workers.py::operand:0", "1", "how many workers there are, not what they say"),
     Same("trainer/step.py:accumulate:arithmetic:1", "loss / math.nan", "NaN either way"),
     Same("trainer/batching.py:check_fits:plus-one:2", "1.0", "alone, each sequence is the first of its row"),
     Same("trainer/batching.py::flag:0", "True", "no mask of a sequence's first token is read"),

@@ -124,9 +124,6 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
     signal.signal(signal.SIGINT, lambda *_: signal.alarm(GRACE_S))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # waited for below
-    if max_processes:
-        with contextlib.suppress(PermissionError):  # only root may come before a thousand processes
-            os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     program = os.fork()
     if program == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})

@@ -18,6 +18,7 @@ from hocket.types import Score
 
 T = TypeVar("T")
 
+START_TIMEOUT_S = 120.0  # of a worker process, and of the set-up of an async class
 BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry, at most before any
 _JITTER = random.Random()  # leaves the run's random numbers alone
 
@@ -59,7 +60,9 @@ class Inline(Runner):
     def now(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
         if reward.name not in self._functions:
             made: Any = reward.made()
-            self._functions[reward.name] = self._stack.enter_context(made) if hasattr(made, "__enter__") else made
+            if hasattr(made, "__enter__"):
+                made = self._stack.enter_context(made)
+            self._functions[reward.name] = made
         return self._functions[reward.name](**arguments)
 
     def close(self) -> None:
@@ -70,13 +73,22 @@ class InLoop(Runner):
     """Calls an async reward in one event loop; the instance of a class lives until that ends."""
 
     def __init__(self, reward: Reward, seconds: dict[str, deque[float]]) -> None:
+        self._start_timeout_s = None if reward.own_deadline else START_TIMEOUT_S
         self._slots = asyncio.Semaphore(reward.max_concurrent or sys.maxsize)
         self._made: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._seconds = clock()
         self._held = asyncio.create_task(self._hold(reward, seconds))
 
     async def set_up(self) -> None:
-        await asyncio.shield(self._made)
+        timeout_s = self._start_timeout_s
+        if not self._made.done():
+            await asyncio.wait({self._made}, timeout=timeout_s)
+        if not self._made.done():
+            raise NoScoreError(
+                f"can't be set up: its __aenter__ has not ended within {timeout_s:g} s; "
+                "look whether what it waits for is up, or leave the reward out"
+            )
+        self._made.result()
 
     async def call(self, call: Call) -> list[Score]:
         async with self._slots:  # while it waits to be made again, too
@@ -84,7 +96,7 @@ class InLoop(Runner):
         return as_scores(returned, call.size, call.reward.of_group)
 
     async def _in_time(self, call: Call) -> Any:
-        """Return its result; a call that is late or no longer wanted is cancelled, but not waited for."""
+        """Return its result. Cancel a call that is late or not wanted; don't wait for its end."""
         timeout_s = math.inf if call.reward.own_deadline else call.timeout_s
         task = asyncio.create_task(self._result(call))
         try:
@@ -114,9 +126,11 @@ class InLoop(Runner):
                 if hasattr(made, "__aenter__"):
                     await stack.enter_async_context(made)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
-                self._made.set_exception(NoScoreError(f"can't be set up: {type(error).__name__}: {error}"))
+                problem = NoScoreError(f"can't be set up: {type(error).__name__}: {error}")
+                self._made.set_exception(problem)
                 return
-            seconds[reward.name] = getattr(made, "call_seconds", self._seconds)  # its own leave out what it waits for
+            # A class may keep its own, without the time that its calls wait for each other.
+            seconds[reward.name] = getattr(made, "call_seconds", self._seconds)
             self._made.set_result(made)
             await asyncio.Event().wait()
 

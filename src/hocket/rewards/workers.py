@@ -1,0 +1,234 @@
+"""Call rewards in worker processes, because a thread that hangs can't be ended (docs/security.md).
+
+A worker process has two pipes. Pickled requests go in; answers come out as JSON, so that this
+process unpickles nothing that a reward may have written.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import itertools
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from asyncio import get_running_loop
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from hocket.common.processes import OVER_LIMIT, kill_with_parent, without_secrets
+from hocket.common.registry import PLUGIN_PREFIX, load_plugins
+from hocket.errors import ConfigError
+from hocket.rewards.base import REWARDS, Reward
+from hocket.rewards.runners import START_TIMEOUT_S, Call, Inline, Runner, clocked
+from hocket.rewards.scores import LateError, NoScoreError, as_score, as_scores, failure
+from hocket.types import Score
+
+NUM_WORKERS = min(4, os.cpu_count() or 1)
+KILL_TIMEOUT_S = 30.0
+TEAR_DOWN_S = 5.0
+MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
+MAX_ANSWER = 1 << 16  # bytes per score
+MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all workers may print, bytes of one line
+
+
+class Workers(Runner):
+    """Calls rewards in processes; each has a thread that asks it, and is replaced if it ends."""
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        modules = dict[str, None]()  # a set in order
+        for reward in rewards:
+            modules |= dict.fromkeys(reward.imports)
+            modules[_module_of(reward)] = None
+        self._loading = pickle.dumps((partial(_load, list(modules)), 1, False))
+        self._tear_down_s = TEAR_DOWN_S if any(reward.is_class for reward in rewards) else 0.0
+        self._printed = itertools.count(1)  # lines, of all workers
+        self._unusable = ""  # why no worker can be started any more
+        # Never shut down: the kernel ends a worker with the thread that started it.
+        self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
+        self._by_thread = dict[int, Worker]()
+        for _ in range(NUM_WORKERS if rewards else 0):
+            self._threads.submit(self._worker)
+
+    async def call(self, call: Call) -> list[Score]:
+        """Return its scores; a cancelled call goes on in its worker, up to the deadline."""
+        function = partial(_call, call.reward.name, call.reward.options, call.arguments)
+        request = pickle.dumps((function, call.size, call.reward.of_group))
+        return await get_running_loop().run_in_executor(self._threads, self._ask, call, request)
+
+    def close(self) -> None:
+        self._unusable = "the rewards are closed"
+        for worker in list(self._by_thread.values()):
+            worker.kill(self._tear_down_s)
+
+    def _ask(self, call: Call, request: bytes) -> list[Score]:
+        worker = self._worker()
+        with clocked(call.seconds):
+            return worker.ask(request, call.timeout_s, call.size)
+
+    def _worker(self) -> "Worker":
+        """Return this thread's worker, which it may start. Raise NoScoreError where it can't."""
+        if self._unusable:
+            raise NoScoreError(self._unusable)
+        thread = threading.get_ident()
+        worker = self._by_thread.get(thread)
+        if worker is not None and worker.is_alive():
+            return worker
+        worker = self._by_thread[thread] = Worker(self._printed)
+        try:
+            (loaded,) = worker.ask(self._loading, START_TIMEOUT_S, 1)
+            problem = loaded.error
+        except NoScoreError as error:
+            problem = str(error)
+        if problem and not self._unusable:  # nor can the next worker load it
+            self._unusable = f"its worker process can't load it: {problem}"
+        if self._unusable:
+            worker.kill()  # the rewards may have been closed while it started
+            raise NoScoreError(self._unusable)
+        return worker
+
+
+class Worker:
+    """A process that calls rewards, one at a time."""
+
+    def __init__(self, printed: Iterator[int]) -> None:
+        requests, self._requests = Pipe(duplex=False)
+        self._answers, answers = Pipe(duplex=False)
+        with requests, answers:
+            ends = requests.fileno(), answers.fileno()
+            program = f"from hocket.rewards.workers import work; work{ends}"
+            # Not a multiprocessing.Process: it would have this process's environment, and would
+            # import a user's script once more.
+            self._process = subprocess.Popen(
+                kill_with_parent([sys.executable, "-c", program], MAX_PROCESSES, MAX_MIB),
+                pass_fds=ends,
+                env=without_secrets() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for its owner
+            )
+        threading.Thread(target=_show, args=(self._process.stdout, printed), daemon=True).start()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: bytes, timeout_s: float, size: int) -> list[Score]:
+        """Return `size` scores. Kill a worker that gives none, and raise NoScoreError.
+
+        That is LateError for an answer that is late.
+        """
+        # Not `poll(timeout_s)`: a worker may hang while it reads a request or writes an answer.
+        killing = threading.Timer(timeout_s, self.kill)
+        killing.daemon = True
+        killing.start()
+        deadline = time.monotonic() + timeout_s
+        problem = "answered with something else than a result"
+        try:
+            self._requests.send_bytes(request)
+            answer = json.loads(self._answers.recv_bytes(MAX_ANSWER * size))
+            scores = [as_score(Score(**fields)) for fields in answer]
+            if len(scores) == size:
+                return scores
+        except (EOFError, BrokenPipeError):
+            problem = ""
+        except Exception:  # noqa: BLE001, S110 - no answer may end the run
+            pass
+        finally:
+            is_late = time.monotonic() >= deadline
+            killing.cancel()
+        problem = problem or self._ending()
+        self.kill()
+        if is_late:
+            raise LateError(f"no result within {timeout_s:g} s; its worker process was ended")
+        raise NoScoreError(f"its worker process {problem}")
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            return "ended"
+        if code == OVER_LIMIT:
+            return f"ended: it took more than {MAX_MIB} MiB or {MAX_PROCESSES} processes"
+        return f"ended with exit code {code}"
+
+    def kill(self, tear_down_s: float = 0.0) -> None:
+        """Kill it and all that it has started; its rewards may tear down before."""
+        if tear_down_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._requests.close()
+                self._process.wait(tear_down_s)
+        self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)  # a reward may have stopped it
+        try:
+            self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def _show(output: IO[bytes], printed: Iterator[int]) -> None:
+    """Show the lines that a worker prints, up to MAX_LINES of all workers."""
+    with output:
+        while line := output.readline(MAX_LINE):
+            number = next(printed)
+            if number > MAX_LINES:
+                line = b"rewards have printed more: it is not shown\n"
+            if number <= MAX_LINES + 1:
+                with contextlib.suppress(OSError):  # the console is closed
+                    os.write(2, line)
+
+
+_IN_WORKER = Inline()  # a worker's own rewards
+
+
+def work(requests_fd: int, answers_fd: int) -> None:
+    """Answer requests until their pipe is closed: the program of a worker process."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    requests = Connection(requests_fd, writable=False)
+    answers = Connection(answers_fd, readable=False)
+    pid = os.getpid()
+    with contextlib.closing(_IN_WORKER), contextlib.suppress(EOFError):
+        while True:
+            function, size, of_group = requests.recv()
+            try:
+                scores = as_scores(function(), size, of_group)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the rollout's error
+                scores = [failure(error)] * size
+            if os.getpid() != pid:  # a reward has forked, and returned in both
+                os._exit(0)
+            answers.send_bytes(json.dumps(list(map(dataclasses.asdict, scores))).encode())
+
+
+def _call(name: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    return _IN_WORKER.now(dataclasses.replace(REWARDS.get(name), options=options), arguments)
+
+
+def _load(modules: Sequence[str]) -> float:
+    for module in modules:
+        if module.endswith(".py"):
+            load_plugins([module])
+        else:
+            importlib.import_module(module)
+    return 0.0
+
+
+def _module_of(reward: Reward) -> str:
+    module = reward.function.__module__
+    name = reward.function.__qualname__
+    if module == "__main__" or "<locals>" in name:
+        raise ConfigError(
+            f"reward {reward.name!r} runs in a worker process, which can't reach {module}.{name}; "
+            "define it at the top level of a Python file named under plugins:, or register it with "
+            "inline=True"
+        )
+    if module.startswith(PLUGIN_PREFIX):
+        return str(sys.modules[module].__file__)
+    return module
