@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
 from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import note
-from hocket.errors import ServerError
-from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
+from hocket.errors import Outcome, ServerError
+from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
 from hocket.types import Image
 
 WINDOW_S = 0.002  # for which turns wait for company
@@ -150,7 +150,7 @@ class Batcher:
                         )
                         _fail([turn], ServerError(message, code=error.code, status=error.status))
                 self._wait(todo)
-            elif meaning(error.code).again:
+            elif error.outcome is Outcome.AGAIN:
                 await asyncio.sleep(POLL_S)
                 self._wait(todo)
             else:

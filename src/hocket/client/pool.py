@@ -12,8 +12,8 @@ from typing import Any
 
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
-from hocket.errors import ServerError, SyncError, door
-from hocket.protocol import Health, HeartbeatRequest, ReloadResponse, meaning
+from hocket.errors import Outcome, ServerError, SyncError, door
+from hocket.protocol import CURABLE, Health, HeartbeatRequest, ReloadResponse
 
 LOAD = {"status", "in_flight", "waiting", "kv_use", "kv_tokens"}  # fields of Health
 MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
@@ -241,7 +241,7 @@ class ServerPool:
             member.dtype = health.dtype
             failure = health.error
             member.out = "it is updating" if health.status == "updating" else None
-            if failure is not None and not meaning(failure.code).curable:
+            if failure is not None and failure.code not in CURABLE:
                 member.out = f"it failed: {failure.message}"
         return health if member.out is None else None
 
@@ -305,7 +305,7 @@ class ServerPool:
 
     def loses(self, member: Member, error: ServerError) -> bool:
         """Return whether an error means that a server is lost, and mark it."""
-        lost = meaning(error.code).lost
+        lost = error.outcome is Outcome.LOST
         if lost:
             self.mark_lost(member, str(error))
         return lost

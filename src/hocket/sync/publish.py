@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from hocket.client.pool import Member, ServerPool
-from hocket.errors import HocketError, ServerError, SyncError
+from hocket.errors import HocketError, Outcome, ServerError, SyncError
 from hocket.protocol import Health
 from hocket.run_part import RunPart
 from hocket.sync.transports import Answer, Transport
@@ -60,7 +60,7 @@ class Publisher:
     def judge(self, member: Member, checksum: str, answer: Answer, *, does: str) -> None:
         """Mark a server ready or lost. Raises SyncError where it refuses or holds something else."""
         version = self.versions.current
-        if isinstance(answer, ServerError) and answer.refused and not (answer.foreign and self.pool.find):
+        if isinstance(answer, ServerError) and answer.outcome is Outcome.REFUSED and not self._is_others(answer):
             raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
         if isinstance(answer, HocketError):
             self.pool.mark_lost(member, str(answer))
@@ -73,6 +73,10 @@ class Publisher:
             self.pool.mark_lost(member, "it was started again")
         else:
             member.mark_ready(answer)
+
+    def _is_others(self, answer: ServerError) -> bool:
+        """Return whether a discovered server is another run's by now; one that the settings list may not be."""
+        return answer.foreign and self.pool.find is not None
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
         """Give servers the current version. Raises as `judge` and `check_model`."""
