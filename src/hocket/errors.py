@@ -84,7 +84,7 @@ OUTCOMES = {
     "not_resumed": Outcome.LOST,
     "sleep_failed": Outcome.LOST,
 }
-"""By the error's code, where the HTTP status does not say it: 5xx is a lost server, all others are refusals."""
+"""Outcomes that the HTTP status does not say: by it, 5xx is a lost server, and all others are refusals."""
 
 
 class ServerError(HocketError):
@@ -92,7 +92,7 @@ class ServerError(HocketError):
 
     def __init__(self, message: str, *, code: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.code = code  # the server's, or of client/server.py: "unreachable", "timeout", "cut", "protocol"
+        self.code = code  # the server's, or from client/server.py: "unreachable", "cut" ...
         self.status = status  # of HTTP; None without an answer, or after its head
 
     @property

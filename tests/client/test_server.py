@@ -106,6 +106,10 @@ async def test_only_a_connection_that_fails_counts_as_nobody_there() -> None:
         with pytest.raises(ServerError, match=r"502.*bad gateway") as raised:
             await server.health()
     assert (raised.value.code, raised.value.status) == ("protocol", 502)
+    async with client(lambda _: httpx.Response(413, text="too large for nginx")) as server:
+        with pytest.raises(ServerError, match="413: 'too large for nginx'") as raised:
+            await generate(server)
+    assert raised.value.outcome is Outcome.REFUSED  # any other server gets it by the same way
 
 
 @pytest.mark.parametrize(

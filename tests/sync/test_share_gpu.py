@@ -163,7 +163,7 @@ async def test_a_server_that_dies_when_it_falls_asleep_is_lost_too(tmp_path: Pat
     await parts.pool.wait_up()
     parts.world.failing = {"sleep 2": ServerError("its engine's process ended", code="engine_dead", status=503)}
     await put_to_sleep(parts.pool, parts.config.sync, keep=False)  # the trainer takes its turn
-    assert (parts.pool.up, parts.pool.members[0].out) == ([], "its engine's process ended")
+    assert (parts.pool.up, parts.pool.members[0].reason) == ([], "its engine's process ended")
 
 
 async def test_a_server_that_does_not_leave_the_gpu_stops_the_run_before_the_trainer_takes_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hocket.client.pool import Member
+from hocket.client.member import Member
 from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import RolloutConfig, SyncConfig
@@ -33,7 +33,7 @@ LIMITS = {"float32": (3e-5, 1e-4), "float16": (2.5e-3, 0.02), "bfloat16": (0.02,
 NOISE = 4.0  # by this factor a gap may exceed that of a server's first version
 MIN_CHANGE = 2.0  # of the trainer's log-probs / mean |Δ log-prob|: less can't be followed
 MIN_TOKENS = 10  # that the change is spread over (Σ|Δ|)² / Σ Δ²
-UNDECIDED = ("busy", "slow_disk", "compare_failed")  # codes of comparisons that broke off: the engine goes on as before
+UNDECIDED = ("busy", "slow_disk", "compare_failed")  # codes of comparisons that broke off
 MAX_ERROR = 0.2  # of the missing share; above it that says nothing
 
 
@@ -86,7 +86,7 @@ class Proof(RunPart):
             except SyncError as error:
                 self.fail(str(error))
                 await self.publisher.deliver(members)
-            asked = [member for member in members if member.session is not None]
+            asked = [member for member in members if member.is_up]
             sampled = await asyncio.gather(*map(self.sample, asked))
             for member, samples in zip(asked, sampled, strict=True):
                 if isinstance(samples, ServerError):

@@ -20,7 +20,8 @@ from hocket.types import Metrics
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
-GONE = ("unreachable", "engine_dead", "shutting_down")  # codes of a server whose engine holds no GPU memory any more
+GONE = ("unreachable", "engine_dead", "shutting_down")
+"""Codes of a server whose engine has ended, and holds no GPU memory."""
 
 
 @asynccontextmanager
