@@ -1,5 +1,6 @@
 """Errors, one class per boundary. Each message names what happened and what to do next."""
 
+import enum
 import errno
 import os
 import sys
@@ -57,18 +58,47 @@ class RewardError(HocketError):
     """Scoring failed too often to train on what is left."""
 
 
+class Outcome(enum.Enum):
+    """What a client does after a server's error."""
+
+    REFUSED = "refused"  # stop: the server is well, and no other one would take the request either
+    AGAIN = "ask again"  # ask the same server later
+    LOST = "lost"  # ask another server; this one gets no work until a look finds it well
+
+
+OUTCOMES = {
+    "not_finite": Outcome.REFUSED,  # other servers have the same weights
+    "generation_failed": Outcome.REFUSED,
+    "too_many_sessions": Outcome.REFUSED,
+    "asleep": Outcome.AGAIN,  # the trainer has the GPU
+    "aborted": Outcome.AGAIN,  # new weights went first
+    "body_timeout": Outcome.AGAIN,
+    "unreachable": Outcome.LOST,
+    "timeout": Outcome.LOST,
+    "cut": Outcome.LOST,
+    "protocol": Outcome.LOST,  # it answers as no hocket server does
+    "other_session": Outcome.LOST,  # it was started again
+    "engine_dead": Outcome.LOST,
+    "shutting_down": Outcome.LOST,
+    "reload_failed": Outcome.LOST,
+    "not_resumed": Outcome.LOST,
+    "sleep_failed": Outcome.LOST,
+}
+"""Outcomes that the HTTP status does not say: by it, 5xx is a lost server, and all others are refusals."""
+
+
 class ServerError(HocketError):
     """The generation server refused a request or can't be reached."""
 
     def __init__(self, message: str, *, code: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.code = code  # the server's, or "unreachable" or "timeout"
-        self.status = status  # of HTTP; None without an answer
+        self.code = code  # the server's, or from client/server.py: "unreachable", "cut" ...
+        self.status = status  # of HTTP; None without an answer, or after its head
 
     @property
-    def refused(self) -> bool:
-        """Whether the server is well, and the request is wrong (4xx), not only slow (408)."""
-        return self.status is not None and self.status < 500 and self.status != 408
+    def outcome(self) -> Outcome:
+        by_status = Outcome.LOST if self.status is not None and self.status >= 500 else Outcome.REFUSED
+        return OUTCOMES.get(self.code, by_status)
 
     @property
     def foreign(self) -> bool:

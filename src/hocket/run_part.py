@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.client.pool import Member, ServerPool
+from hocket.client.member import Member
+from hocket.client.pool import ServerPool
 from hocket.common.registry import Registry
 from hocket.config import Config
 from hocket.errors import ConfigError

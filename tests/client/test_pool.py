@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hocket.client.batcher import Batcher, Turn
-from hocket.client.pool import Deadline, Member, ServerPool
+from hocket.client.member import Member, State
+from hocket.client.pool import Deadline, ServerPool
 from hocket.common.tasks import cancel
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import ErrorBody, GenerateRequest, Health, SamplingParams, StreamLine, Toolbox
@@ -33,8 +34,8 @@ def servers() -> Servers:
 @pytest.fixture(autouse=True)
 async def deadline(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """No wait without a deadline: a pool that hangs fails its test."""
-    for name in ("client.pool.POLL_S", "client.pool.FIND_S", "client.pool.LOST_REST_S", "client.batcher.POLL_S"):
-        monkeypatch.setattr(f"hocket.{name}", 0.02)
+    for name in ("pool.POLL_S", "discover.FIND_S", "pool.LOST_REST_S", "batcher.POLL_S"):
+        monkeypatch.setattr(f"hocket.client.{name}", 0.02)
     # In the test's own task: a fixture has another one.
     ends = asyncio.get_running_loop().call_later(120, lambda: [task.cancel() for task in asyncio.all_tasks()])
     yield
@@ -79,7 +80,7 @@ def bring_up(pool: ServerPool, check: Callable[[Member], None] = lambda member: 
 
     async def bring(there: Mapping[Member, Health]) -> None:
         for member, health in there.items():
-            member.mark_ready(health)  # as the transport reports, before it is checked
+            pool.mark_up(member, health)  # as the transport reports, before it is checked
             check(member)
             brought.append((member.url, health.session))
 
@@ -169,18 +170,19 @@ async def test_a_run_can_tell_what_it_knows_of_each_server(servers: Servers) -> 
     servers[1].status = "updating"
     async with Pool(servers, trainer="mine") as pool:
         changes: list[list[bool]] = []
-        pool.on_change = lambda: changes.append([member.session is not None for member in pool.members])
+        pool.on_change = lambda: changes.append([member.is_up for member in pool.members])
         await pool.wait_up()
         load = {"in_flight": 0, "waiting": None, "kv_use": None, "kv_tokens": fakes.health().kv_tokens}
+        waiting = {"state": "waiting", "reason": "it is updating"}
         seen = {"status": "ready", "version": 0, **load}
         assert pool.states() == [
-            {"url": servers[0].url, "up": True, "out": None, **seen},
-            {"url": servers[1].url, "up": False, "out": "it is updating", **seen, "status": "updating"},
+            {"url": servers[0].url, "up": True, "state": "up", "reason": None, **seen},
+            {"url": servers[1].url, "up": False, **waiting, **seen, "status": "updating"},
         ]
         for _ in range(2):
             pool.mark_lost(pool.members[0], "it broke")
         assert changes == [[True, False], [False, False]]
-        assert [state["out"] for state in pool.states()] == ["it broke", "it is updating"]
+        assert [state["reason"] for state in pool.states()] == ["it broke", "it is updating"]
 
 
 async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: Servers) -> None:
@@ -204,8 +206,8 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         assert await played() == 0  # it said 409 to what was for the one before
         assert servers[0].requests[0].session == "s1"
         assert await played() == 0  # it was looked at, and could not be brought up
-        assert pool.said[-1] == f"server {servers[0].url} is left out: {pool.members[0].out}"
-        assert (pool.up, pool.members[0].out) == ([pool.members[1]], "it can't take the weights")
+        assert pool.said[-1] == f"server {servers[0].url} is left out: {pool.members[0].reason}"
+        assert (pool.up, pool.members[0].reason) == ([pool.members[1]], "it can't take the weights")
         well = True
         assert await played() == 2
         assert servers[0].requests[-1].session == "s9"
@@ -237,6 +239,62 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
         await playing
     assert waited[1][0].startswith(f"waiting for {alone.url} (nothing answers there yet); if none is starting")
     assert waited[1][1] == 100.0
+
+
+async def test_turns_that_join_while_no_server_is_up_lose_no_time_either(servers: Servers, clock: fakes.Clock) -> None:
+    alone, asks = servers[0], list[asyncio.Task[None]]()
+
+    def on_wait(what: str, seconds: float) -> None:
+        if len(asks) < 4:
+            asks.append(asyncio.create_task(play(pool, [[len(asks) + 2]], timeout_s=20.0, batcher=batcher)))
+        elif seconds > 100.0:
+            alone.dead = False
+        clock.now += 15.0
+
+    alone.die()
+    async with Pool([alone], on_wait=on_wait, start_timeout_s=1000.0) as pool:
+        batcher = Batcher(pool)
+        await play(pool, [[1]], timeout_s=20.0, batcher=batcher)
+        await asyncio.gather(*asks)
+    assert sorted(alone.played) == [f"{number} {SEED}" for number in range(1, 6)]
+
+
+async def test_a_look_that_is_broken_off_leaves_the_server_to_the_next_one(servers: Servers) -> None:
+    alone = servers[0]
+    alone.mute = True
+    async with Pool([alone]) as pool:
+        looking = asyncio.create_task(pool.wait_up())
+        await until(lambda: alone.looks)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        assert pool.members[0].state is State.WAITING
+        alone.mute = False
+        assert await pool.wait_up() == pool.members
+
+
+async def test_what_fails_late_on_a_server_that_is_lost_disturbs_no_look_at_it(servers: Servers) -> None:
+    """Many requests fail with a server, and some only once another process answers there."""
+    alone = servers[0]
+    async with Pool([alone]) as pool:
+        (member,) = await pool.wait_up()
+        pool.mark_lost(member, "the first request failed")
+        member.next_look = 0.0
+        loading, loaded = asyncio.Event(), asyncio.Event()
+
+        async def load(there: Mapping[Member, Health]) -> None:
+            loading.set()
+            await loaded.wait()
+            for one, health in there.items():
+                pool.mark_up(one, health)
+
+        pool.bring_up = load
+        looking = asyncio.create_task(pool.wait_up())
+        await loading.wait()
+        assert pool.loses(member, error("cut"))  # its turns are played again
+        assert member.state is State.JOINING
+        loaded.set()
+        assert await looking == [member]
 
 
 async def test_waiting_ends_with_every_servers_reason(servers: Servers, clock: fakes.Clock) -> None:
@@ -656,14 +714,14 @@ async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it
 async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.client.pool.BEAT_S", 0.01)
-    monkeypatch.setattr("hocket.client.pool.LOOK_S", 0.2)
+    monkeypatch.setattr("hocket.client.take_over.BEAT_S", 0.01)
+    monkeypatch.setattr("hocket.client.take_over.LOOK_S", 0.2)
     loaded = asyncio.Event()
 
     async def load(there: Mapping[Member, Health]) -> None:
         await loaded.wait()
         for member, health in there.items():
-            member.mark_ready(health)
+            pool.mark_up(member, health)
 
     async with Pool(servers, trainer="mine") as pool:
         pool.bring_up = load
@@ -678,3 +736,21 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
         servers[0].beats.clear()
         await play(pool, [[5]])
         assert servers[0].beats == []
+
+
+async def test_a_heartbeat_that_fails_is_said_once_for_each_server_and_the_run_goes_on(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.client.take_over.BEAT_S", 0.01)
+    async with Pool(servers, trainer="mine") as pool:
+        await pool.wait_up()
+        servers[0].works_for = "other"  # it was taken over
+        beats = len(servers[0].beats)
+        await until(lambda: len(servers[0].beats) > beats + 5)
+        assert [line for line in pool.said if "heartbeat" in line] == [
+            f"server {servers[0].url} took no heartbeat (after a minute without heartbeats another trainer may have "
+            f"it): it is other_trainer"
+        ]
+        assert len(pool.up) == 2
+        beats = len(servers[1].beats)
+        await until(lambda: len(servers[1].beats) > beats)

@@ -38,7 +38,7 @@ def test_a_step_says_what_is_known_of_each_server_and_nothing_without_one(tmp_pa
     there: list[dict[str, Any]] = []
     with closing(Timeline(tmp_path, lambda: 1, lambda: there)) as timeline:
         timeline.recorded(0, {})
-        there.append({"url": "http://127.0.0.1:1", "up": False, "out": "it is loading"})
+        there.append({"url": "http://127.0.0.1:1", "up": False, "state": "waiting", "reason": "it is loading"})
         timeline.recorded(1, {})
         clock.now += 1
         timeline.servers_changed()

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pydantic
 import pytest
+from hocket.sync.proof import UNDECIDED
 
 import hocket
 from hocket import protocol
+from hocket.errors import OUTCOMES, Outcome, ServerError
 from hocket.protocol import Completion, GenerateRequest, ReloadRequest, SamplingParams, SessionRequest, SleepRequest
+from hocket.sync.share_gpu import GONE
+from hocket.sync.transports import NO_WAY
 
 NUMBERS = {"token_ids": [4, 2], "logprobs": [-0.5, -0.1]}
 COMPLETION = {**NUMBERS, "text": "a", "finish_reason": "stop", "versions": [[3, 0, 2]]}
@@ -81,10 +85,30 @@ def test_numbers_of_a_packed_stream_are_base64_of_four_bytes_each() -> None:
     assert (list(read.token_ids), list(read.logprobs)) == ([4, 2], [-0.5, rounded])
 
 
-def test_every_code_of_the_table_is_one_that_a_server_or_client_gives() -> None:
+def test_every_code_that_has_a_meaning_is_one_that_a_server_or_client_gives() -> None:
     package = Path(hocket.__file__).parent
-    sources = [
-        path.read_text(encoding="utf-8") for room in ("server", "client") for path in package.glob(f"{room}/*.py")
-    ]
-    for code in protocol.CODES:
+    rooms = ("server", "client", "extras")
+    sources = [path.read_text(encoding="utf-8") for room in rooms for path in package.glob(f"{room}/**/*.py")]
+    for code in {*OUTCOMES, *protocol.CURABLE, *GONE, *NO_WAY, *UNDECIDED}:
         assert any(f'"{code}"' in source for source in sources), code
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "outcome"),
+    [
+        ("context_too_long", 422, Outcome.REFUSED),
+        ("unauthorized", 401, Outcome.REFUSED),
+        ("not_finite", 500, Outcome.REFUSED),
+        ("asleep", 503, Outcome.AGAIN),
+        ("aborted", None, Outcome.AGAIN),  # within a stream
+        ("body_timeout", 408, Outcome.AGAIN),
+        ("other_session", 409, Outcome.LOST),
+        ("engine_dead", None, Outcome.LOST),
+        ("protocol", 404, Outcome.LOST),
+        ("of_a_plugin", 422, Outcome.REFUSED),
+        ("of_a_plugin", 500, Outcome.LOST),
+        ("of_a_plugin", None, Outcome.REFUSED),
+    ],
+)
+def test_an_error_has_one_of_three_outcomes_for_a_client(code: str, status: int | None, outcome: Outcome) -> None:
+    assert ServerError("it failed", code=code, status=status).outcome is outcome

@@ -1,11 +1,14 @@
 """A server in memory, and pools of them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from hocket import protocol
-from hocket.client.pool import Member, ServerPool
+from hocket.client.discover import follow
+from hocket.client.member import Member
+from hocket.client.pool import ServerPool
+from hocket.client.take_over import claim
 from hocket.errors import ServerError
 from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, ReloadResponse, SamplingParams, StreamLine
 from support import fakes
@@ -115,10 +118,22 @@ class FakeServer:
 class Pool(ServerPool):
     """Keeps what it says."""
 
-    def __init__(self, servers: Sequence[FakeServer], **options: Any) -> None:
+    def __init__(
+        self,
+        servers: Sequence[FakeServer],
+        *,
+        find: Callable[[], Awaitable[Sequence[str]]] | None = None,
+        trainer: str | None = None,
+        take_over: bool = False,
+        **options: Any,
+    ) -> None:
         self.said: list[str] = []
         super().__init__([], **{"start_timeout_s": 10.0, "say": self.said.append} | options)
         self.members = [Member(server) for server in servers]  # type: ignore[arg-type]
+        if find is not None:
+            follow(self, find)
+        if trainer is not None:
+            claim(self, trainer, take_over=take_over)
 
 
 async def until(condition: Callable[[], object]) -> None:

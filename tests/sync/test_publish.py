@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hocket.client.member import State
 from hocket.errors import ServerError, SyncError, TrainerError
 from hocket.types import Prompt, Rollout, TokenSequence
 from support import fakes
@@ -49,7 +50,7 @@ async def test_the_gap_of_fresh_rollouts_is_bounded_by_the_engines_lowest_precis
 ) -> None:
     world = await make_up(setting)
     for member, dtype in zip(world.pool.members, dtypes, strict=True):
-        member.dtype = dtype
+        member.health = fakes.health(dtype=dtype)
     assert world.sync.max_gap([sampled_by(5), sampled_by(5, 5)]) == expected
     assert world.sync.max_gap([sampled_by(5), sampled_by(5, 4)]) == math.inf
 
@@ -119,13 +120,10 @@ async def test_a_discovered_server_that_another_runs_has_replaced_is_lost_and_a_
     world = await make_up()
     world.disk.answers[A] = ServerError("http://a answered 401: it wants a token", code="unauthorized", status=401)
 
-    async def find() -> list[str]:
-        return [A, B]
-
-    world.pool.find = find
+    world.pool.is_listed = False
     await world.sync.publish()
     assert world.up == [B]
-    world.pool.find, world.disk.answers = None, {B: world.disk.answers[A]}
+    world.pool.is_listed, world.disk.answers = True, {B: world.disk.answers[A]}
     with pytest.raises(SyncError, match="401"):
         await world.sync.publish()
 
@@ -151,12 +149,12 @@ async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_p
         world.pool.mark_lost(second, "it was restarted")
         second.next_look = 0.0
         assert await world.pool.wait_up() == [first]
-        assert second.out == "the trainer is at work"
+        assert second.reason == "the trainer is at work"
         world.pool.mark_lost(first, "it was restarted, too")
         for member in (first, second):
             member.next_look = 0.0
         waiting = asyncio.create_task(world.pool.wait_up())
-        while not waiting.done() and [first.out, second.out] != [None, None]:
+        while not waiting.done() and [first.state, second.state] != [State.JOINING] * 2:
             await asyncio.sleep(0)  # until both are there
         await world.sync.publish()
     assert await asyncio.wait_for(waiting, 60) == [first, second]
@@ -184,11 +182,11 @@ async def test_who_can_not_be_reached_by_disk_either_or_answers_nothing_is_lost(
     world.collective.answers[B], world.disk.answers[B] = failure, GONE
     metrics = await world.sync.publish()
     assert (metrics["sync/fallbacks"], metrics["sync/servers"], len(world.disk.sent)) == (fallbacks, 1.0, fallbacks)
-    assert world.pool.members[1].out == "can't reach it"
+    assert world.pool.members[1].reason == "can't reach it"
 
 
 async def test_a_server_that_was_started_again_unnoticed_is_brought_up_as_one_that_comes_back() -> None:
     world = await make_up()
     world.servers[0].session = "another"
     assert (await world.sync.publish())["sync/servers"] == 1.0
-    assert world.pool.members[0].out == "it was started again"  # no model check, no proof: no work
+    assert world.pool.members[0].reason == "it was started again"  # no model check, no proof: no work

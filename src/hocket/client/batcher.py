@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from weakref import WeakKeyDictionary
 
-from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
+from hocket.client.member import Member
+from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, ServerPool
 from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import note
-from hocket.errors import ServerError
-from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox, meaning
+from hocket.errors import Outcome, ServerError
+from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
 from hocket.types import Image
 
 WINDOW_S = 0.002  # for which turns wait for company
@@ -77,8 +78,9 @@ class Batcher:
 
     async def ask(self, turn: Turn) -> Completion:
         """Return a turn's completion. Raises ServerError."""
-        self._wait([turn])
-        return await turn.answer
+        with self._pool.waiting(turn.deadline):
+            self._wait([turn])
+            return await turn.answer
 
     def _wait(self, turns: Iterable[Turn]) -> None:
         if not self._waiting:
@@ -91,7 +93,7 @@ class Batcher:
         while time.monotonic() - start < self._window_s():
             await asyncio.sleep(WINDOW_S)
         try:
-            up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
+            up = await self._pool.wait_up()
             wanted = [turn for turn in self._waiting if not turn.answer.done()]
             for member, turns in self._divided(wanted, up):
                 self._pool.start(self._request(member, turns))
@@ -150,7 +152,7 @@ class Batcher:
                         )
                         _fail([turn], ServerError(message, code=error.code, status=error.status))
                 self._wait(todo)
-            elif meaning(error.code).again:
+            elif error.outcome is Outcome.AGAIN:
                 await asyncio.sleep(POLL_S)
                 self._wait(todo)
             else:

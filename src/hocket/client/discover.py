@@ -1,16 +1,49 @@
-"""Look up the servers there are now: addresses of a DNS name, or lines of a file."""
+"""Follow the servers that come and go (server.discover): addresses of a DNS name, or lines of a file."""
 
 import asyncio
+import functools
 import socket
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from hocket.client.pool import ServerPool
 from hocket.common.machine import url_of
 from hocket.common.tasks import look_up
 from hocket.config.deployment import web_url
 from hocket.errors import ServerError
 
+FIND_S = 5.0  # between look-ups
 LOOK_UP_S = 10.0
 MAX_CHARACTERS = 1 << 20  # of a file: a device may have no end
+
+
+def follow(pool: ServerPool, find: Callable[[], Awaitable[Sequence[str]]]) -> None:
+    """Have a pool follow what `find` returns: base URLs. It raises ServerError where there are none."""
+    pool.is_listed = False
+    pool.not_found = "none is found yet"
+    pool.repeat(FIND_S, functools.partial(_look_up, pool, find))
+
+
+async def _look_up(pool: ServerPool, find: Callable[[], Awaitable[Sequence[str]]]) -> None:
+    try:
+        await _update(pool, await find())
+        pool.not_found = ""
+    except Exception as error:  # noqa: BLE001 - the run goes on with what it has
+        if not pool.not_found:
+            pool.say(f"{error}. Those known so far are kept")
+        pool.not_found = str(error)
+
+
+async def _update(pool: ServerPool, urls: Sequence[str]) -> None:
+    """Add servers; drop those that have left and are out: a scheduler also takes out one that is slow to answer."""
+    known = {member.url for member in pool.members}
+    for url in dict.fromkeys(urls):
+        if url not in known:
+            pool.add(url)
+    for member in [*pool.members]:
+        if member.is_resting and not member.in_flight and member.url not in urls:
+            pool.say(f"server {member.url} has left: {member.reason}")
+            await pool.drop(member)
 
 
 async def find_servers(where: str) -> list[str]:

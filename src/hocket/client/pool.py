@@ -1,134 +1,109 @@
-"""Keep track of a run's servers: which are up, that is hold the current weights, how loaded, and which are lost."""
+"""Keep track of a run's servers: bring up the well ones, watch those that work, wait while none is up.
+
+The states of a server, and which may follow which, are in member.py. The pool alone moves a server.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
 import functools
-import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hocket.client.member import Member, State
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
-from hocket.errors import ServerError, SyncError, door
-from hocket.protocol import Health, HeartbeatRequest, ReloadResponse, meaning
+from hocket.errors import Outcome, ServerError, SyncError, door
+from hocket.protocol import CURABLE, Health, ReloadResponse
 
-LOAD = {"status", "in_flight", "waiting", "kv_use", "kv_tokens"}  # fields of Health
 MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
 POLL_S = 0.25
 LOOK_S = 3.0
 LOST_REST_S = 1.0
-BEAT_S = 5.0  # between heartbeats
-FIND_S = 5.0  # between look-ups
-LOOKING_SHARE = 0.1  # of the time that looks at lost servers may cost
+LOOKING_SHARE = 0.1  # of the time that looks at servers that are out may cost those that are up
 
 
 class Deadline:
-    """When a batch must be generated; time without a server does not count."""
+    """When a batch must be generated; a pool stops it while no server is up."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._at = time.monotonic() + seconds
-        self._stops = 0
-        self._stopped_at = math.inf
+        self._stopped_at: float | None = None
 
     @property
     def left_s(self) -> float:
-        return max(0.0, self._at - min(self._stopped_at, time.monotonic()))
+        now = time.monotonic() if self._stopped_at is None else self._stopped_at
+        return max(0.0, self._at - now)
 
     @property
     def over(self) -> bool:
         return self.left_s == 0
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        self._stops += 1
-        self._stopped_at = min(self._stopped_at, time.monotonic())
-        try:
-            yield
-        finally:
-            self._stops -= 1
-            if self._stops == 0:
-                self._at += time.monotonic() - self._stopped_at
-                self._stopped_at = math.inf
+    def stop(self) -> None:
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
+
+    def go_on(self) -> None:
+        if self._stopped_at is not None:
+            self._at += time.monotonic() - self._stopped_at
+            self._stopped_at = None
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Member:
-    server: ServerClient
-    session: str | None = None  # of the process with the current weights; None: out
-    version: int = 0  # of its weights, when it was last up
-    in_flight: int = 0  # tokens of unfinished turns and sessions, at most
-    out: str | None = None  # why it gets no work
-    seen: str | None = None  # its session
-    kv_tokens: int = 0  # of its KV cache
-    dtype: str = ""
-    next_look: float = 0.0  # by time.monotonic, while it is out
-    held: bool = False  # it has worked for this trainer
-    health: Health | None = None  # its last one, by its heartbeat
-
-    @property
-    def url(self) -> str:
-        return self.server.url
-
-    def state(self) -> dict[str, Any]:
-        """Return what is known, for people."""
-        load = self.health.model_dump(include=LOAD) if self.health else {}
-        return {"url": self.url, "up": self.session is not None, "out": self.out, "version": self.version, **load}
-
-    def mark_ready(self, said: Health | ReloadResponse) -> None:
-        self.session = said.session
-        self.version = said.version
-        self.out = None
-
-    def mark_out(self, reason: str) -> None:
-        self.session = None
-        self.seen = None
-        self.out = reason
-
-
-Find = Callable[[], Awaitable[Sequence[str]]]
-"""Looks up base URLs; raises ServerError where it finds none."""
+Look = Callable[[Member], Awaitable[Health]]
+"""Asks a server how it is. Raises ServerError where this run can't have it."""
 BringUp = Callable[[Mapping[Member, Health]], Awaitable[None]]
-"""Gives servers the current weights; raises HocketError where one fails."""
+"""Gives servers the current weights, and marks each up, lost or waiting; raises HocketError where one fails."""
 
 
-async def _as_they_are(there: Mapping[Member, Health]) -> None:
-    for member, health in there.items():
-        member.mark_ready(health)
+async def _health(member: Member) -> Health:
+    return await member.server.health(timeout_s=LOOK_S)
+
+
+async def _release_nothing() -> None:
+    """Do nothing: without a trainer's id no server is claimed."""
 
 
 @dataclasses.dataclass(eq=False)
 class ServerPool:
-    """The servers of a run. Use it by `async with`."""
+    """The servers of a run. Use it by `async with`.
+
+    discover.py changes its list, take_over.py claims its servers for one trainer.
+    """
 
     urls: dataclasses.InitVar[Sequence[str]]
     _: dataclasses.KW_ONLY
-    find: Find | None = None  # None: `urls` stay
     token: dataclasses.InitVar[str | None] = None  # bearer token
-    trainer: str | None = None  # its id, if this is one
-    take_over: bool = False  # from other trainers, once each
+    trainer: dataclasses.InitVar[str | None] = None  # its id, which requests have
     silence_s: float = 60.0  # of /health, after which a server is lost
     start_timeout_s: float = 600.0  # without a server
     on_wait: Callable[[str, float], None] = lambda what, seconds: None
     say: Callable[[str], None] = lambda line: None
 
-    def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
-        self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
-        self.members = [Member(self._client(url)) for url in urls]
-        self._not_found: str | None = "none is found yet"  # why the last look-up failed
-        self.bring_up: BringUp = _as_they_are  # with the weights they hold
+    def __post_init__(self, urls: Sequence[str], token: str | None, trainer: str | None) -> None:
+        self._client = functools.partial(ServerClient, token=token, trainer=trainer)
+        self.members: list[Member] = []
+        self.is_listed = True  # the settings name each server: one that can't be used is a mistake
+        self.not_found = ""  # why there is none, where they do not
+        self.look: Look = _health
+        self.release: Callable[[], Awaitable[None]] = _release_nothing  # to other trainers
+        self.bring_up: BringUp = self._with_their_weights
         self.on_change: Callable[[], None] = lambda: None  # a server was lost, or came (back)
-        self._told: set[str] = set()  # of what is left out
+        self._repeated: list[tuple[float, Callable[[], Awaitable[None]]]] = []
+        self._said: set[str] = set()  # of those left out
+        self._looking = asyncio.Lock()
+        self._is_down = True  # no server is up
+        self._deadlines = Counter[Deadline]()  # which stop then; how many wait with each
         self._tasks: set[asyncio.Task[None]] = set()
+        for url in urls:
+            self.add(url)
 
     async def __aenter__(self) -> "ServerPool":
-        if self.find is not None:
-            self.start(self._again(FIND_S, self._look_up))
-        if self.trainer is not None:
-            self.start(self._again(BEAT_S, self._tell))
+        for seconds, work in self._repeated:
+            self.start(self._again(seconds, work))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -144,169 +119,206 @@ class ServerPool:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def repeat(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        """Have something done while the pool is used, again and again after so many seconds."""
+        self._repeated.append((seconds, work))
+
     async def _again(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:
             await work()
             await asyncio.sleep(seconds)
 
-    async def release(self) -> None:
-        await self._tell(leaving=True)
+    def add(self, url: str) -> None:
+        self.members.append(Member(self._client(url)))
 
-    async def _tell(self, **news: bool) -> None:
-        beats = [self._beat(member, **news) for member in self.members if member.held]
-        await asyncio.gather(*beats, return_exceptions=True)
-
-    async def _beat(self, member: Member, **news: bool) -> Health:
-        assert self.trainer is not None
-        request = HeartbeatRequest(trainer=self.trainer, **news)
-        member.health = await member.server.ask(request, timeout_s=LOOK_S)
-        return member.health
-
-    async def _look_up(self) -> None:
-        assert self.find is not None
-        try:
-            await self._update(await self.find())
-            self._not_found = None
-        except Exception as error:  # noqa: BLE001 - the run goes on with what it has
-            if self._not_found is None:
-                self.say(f"{error}. Those known so far are kept")
-            self._not_found = str(error)
-
-    async def _update(self, urls: Sequence[str]) -> None:
-        """Add servers; drop those that have left and are out: a scheduler also takes out one that is slow to answer."""
-        known = {member.url for member in self.members}
-        self.members += [Member(self._client(url)) for url in dict.fromkeys(urls) if url not in known]
-        for member in [*self.members]:
-            idle = member.session is None and not member.in_flight and member.next_look < math.inf
-            if idle and member.url not in urls:
-                self.members.remove(member)
-                self.say(f"server {member.url} has left: {member.out}")
-                await member.server.close()
+    async def drop(self, member: Member) -> None:
+        self.members.remove(member)
+        await member.server.close()
 
     @property
     def up(self) -> list[Member]:
-        return [member for member in self.members if member.session is not None]
+        return [member for member in self.members if member.is_up]
 
     def states(self) -> list[dict[str, Any]]:
-        return [member.state() for member in self.members]
+        return [member.shown() for member in self.members]
 
-    async def wait_up(self, *deadlines: Deadline) -> list[Member]:
-        """Bring up what has come (back) and return who may work; deadlines stop while none may.
+    def _move(self, member: Member, state: State, reason: str | None = None) -> None:
+        """Move a server to another state. Deadlines stop when none is up any more, and go on with the first."""
+        member.move(state, reason)
+        self._is_down = not self.up
+        for deadline in self._deadlines:
+            self._stop_if_down(deadline)
+
+    def _stop_if_down(self, deadline: Deadline) -> None:
+        if self._is_down:
+            deadline.stop()
+        else:
+            deadline.go_on()
+
+    @contextmanager
+    def waiting(self, deadline: Deadline) -> Iterator[None]:
+        """Stop a deadline whenever no server is up, while the body waits for a server's work."""
+        self._deadlines[deadline] += 1
+        self._stop_if_down(deadline)
+        try:
+            yield
+        finally:
+            self._deadlines[deadline] -= 1
+            if not self._deadlines[deadline]:
+                del self._deadlines[deadline]
+                deadline.go_on()
+
+    async def wait_up(self) -> list[Member]:
+        """Bring up what has come (back) and return who may work.
 
         Raises ServerError after start_timeout_s, or where one of a fixed list has another model or token.
         """
         await self.look_at_all()
         start = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            for deadline in deadlines:
-                stack.enter_context(deadline.stopped())
-            while not self.up and (self.members or self.find):
-                waited = time.monotonic() - start
-                names = " or ".join(f"{member.url} ({member.out})" for member in self.members)
-                what = f"waiting for {names or f'a server ({self._not_found})'}"
-                if waited > self.start_timeout_s:
-                    raise ServerError(
-                        f"gave up after {waited:.0f} s of {what}. Start one with `{door()} serve CONFIG`, correct "
-                        f"server.urls or server.discover, or raise server.start_timeout_s",
-                        code="timeout",
-                    )
-                self.on_wait(f"{what}; if none is starting, start one: {door()} serve CONFIG", waited)
-                await asyncio.sleep(POLL_S)
-                await self.look_at_all()
+        while not self.up and (self.members or not self.is_listed):
+            waited = time.monotonic() - start
+            names = " or ".join(f"{member.url} ({member.reason})" for member in self.members)
+            what = f"waiting for {names or f'a server ({self.not_found})'}"
+            if waited > self.start_timeout_s:
+                raise ServerError(
+                    f"gave up after {waited:.0f} s of {what}. Start one with `{door()} serve CONFIG`, "
+                    f"correct server.urls or server.discover, or raise server.start_timeout_s",
+                    code="timeout",
+                )
+            self.on_wait(f"{what}; if none is starting, start one: {door()} serve CONFIG", waited)
+            await asyncio.sleep(POLL_S)
+            await self.look_at_all()
         return self.up
 
     async def look_at_all(self) -> None:
         """Look at servers that are due, and bring up the well ones. Raises as `wait_up`."""
-        now = time.monotonic()
-        due = [member for member in self.members if member.session is None and now >= member.next_look]
-        found = zip(due, await asyncio.gather(*map(self._look, due)), strict=True)
-        there = {member: health for member, health in found if health is not None}
-        if there:
-            await self._bring_up(there)
-            self.on_change()
+        if self._looking.locked():
+            return  # somebody looks already
+        async with self._looking:
+            now = time.monotonic()
+            due = [member for member in self.members if member.is_resting and now >= member.next_look]
+            for member in due:
+                self._move(member, State.JOINING, member.reason)
+            try:
+                answers = await asyncio.gather(*map(self._ask, due))
+                there = {}
+                for member, answer in zip(due, answers, strict=True):
+                    if isinstance(answer, ServerError):
+                        self._leave_out(member, answer)
+                    elif self._is_well(member, answer):
+                        there[member] = answer
+                if there:
+                    await self._bring_up(there)
+                    self.on_change()
+            finally:
+                for member in due:
+                    if member.state is State.JOINING:
+                        self._move(member, State.WAITING, "the look at it was broken off")
 
-    async def _look(self, member: Member) -> Health | None:
-        """Return the health of a server to bring up; else note why it is out."""
-        with self._looking(member):
-            if self.trainer is None:
-                health = await member.server.health(timeout_s=LOOK_S)
-            else:
-                health = await self._beat(member, take_over=self.take_over and not member.held)
-                member.held = True
-            twin = next((one for one in self.members if one.seen == health.session), member)
-            if twin is not member:
-                raise ServerError(f"it is {twin.url} under another name", code="same_server")
-            member.seen = health.session
-            member.kv_tokens = health.kv_tokens
-            member.dtype = health.dtype
-            failure = health.error
-            member.out = "it is updating" if health.status == "updating" else None
-            if failure is not None and not meaning(failure.code).curable:
-                member.out = f"it failed: {failure.message}"
-        return health if member.out is None else None
+    async def _ask(self, member: Member) -> Health | ServerError:
+        start = time.monotonic()
+        try:
+            return await self.look(member)
+        except ServerError as error:
+            return error
+        finally:
+            self._rest(member, since=start)
+
+    def _rest(self, member: Member, *, since: float) -> None:
+        """Have a server looked at again after a pause, so that looks cost the others a tenth of their time."""
+        now = time.monotonic()
+        share = 1.0 if self._is_down else LOOKING_SHARE
+        member.next_look = now + max(POLL_S, (now - since) / share)
+
+    def _is_well(self, member: Member, health: Health) -> bool:
+        """Return whether a server that answers can be brought up; else move it to where it belongs."""
+        twins = [one for one in self.members if one.session == health.session]
+        if twins:
+            error = ServerError(f"it is {twins[0].url} under another name", code="same_server")
+            self._leave_out(member, error)
+            return False
+        member.session = health.session
+        member.health = health
+        if health.error is not None and health.error.code not in CURABLE:
+            self._move(member, State.WAITING, f"it failed: {health.error.message}")
+        elif health.status == "updating":
+            self._move(member, State.WAITING, "it is updating")
+        return member.state is State.JOINING
 
     async def _bring_up(self, there: Mapping[Member, Health]) -> None:
         """Bring up servers together or, where that fails, one by one."""
-        with self._looking(*there):
-            try:
-                await self.bring_up(there)
-            except (ServerError, SyncError) as error:
-                if len(there) == 1:
-                    raise
-                for member in there:
-                    member.mark_out(str(error))
-                for member, health in there.items():
-                    await self._bring_up({member: health})
-
-    @contextmanager
-    def _looking(self, *members: Member) -> Iterator[None]:
-        """Mark servers as looked at; then note the failure, which is of one alone, and when they are due."""
         start = time.monotonic()
-        for member in members:
-            member.next_look = math.inf
         try:
-            yield
+            await self.bring_up(there)
         except (ServerError, SyncError) as error:
-            self._leave_out(members[0], error)
+            for member in there:
+                if member.is_up:  # it took the weights, but not all checks have passed
+                    self._move(member, State.JOINING, str(error))
+            for member, health in there.items():
+                if member.state is not State.JOINING:
+                    continue
+                if len(there) == 1:
+                    self._leave_out(member, error)
+                else:
+                    await self._bring_up({member: health})
         finally:
-            now = time.monotonic()
-            rest = max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
-            for member in members:
-                member.next_look = now + rest
+            for member in there:
+                self._rest(member, since=start)
+
+    async def _with_their_weights(self, there: Mapping[Member, Health]) -> None:
+        for member, health in there.items():
+            self.mark_up(member, health)
 
     def _leave_out(self, member: Member, error: ServerError | SyncError) -> None:
         """Note why a server can't be used; where waiting won't help, say it once or end the run."""
-        member.mark_out(str(error))
         if isinstance(error, SyncError):
             ends_run = not self.up
         elif error.foreign:
-            ends_run = self.find is None  # one that is found may be another run's
-        elif error.code in ("protocol", "same_server"):  # a proxy answers 5xx while the server starts
-            is_only_one = not (self.find or member.held) and len(self.members) == 1
+            ends_run = self.is_listed  # one that is discovered may be another run's
+        elif error.code in ("protocol", "same_server"):
+            # A proxy answers 5xx while a server starts, and anything while one starts again
+            is_only_one = self.is_listed and len(self.members) == 1 and member.health is None
             ends_run = is_only_one and error.status in (None, 404)
         else:
-            if error.code == "unreachable":
-                member.out = "nothing answers there yet"
+            absent = error.code == "unreachable"
+            self._move(member, State.WAITING, "nothing answers there yet" if absent else str(error))
             return
+        self._move(member, State.LEFT_OUT, str(error))
         if ends_run:
             raise error
         line = f"server {member.url} is left out: {error}"
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._said:
+            self._said.add(line)
             self.say(line)
 
+    def mark_up(self, member: Member, answer: Health | ReloadResponse) -> None:
+        """Have a server work that holds the current weights, unless it was lost meanwhile."""
+        if member.state is State.JOINING:
+            self._move(member, State.UP)
+        if member.is_up:
+            member.session = answer.session
+            member.version = answer.version
+
+    def mark_waiting(self, member: Member, reason: str) -> None:
+        """Have a server that joins looked at again soon."""
+        if member.state is State.JOINING:
+            self._move(member, State.WAITING, reason)
+
     def mark_lost(self, member: Member, reason: str) -> None:
-        was_up = member.session is not None
-        member.mark_out(reason)
+        """Give a server no more work until a look finds it well; nothing where it has none."""
+        if member.is_resting:
+            return
+        was_up = member.is_up
+        self._move(member, State.LOST, reason)
         member.next_look = time.monotonic() + LOST_REST_S  # the others get its work first
         if was_up:
             self.say(f"lost server {member.url}: {reason}")
             self.on_change()
 
     def loses(self, member: Member, error: ServerError) -> bool:
-        """Return whether an error means that a server is lost, and mark it."""
-        lost = meaning(error.code).lost
-        if lost:
+        """Return whether an error at work means that a server is lost, and mark it."""
+        lost = error.outcome is Outcome.LOST
+        if lost and member.is_up:  # else it is out, or looked at again
             self.mark_lost(member, str(error))
         return lost
 

@@ -157,7 +157,7 @@ def _raise_for_error(response: httpx.Response) -> None:
         code = error.code
     except pydantic.ValidationError:
         message = f"{redacted(response.text)[:200]!r}; {_OTHER}"
-        code = "protocol"
+        code = "body_too_large" if status == 413 else "protocol"  # 413: of a proxy in between
     if status == 401:
         message = "it has a token: set the same server.token here, or $HOCKET_TOKEN"
     raise ServerError(f"{response.request.url} answered {status}: {message}", code=code, status=status)

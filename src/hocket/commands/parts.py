@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.client.discover import find_servers
-from hocket.client.pool import Member, ServerPool
+from hocket.client.discover import find_servers, follow
+from hocket.client.member import Member
+from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
+from hocket.client.take_over import claim
 from hocket.cluster.launch import Child, stop, visible_gpus
 from hocket.commands.sources import EachScorer, PromptSource, reward_calls
 from hocket.config import Config
@@ -95,16 +97,19 @@ class Servers:
     def pool(self, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
         """Return the servers' pool; `trainer`: id under which a run takes them."""
         server = self.config.server
-        return ServerPool(
+        pool = ServerPool(
             self.config.server_urls,
-            find=partial(find_servers, server.discover) if server.discover is not None else None,
             token=self.config.token,
             trainer=trainer,
-            take_over=self.config.sync.take_over,
             silence_s=server.silence_s,
             start_timeout_s=server.start_timeout_s,
             **tell,
         )
+        if server.discover is not None:
+            follow(pool, partial(find_servers, server.discover))
+        if trainer is not None:
+            claim(pool, trainer, take_over=self.config.sync.take_over)
+        return pool
 
 
 class Parts(AbstractContextManager["Parts"]):
@@ -351,7 +356,7 @@ class Parts(AbstractContextManager["Parts"]):
                     advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
                     raise ConfigError(f"{serves}, not model.path={model}; {advice}")
                 self.console.say(f"{serves}, version {health.version}")
-                member.mark_ready(health)
+                servers.mark_up(member, health)
 
         waiting = self.console.doing if await self.servers.answer() else self.own_server(arguments)
         async with self.servers.pool(on_wait=waiting, say=self.console.say) as servers:

@@ -1,7 +1,7 @@
 """Write timeline.jsonl: what servers and trainer did when; what was known of servers, also when one was lost.
 
     {"step": 3, "name": "train", "who": "trainer", "start": 1764000001.5, "end": 1764000002.25}
-    {"step": 3, "time": 1764000003.0, "servers": [{"url": "http://127.0.0.1:8000", "up": true, ...}]}
+    {"step": 3, "time": 1764000003.0, "servers": [{"url": "http://127.0.0.1:8000", "up": true, "state": "up", ...}]}
 
 Seconds are Unix time by the trainer's clock. A step's lines are written at its end. Its batch began in an earlier step,
 where batches are played ahead: that span of the servers overlaps the trainer's.

@@ -1,7 +1,7 @@
 """The messages between trainer and server: JSON, validated on both sides."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NotRequired, Self, TypeVar
 
 import pydantic
 from pydantic import Field
@@ -72,43 +72,6 @@ class Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Code(NamedTuple):
-    """What an error code says."""
-
-    lost: bool = False  # others do its work until it is looked at again
-    gone: bool = False  # its process has ended, and holds no GPU memory
-    final: bool = False  # no other transport would bring a version there
-    again: bool = False  # the server will answer the request later
-    curable: bool = False  # a reload may bring the engine back
-    unharmed: bool = False  # the engine goes on as before
-
-
-CODES = {
-    "unreachable": Code(lost=True, gone=True, final=True),
-    "engine_dead": Code(lost=True, gone=True, final=True),
-    "shutting_down": Code(lost=True, gone=True, final=True),
-    "timeout": Code(lost=True, final=True),
-    "asleep": Code(again=True, curable=True),
-    "reload_failed": Code(lost=True, curable=True),
-    "not_resumed": Code(lost=True, curable=True),
-    "cut": Code(lost=True),
-    "protocol": Code(lost=True),
-    "other_session": Code(lost=True),
-    "sleep_failed": Code(lost=True),
-    "aborted": Code(again=True),
-    "not_held": Code(final=True),
-    "busy": Code(unharmed=True),
-    "compare_failed": Code(unharmed=True),
-    "slow_disk": Code(unharmed=True),
-}
-"""Codes that say more than that a request was refused."""
-CURABLE = [code for code, says in CODES.items() if says.curable]
-
-
-def meaning(code: str) -> Code:
-    return CODES.get(code, Code())
-
-
 class ErrorBody(Strict):
     code: str
     message: str
@@ -119,6 +82,10 @@ class ErrorResponse(Strict):
     """The body of every answer from status 400."""
 
     error: ErrorBody
+
+
+CURABLE = ("asleep", "reload_failed", "not_resumed")
+"""Codes of `Health.error` that a reload may mend: a server with any other one must be started again."""
 
 
 class Health(Strict):

@@ -24,7 +24,7 @@ from hocket.config import Config
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, ServerError, door, remedy
-from hocket.protocol import CURABLE, meaning
+from hocket.protocol import CURABLE
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
 from hocket.server.vllm_api import LOOK_S
@@ -75,7 +75,7 @@ def serve(config: Config) -> None:
             uvloop.run(_serve(config, args, llm, sock, start))
         except ApiError as error:
             message = f"{error}; {error.body.hint}"
-            if meaning(error.body.code).gone:
+            if error.body.code == "engine_dead":
                 why = vllm_api.last_words(llm) or "it was killed, perhaps for memory (dmesg)"
                 message = f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}"
             raise ServerError(message, code=error.body.code) from error

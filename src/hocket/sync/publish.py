@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
-from hocket.client.pool import Member, ServerPool
-from hocket.errors import HocketError, ServerError, SyncError
+from hocket.client.member import Member, State
+from hocket.client.pool import ServerPool
+from hocket.errors import HocketError, Outcome, ServerError, SyncError
 from hocket.protocol import Health
 from hocket.sync.transports import Answer, Transport
 from hocket.sync.versions import Versions
@@ -68,7 +69,7 @@ class Publisher:
 
     async def _deliver_and_check(self, members: Sequence[Member], *, came: bool) -> Metrics:
         metrics = await self.deliver(members)
-        holding = [member for member in members if member.session is not None]
+        holding = [member for member in members if member.is_up]
         for part in self.parts:
             metrics |= await part.published(holding, came)
         return metrics
@@ -84,9 +85,9 @@ class Publisher:
     def judge(self, member: Member, checksum: str, answer: Answer, *, does: str) -> None:
         """Mark a server ready or lost. Raises SyncError where it refuses or holds something else."""
         version = self.versions.current
-        if isinstance(answer, ServerError) and answer.refused and not (answer.foreign and self.pool.find):
+        if isinstance(answer, ServerError) and self._stops(answer):
             raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
-        if isinstance(answer, HocketError):
+        if isinstance(answer, HocketError):  # it comes back once a look finds it well
             self.pool.mark_lost(member, str(answer))
         elif (answer.version, answer.checksum) != (version, checksum):
             raise SyncError(
@@ -96,18 +97,22 @@ class Publisher:
         elif member.session not in (None, answer.session):
             self.pool.mark_lost(member, "it was started again")
         else:
-            member.mark_ready(answer)
+            self.pool.mark_up(member, answer)
+
+    def _stops(self, answer: ServerError) -> bool:
+        """Return whether a refusal stops the run: a discovered server may be another run's by now."""
+        return answer.outcome is Outcome.REFUSED and (self.pool.is_listed or not answer.foreign)
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
         """Give servers the current version. Raises as `judge` and `check_model`."""
         if self.lock.locked() and self.pool.up:
             for member in there:
-                member.out = "the trainer is at work"  # the pool asks again soon
+                self.pool.mark_waiting(member, "the trainer is at work")
             return
         async with self.lock:
-            members = [member for member in there if member.session is None]
+            members = [member for member in there if member.state is State.JOINING]
             if not members:
-                return  # brought up meanwhile
+                return  # they were lost meanwhile
             self.versions.begin(max(health.version for health in there.values()))
             for member in members:
                 check_model(there[member])
@@ -116,6 +121,6 @@ class Publisher:
         if "sync/logprob_gap" in metrics:
             took += f", parameters compared, mean |Δ log-prob| up to {metrics['sync/logprob_gap']:.1e}"
         for member in members:
-            if member.session is not None:  # else `out` says why
+            if member.is_up:  # else its reason says why not
                 holds = f"holds version {self.versions.current}: {member.dtype}"
                 self.pool.say(f"server {member.url} {holds}, {took}; it held version {there[member].version}")

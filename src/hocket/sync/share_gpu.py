@@ -13,12 +13,15 @@ from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import SleepRequest, meaning
+from hocket.protocol import SleepRequest
 from hocket.sync.publish import Publisher
 from hocket.types import Metrics
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
+
+GONE = ("unreachable", "engine_dead", "shutting_down")
+"""Codes of a server whose engine has ended, and holds no GPU memory."""
 
 
 @asynccontextmanager
@@ -45,6 +48,6 @@ async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> Non
         try:
             await member.server.ask(request, timeout_s=sync.timeout_s)
         except ServerError as error:
-            if not meaning(error.code).gone:
+            if error.code not in GONE:
                 raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error
             pool.mark_lost(member, str(error))

@@ -8,7 +8,7 @@ from hocket.client.server import ServerClient
 from hocket.common.registry import Registry
 from hocket.config import Config, SyncConfig
 from hocket.errors import HocketError
-from hocket.protocol import ReloadResponse, meaning
+from hocket.protocol import ReloadResponse
 from hocket.types import Metrics
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 Answer = ReloadResponse | HocketError  # a failure is a value: others go on
+
+
+NO_WAY = ("unreachable", "engine_dead", "shutting_down", "timeout", "not_held")
+"""Codes after which a version gets there in no other way either."""
 
 
 class Delivery(NamedTuple):
@@ -99,7 +103,7 @@ class WithFallback:
 def not_reached(delivery: Delivery) -> list[ServerClient]:
     """Return who may take it in another way."""
     errors = ((server, answer) for server, (_, answer) in delivery.answers.items() if isinstance(answer, HocketError))
-    return [server for server, error in errors if not meaning(getattr(error, "code", "")).final]
+    return [server for server, error in errors if getattr(error, "code", "") not in NO_WAY]
 
 
 def joined(first: Delivery, second: Delivery) -> Delivery:

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from hocket.client.pool import Member, ServerPool
+from hocket.client.member import Member
+from hocket.client.pool import ServerPool
 from hocket.envs import Task
 from hocket.errors import ServerError
 from hocket.extras.agents.play import Agents

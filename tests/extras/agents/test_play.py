@@ -417,20 +417,28 @@ async def test_an_episode_that_is_cancelled_while_its_session_opens_holds_no_tok
     assert servers.pool.members[0].in_flight == 0
 
 
-async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_elsewhere_where_it_is_gone() -> None:
+async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_elsewhere_where_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.client.pool.LOST_REST_S", 60.0)
+
     async def plays(task: Task, session: FakeSession) -> float:
         while len(servers.open) < 6:
             await asyncio.sleep(0)
         session.ask(5)
         return 1.0
 
-    servers = FakeServers(3)
-    await servers.pool.wait_up()
-    servers.fails = {"http://a": ServerError("its engine has ended", code="engine_dead", status=503)}
-    groups = await played(plays, servers, num_prompts=6)
-    assert [group.scores[0].error for group in groups] == [None] * 6
-    assert Counter(url.partition("/sessions")[0] for url in servers.sessions) == {f"http://{name}": 2 for name in "abc"}
-    assert [member.in_flight for member in servers.pool.members] == [0, 0, 0]
+    for names, num_each in (("abc", 2), ("bc", 3)):
+        servers = FakeServers(3)
+        await servers.pool.wait_up()
+        if "a" not in names:
+            servers.fails = {"http://a": ServerError("its engine has ended", code="engine_dead", status=503)}
+        groups = await played(plays, servers, num_prompts=6)
+        assert [group.scores[0].error for group in groups] == [None] * 6
+        counts = Counter(url.partition("/sessions")[0] for url in servers.sessions)
+        assert counts == {f"http://{name}": num_each for name in names}
+        assert [member.in_flight for member in servers.pool.members] == [0, 0, 0]
+    servers.pool.members[0].next_look = 0.0
     servers.fails = {"http://a": ServerError("no more sessions", code="too_many_sessions", status=429)}
     with pytest.raises(ServerError, match="no more sessions"):
         await played(plays, servers)

@@ -96,7 +96,7 @@ async def test_a_server_is_checked_at_its_first_two_versions_and_every_so_many_a
         await world.sync.publish()
     assert [version for version, _ in world.disk.compared] == [1, 2, 5, 6, 10, 11]
     assert len(world.trainer.scored) == 6
-    world.pool.members[0].mark_out("it was started again")
+    world.pool.mark_lost(world.pool.members[0], "it was started again")
     world.servers[0].session = "s2"
     await world.look_again()
     await world.sync.publish()

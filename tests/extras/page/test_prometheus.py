@@ -13,7 +13,8 @@ Samples = dict[tuple[str, ...], float]
 SERVER = {
     "url": 'http://a"\\\n:1',
     "up": True,
-    "out": None,
+    "state": "up",
+    "reason": None,
     "version": 3,
     "waiting": 2,
     "kv_use": 0.25,
@@ -48,7 +49,7 @@ def test_a_run_says_its_newest_metrics_alarms_and_servers(tmp_path: Path) -> Non
     first = {"step": 1, "eval/pass@1": 0.5, "rollout/truncated": 0.5, "reward/mean": 0.1}
     second = {"step": 2, "reward/mean": 0.2, "train/grad_norm": None, "time/train": 1.5, "rollout/reward_errors": 0.5}
     write(run / "metrics.jsonl", first, second)
-    lost = {**SERVER, "up": False, "out": "it broke"}
+    lost = {**SERVER, "up": False, "state": "lost", "reason": "it broke"}
     span = {"step": 2, "name": "train", "who": "trainer", "start": 1.0, "end": 2.0}
     write(
         run / "timeline.jsonl",

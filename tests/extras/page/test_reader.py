@@ -52,7 +52,8 @@ def test_an_alarm_has_its_sentence_the_number_of_steps_and_the_last_one(tmp_path
 
 def test_the_newest_phases_and_what_became_of_each_server_are_known(tmp_path: Path) -> None:
     span = {"step": 1, "name": "train", "who": "trainer", "start": 1.0, "end": 2.5}
-    up, out = {"url": "http://a", "up": True, "version": 3}, {"url": "http://a", "up": False, "out": "no answer"}
+    up = {"url": "http://a", "up": True, "state": "up", "reason": None, "version": 3}
+    out = {"url": "http://a", "up": False, "state": "lost", "reason": "no answer"}
     told = [{"step": step, "servers": [one]} for step, one in enumerate((up, up, out, up))]
     write_rows(tmp_path / "timeline.jsonl", span, *told)
     run = RunReader(tmp_path)

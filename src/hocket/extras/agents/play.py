@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hocket.client.pool import MAX_LOSSES, Member, ServerPool
+from hocket.client.member import Member
+from hocket.client.pool import MAX_LOSSES, ServerPool
 from hocket.common.tasks import leave_behind, seed_of
 from hocket.data.renderer import opening_of
 from hocket.envs import Observation
@@ -121,7 +122,9 @@ class Agents:
     async def _open(self, seat: Seat, tokens: int) -> tuple[Member, SessionResponse]:
         """Open a session on the server with the fewest tokens in flight, and count these."""
         while True:
-            member = min(await self.pool.wait_up(seat.deadline), key=lambda member: member.in_flight)
+            with self.pool.waiting(seat.deadline):
+                up = await self.pool.wait_up()
+            member = min(up, key=lambda member: member.in_flight)
             request = SessionRequest(
                 sampling=seat.sampling.model_copy(update={"seed": seed_of(seat.sampling.seed, seat.number)}),
                 max_length=self.limits.max_length,

@@ -12,12 +12,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hocket.client.pool import Member
+from hocket.client.member import Member
 from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import GenerateRequest, SamplingParams, meaning
+from hocket.protocol import GenerateRequest, SamplingParams
 from hocket.rollout.transcript import Transcript
 from hocket.run_part import RunPart
 from hocket.sync.publish import Publisher
@@ -33,6 +33,7 @@ LIKELY_GAP = {"float32": 3e-5, "float16": 2.5e-3, "bfloat16": 0.02}
 NOISE = 4.0  # by this factor a gap may exceed that of a server's first version
 MIN_CHANGE = 2.0  # of the trainer's log-probs / mean |Δ log-prob|: less can't be followed
 MIN_TOKENS = 10  # that the change is spread over (Σ|Δ|)² / Σ Δ²
+UNDECIDED = ("busy", "slow_disk", "compare_failed")  # codes of comparisons that broke off
 MAX_ERROR = 0.2  # of the missing share; above it that says nothing
 
 
@@ -85,7 +86,7 @@ class Proof(RunPart):
             except SyncError as error:
                 self.fail(str(error))
                 await self.publisher.deliver(members)
-            asked = [member for member in members if member.session is not None]
+            asked = [member for member in members if member.is_up]
             sampled = await asyncio.gather(*map(self.sample, asked))
             for member, samples in zip(asked, sampled, strict=True):
                 if isinstance(samples, ServerError):
@@ -101,7 +102,7 @@ class Proof(RunPart):
         delivery = await self.publisher.transport.deliver(version, servers, compare=True)
         for member in members:
             checksum, answer = delivery.answers[member.server]
-            if isinstance(answer, ServerError) and meaning(answer.code).unharmed:
+            if isinstance(answer, ServerError) and answer.code in UNDECIDED:
                 self.warn(f"{member.url} can't say whether it holds version {version}: {answer}")
             else:
                 self.publisher.judge(member, checksum, answer, does="does not hold")

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from hocket.client.pool import Member
+from hocket.client.member import Member
 from hocket.common.tasks import run_in_thread, timed
 from hocket.data import tokenizer as tokenizers
 from hocket.data.text import turn_text
