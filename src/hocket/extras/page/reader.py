@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hocket.common.files import numbered
-from hocket.observe import plugin_files
 from hocket.observe.metrics import Alarms
 from hocket.observe.owner import LOCK
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, config_of, parsed, read_text, reading, rows_of
+from hocket.observe.run_folder import plugin_texts
 
 NUM_PHASES = 100  # newest ones that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
@@ -134,7 +134,7 @@ class RunReader:
         return self.news(-1) | {
             "name": self.folder.resolve().name,
             "config": read_text(self.folder / "config.yaml"),
-            "plugins": plugin_files.texts(self.folder),
+            "plugins": plugin_texts(self.folder),
             "rollouts": {kind: [*numbered(rollouts, f"{kind}_*.jsonl")] for kind in ("step", "eval")},
         }
 
