@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hocket.client.discover import find_servers
 from hocket.client.pool import Member, ServerPool
 from hocket.client.server import ServerClient
-from hocket.cluster.launch import Child, stop, visible_gpus
 from hocket.commands.sources import EachScorer, PromptSource, reward_calls
 from hocket.config import Config
 from hocket.data import model_folder
@@ -22,6 +21,7 @@ from hocket.data.mixture import MixedStream, unlike
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, ServerError, door
+from hocket.launch import Child, stop, visible_gpus
 from hocket.observe.console import SHORT, Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id

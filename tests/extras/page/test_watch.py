@@ -11,11 +11,11 @@ import httpx
 import pytest
 import uvicorn
 
-from hocket.cluster.launch import page_of, stop
 from hocket.config import ObserveConfig
 from hocket.extras.page import watch
 from hocket.extras.page.page import policy
 from hocket.extras.page.reader import RunReader
+from hocket.launch import page_of, stop
 from hocket.observe.owner import owning
 from hocket.observe.rows import lines_of
 from hocket.server.middleware import Guard
