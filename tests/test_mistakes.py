@@ -163,7 +163,6 @@ launch --dry-run sync.root=empty | runs/default must lie under sync.root=HERE/em
 launch --dry-run launch.share_gpu=true launch.servers=2 | launch.share_gpu is for one server; give several GPUs of
 quickstart fine.yaml run.dir=trained | trained holds a run of 3 steps already; choose another run.dir
 check model.max_length=800000000 | is beyond the 512 positions of model.path=sort; lower model.max_length to 512
-config model=3 trainer.deepspeed.bf16.enabled=true | can't set 'model.dtype': 'model' is not a section
 config checkpoint.best=eval/reward | checkpoint.best=eval/reward is no metric of this evaluation, which has eval/greedy
 config 'rewards.functions={exact_match: {clip: [1, 1]}}' | must be [lowest, highest], the first below the second
 launch --submit | --output and --submit need an --engine

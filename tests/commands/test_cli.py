@@ -225,7 +225,7 @@ def test_an_interrupted_run_says_once_how_to_go_on(
         patched.setattr("hocket.commands.cli.read_settings", Mock(side_effect=KeyboardInterrupt))
         assert main(["train"]) == 130
     assert capsys.readouterr().err == "interrupted\n"  # before there was anything to go on with
-    monkeypatch.setattr("hocket.cluster.launch.die_with_launcher", lambda: True)  # which says it
+    monkeypatch.setattr("hocket.launch.die_with_launcher", lambda: True)  # which says it
     assert main(["train"]) == 130
     assert capsys.readouterr().err == ""
 
@@ -252,7 +252,7 @@ def test_what_ends_a_run_after_a_checkpoint_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("hocket.commands.runs.train", run := ends(tmp_path, ended, written))
-    monkeypatch.setattr("hocket.cluster.launch.launch", run)
+    monkeypatch.setattr("hocket.launch.launch", run)
     check_advice(command, ended, told, tmp_path, capsys, monkeypatch)
 
 
@@ -303,7 +303,7 @@ def test_checkpoints_of_another_run_are_no_news_of_a_command_that_fails(
         raise ServerError("it is gone", code="unreachable")
 
     monkeypatch.setattr("hocket.server.main.serve", fails)  # beside a trainer, which goes on
-    monkeypatch.setattr("hocket.cluster.launch.launch", lambda *_: 1)  # in runs/quickstart-2
+    monkeypatch.setattr("hocket.launch.launch", lambda *_: 1)  # in runs/quickstart-2
     assert main(["serve", "run.dir=runs/quickstart"]) == main(["quickstart"]) == 1
     assert "checkpointed" not in capsys.readouterr().err
 

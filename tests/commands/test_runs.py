@@ -15,12 +15,12 @@ import pytest
 
 import hocket
 from hocket.client.server import ServerClient
-from hocket.cluster.launch import visible_gpus
 from hocket.commands import parts
 from hocket.commands import runs as commands
 from hocket.config import Config, load
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError, HocketError, RewardError, ServerError
+from hocket.launch import visible_gpus
 from hocket.protocol import GenerateRequest
 from hocket.rewards import reward
 from hocket.rewards.base import REWARDS, bind

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from hocket.common.tasks import event_loop, run, run_in_thread, starting
+from hocket.common.tasks import event_loop, run_in_thread, starting
+from support.programs import run_code
 
 
 async def test_a_cancelled_call_ends_once_its_thread_has() -> None:
@@ -61,26 +62,34 @@ async def test_a_coroutine_runs_inside_a_running_loop_too_and_an_interrupt_cance
     assert ended == [0, 30, 60]
 
 
-def test_what_does_not_end_is_left_behind_at_the_end_of_its_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.common.tasks.END_S", 0.05)
-    may_end = threading.Event()
+def test_no_task_or_thread_keeps_an_event_loop_or_a_process_from_ending() -> None:
+    code = """
+import asyncio, contextlib, time
+from hocket.common import tasks
+from hocket.common.processes import exit_with
 
-    async def stubborn() -> None:
-        while not may_end.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(600)
+tasks.END_S = 0.05
 
-    async def work() -> int:
-        tasks.append(asyncio.create_task(stubborn()))
-        threads.append(asyncio.create_task(asyncio.to_thread(may_end.wait)))
-        await asyncio.sleep(0)  # both begin
-        return 7
+async def stubborn():
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(3600)
 
-    tasks, threads = list[asyncio.Task[None]](), list[asyncio.Task[bool]]()
-    assert run(work()) == 7  # neither was waited for, or this would not end
-    may_end.set()
-    assert not tasks[0].done()
-    assert threads[0].cancelled()
+async def work():
+    stubborns.append(asyncio.create_task(stubborn()))
+    threads.append(asyncio.create_task(asyncio.to_thread(time.sleep, 3600)))
+    await asyncio.sleep(0)  # both begin
+    return 7
+
+def main(arguments):
+    print(tasks.run(work()), stubborns[0].done(), threads[0].cancelled())
+    return tasks.run(asyncio.sleep(0, 3))  # in another event loop
+
+stubborns, threads = [], []
+exit_with(main)
+"""
+    done = run_code(code)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "7 False True\n", "")
 
 
 def test_a_start_that_fails_leaves_the_search_for_garbage_on() -> None:

@@ -1,6 +1,5 @@
 """One YAML file, overrides, and answers that name the key."""
 
-import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -200,21 +199,7 @@ def test_an_option_is_what_yaml_1_2_says_in_a_file_or_on_the_command_line_and_re
         ("data.system_prompt=x data.chat_template=false", "data: system_prompt needs chat_template: true"),
         ("model.lora={} model.random_init=true", "with random_init there are none"),
         ("model.lora.quantize=nf4 trainer.offload_optimizer=true", "set stage 2"),
-        (
-            "trainer.deepspeed.scheduler.type=WarmupLR trainer.deepspeed.train_batch_size=64",
-            "set trainer.schedule and trainer.warmup_steps; trainer.deepspeed.train_batch_size can't be set, as hocket",
-        ),
-        (
-            "trainer.deepspeed.zero_optimization.stage=3 trainer.zero_stage=2",
-            "stage=3, but trainer.zero_stage=2: leave",
-        ),
-        ("trainer.deepspeed.optimizer.type=Lion", "optimizer can't be set, as hocket sets it: set trainer.learning"),
-        ("trainer.deepspeed.zero_optimization.offload_optimizer.device=nvme", "set trainer.offload_optimizer"),
-        ("trainer.deepspeed.zero_optimization.zenflow={}", "zero_optimization.zenflow is not passed on: leave it out"),
-        ("trainer.deepspeed.zero_optimization.overlap_com=true", "did you mean 'zero_optimization.overlap_comm'?"),
-        ("trainer.deepspeed=nowhere.json", "no JSON file of its settings can be read there: [Errno 2]"),
         ("checkpoint.best=eval/greedy data.source=a.jsonl", "checkpoint.best needs held-out rows: set eval.data"),
-        ("trainer.deepspeed=[1]", "trainer.deepspeed: must be a mapping of key: value"),
         ("algorithm.preset=ppo critic.warmup_steps=10 trainer.steps=10", "leaves no step of trainer.steps=10"),
         ("trainer.offload_optimizer=true trainer.zero_stage=0", "offload_optimizer needs zero_stage"),
         ("launch.share_gpu=true pipeline.max_staleness=1", "needs pipeline.max_staleness=0"),
@@ -308,38 +293,6 @@ def test_versions_are_published_under_the_parent_of_the_run_folder_symlinks_reso
     (tmp_path / "real" / "a").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real" / "a")
     assert config.load(None, [f"run.dir={tmp_path}/link"]).sync_root == tmp_path / "real"
-
-
-def test_what_a_file_of_deepspeed_sets_that_hocket_has_under_another_name_is_taken_over(tmp_path: Path) -> None:
-    # As transformers documents it for ZeRO-3 with offload, with numbers in place of some "auto".
-    path = tmp_path / "ds_config.json"
-    values = {
-        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "min_loss_scale": 1},
-        "bf16": {"enabled": True},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 3e-6, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0.1},
-        },
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "overlap_comm": True,
-            "stage3_max_live_parameters": 1e9,
-        },
-        "wall_clock_breakdown": True,
-        "gradient_clipping": 0.5,
-        "train_batch_size": "auto",
-    }
-    path.write_text(json.dumps(values))
-    found = config.load(None, [f"trainer.deepspeed={path}"])
-    assert found.model.dtype == "bfloat16"
-    expected = {"learning_rate": 3e-6, "betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 0.5}
-    expected |= {"zero_stage": 3, "offload_optimizer": True}
-    zero = {"overlap_comm": True, "stage3_max_live_parameters": 1e9}
-    expected["deepspeed"] = {"zero_optimization": zero, "wall_clock_breakdown": True}
-    assert {key: getattr(found.trainer, key) for key in expected} == expected
-    assert config.load(None, {f"trainer.{key}": value for key, value in expected.items()}).trainer == found.trainer
-    assert config.load(None, ["trainer.deepspeed.zero_optimization={}"]).trainer.deepspeed == {}
 
 
 def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> None:

@@ -1,13 +1,21 @@
-"""What a chat template shows: the end of a turn, system messages, tools and what they return."""
+"""What a chat template shows: the end of a turn, system messages, tools and what they return, and the run's day."""
 
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers.utils.chat_template_utils as templates
 
+from hocket import config as config_module
 from hocket.config import DataConfig
 from hocket.data import template
 from hocket.data.renderer import Renderer
 from hocket.errors import DataError
+from hocket.trainer import checkpoints
+from hocket.trainer.checkpoints import Checkpoints
+from support.engines import make_tokenizer
 from support.tokenizers import STOCK, TEMPLATES, of_tags
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
@@ -15,6 +23,9 @@ LAST = "<|im_start|>{{ messages[-1].content }}<|im_end|>"
 IN_PARTS = "{% for m in messages %}{{ m.content[0].text }}<|im_end|>{% endfor %}"
 NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
 ONLY_USERS = "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+EVENING = datetime.fromisoformat("2026-11-28T23:50:00+00:00")
+MORNING = datetime.fromisoformat("2026-11-29T08:10:00+00:00")
+Set = Callable[[datetime], None]
 
 
 @pytest.mark.parametrize(
@@ -62,3 +73,51 @@ def test_a_template_that_has_no_place_for_a_system_message_is_refused_where_ther
         renderer.render([template.SYSTEM, template.ASKED])
     assert "?" in renderer.render([template.ASKED])
     assert "Be brief." in make(TEMPLATES["Qwen3"], system_prompt="Be brief.").asked("?")[0]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Set:
+    """Sets the time that hocket and transformers see; a new process has a day of its own."""
+
+    def at(now: datetime) -> None:
+        fixed = type("Fixed", (datetime,), {"now": classmethod(lambda *_: now)})
+        monkeypatch.setattr(template, "datetime", fixed)
+        monkeypatch.setattr(templates, "datetime", fixed)
+        started = template.Day()
+        for module in ("hocket.data.renderer", "hocket.trainer.checkpoints"):
+            monkeypatch.setattr(f"{module}.DAY", started)
+
+    return at
+
+
+def with_day(form: str = "%d %b %Y") -> str:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('" + form + "') }};{% for m in messages %}{{ m.content }}{% endfor %}"
+    return Renderer(DataConfig(source="rows.jsonl"), tokenizer, ()).render([{"role": "user", "content": "a"}])
+
+
+class Nothing:
+    """A trainer, or a part of a run, without a state."""
+
+    def state(self, sink: Callable[[Mapping[str, Any]], None] | None = None) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("form", ["%d %b %Y", "%F", "%B %d, %Y"])  # Llama 3.2, gpt-oss, Granite
+def test_a_resumed_run_renders_the_day_on_which_it_began_and_another_one_its_own(
+    form: str, tmp_path: Path, clock: Set
+) -> None:
+    config = config_module.load(None, [f"run.dir={tmp_path}/run", "trainer.steps=1", "checkpoint.resume=true"])
+    other = config_module.load(None, [f"run.dir={tmp_path}/other"])
+    clock(EVENING)
+    assert checkpoints.find(config, lambda line: None) is None
+    assert with_day(form) == f"{EVENING.strftime(form)};a"
+    with Checkpoints(config, Nothing().state, {}) as kept:
+        kept.copy(1, last=True)
+        kept.complete(1, {})
+    clock(MORNING)
+    assert with_day(form) == f"{MORNING.strftime(form)};a"
+    assert checkpoints.find(config, lambda line: None) is not None
+    assert with_day(form) == f"{EVENING.strftime(form)};a"
+    checkpoints.find(other, lambda line: None)  # in the same process
+    assert with_day(form) == f"{MORNING.strftime(form)};a"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from hocket.cluster.launch import visible_gpus
+from hocket.launch import visible_gpus
 from hocket.protocol.manifest import tensor_checksum
 from hocket.server import worker
 from support.processes import ROOT, START_S, Process, free_port

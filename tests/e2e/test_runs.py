@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from hocket.cluster.launch import what_next
+from hocket.launch import what_next
 from support.processes import FORKS, ROOT, START_S, Command, Process, Run, Server, free_port, is_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

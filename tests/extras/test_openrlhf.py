@@ -10,10 +10,10 @@ import pytest
 
 from hocket.client.batcher import Turn
 from hocket.client.pool import ServerPool
-from hocket.common import openrlhf
 from hocket.common.registry import load_plugins
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
+from hocket.extras import openrlhf
 from hocket.observe.metrics import rollout_metrics
 from hocket.observe.rows import rollout_of, row_of
 from hocket.protocol import Completion, ToolCall
@@ -24,6 +24,7 @@ from support.batches import SAMPLING
 from support.episodes import END, FakeEngine, limits, renderer, seat, user
 from support.processes import ROOT
 
+BASES = "AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor"
 EXAMPLES = ROOT / "examples" / "agents"
 NUMBERED = """
 import numpy
@@ -67,6 +68,29 @@ async def played(engine: FakeEngine, name: str, answer: str = "12", **options: A
     bounds = limits(max_turns=8, max_length=400, timeout_s=20.0)
     place = dataclasses.replace(seat(), sampling=SAMPLING.model_copy(update={"max_tokens": 20}))
     return await player(bind(name, options), ServerPool([]), engine.ask, renderer(), bounds)(prompt, place)
+
+
+@pytest.mark.parametrize("bases", BASES.split(", "))
+def test_each_class_that_such_files_inherit_from_is_there(
+    bases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, openrlhf.BASES, raising=False)
+    (tmp_path / "own.py").write_text(f"from openrlhf.utils.agent import {bases}\nclass Own({bases}): ...\n")
+    assert load_plugins([str(tmp_path / "own.py")])
+
+
+def test_other_modules_of_the_package_are_missing_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, openrlhf.BASES, raising=False)
+    (tmp_path / "other.py").write_text("from openrlhf.models import Actor\n")
+    with pytest.raises(ConfigError, match="No module named 'openrlhf'"):
+        load_plugins([str(tmp_path / "other.py")])
+
+
+def test_nothing_stands_in_where_the_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, openrlhf.BASES, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    openrlhf.provide_bases()
+    assert openrlhf.BASES not in sys.modules
 
 
 def test_the_example_of_a_file_for_openrlhf_can_be_a_plugin_before_an_environment_is_made_of_it(

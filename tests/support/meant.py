@@ -111,14 +111,14 @@ MEANT = (
         "entropy outside the mask reaches what a function may take",
     ),
     Row(
-        "algorithm/ratios.py",
+        "algorithm/losses.py",
         "policy-kl",
         "k3(-log_policy_bt)",
         "k3(log_policy_bt)",
         "the divergence of the policies the other way around",
     ),
     Row(
-        "algorithm/ratios.py",
+        "algorithm/losses.py",
         "capped",
         '(weight_bt != importance_bt) & (config.correction != "none")',
         "weight_bt != importance_bt",

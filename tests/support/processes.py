@@ -124,7 +124,7 @@ def _run(command: list[str], log: str, variables: dict[str, str], fork_server: s
 
 def _fork_children() -> None:
     """Have a launch in this process fork its servers and ranks."""
-    from hocket.cluster import launch
+    from hocket import launch
     from hocket.commands import parts
 
     real = launch.Child

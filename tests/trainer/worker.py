@@ -43,8 +43,8 @@ SETTINGS = (
     "trainer.steps=6",
     "trainer.max_grad_norm=0.3",
     "trainer.micro_batch_tokens=40",
-    "trainer.deepspeed.zero_optimization.stage3_param_persistence_threshold=0",  # small ones are spread, too
 )
+ZERO = "trainer.deepspeed.zero_optimization."
 
 
 # Ways to take the same steps in float32; every name says what is not as in SETTINGS.
@@ -79,7 +79,17 @@ def make_samples(step: int) -> list[TrainSample]:
 def make_config(model: str, *settings: str) -> config_module.Config:
     # No server is asked here; the ranks' own deadline must be the longest.
     waits = ["server.start_timeout_s=5", "rollout.timeout_s=5", "sync.timeout_s=4"]
-    return config_module.load(None, [*SETTINGS, *waits, f"model.path={model}", *settings])
+    zero = {"stage3_param_persistence_threshold": 0}  # small ones are spread, too
+    others = []
+    for setting in settings:  # as the reader of DeepSpeed's settings is an extra
+        name, _, value = setting.partition("=")
+        if name.startswith(ZERO):
+            zero[name.removeprefix(ZERO)] = json.loads(value)
+        else:
+            others.append(setting)
+    config = config_module.load(None, [*SETTINGS, *waits, f"model.path={model}", *others])
+    trainer = config.trainer.model_copy(update={"deepspeed": {"zero_optimization": zero}})
+    return config.model_copy(update={"trainer": trainer})
 
 
 def led(

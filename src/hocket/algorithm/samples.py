@@ -15,7 +15,7 @@ from torch import Tensor
 from hocket.algorithm.advantages import checked, group_advantages
 from hocket.algorithm.choices import choose
 from hocket.algorithm.credit import Turns, advantages, in_order, turns_of
-from hocket.algorithm.ratios import masked_log_ratio
+from hocket.algorithm.losses import masked_log_ratio
 from hocket.config import AdaptiveKl, AlgorithmConfig
 from hocket.data.stream import Outcome
 from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample, TurnReward

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 import hocket
 from hocket import config as config_module
-from hocket.cluster import launch
+from hocket import launch
 from hocket.commands.command import COMMANDS, DRY_RUN, SETTINGS, Command, Option, command, option
 from hocket.common import shell
 from hocket.common.files import make_unused

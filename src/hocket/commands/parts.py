@@ -15,7 +15,6 @@ from hocket.client.member import Member
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient
 from hocket.client.take_over import claim
-from hocket.cluster.launch import Child, stop, visible_gpus
 from hocket.commands.sources import EachScorer, PromptSource, reward_calls
 from hocket.config import Config
 from hocket.data import model_folder
@@ -24,6 +23,7 @@ from hocket.data.mixture import MixedStream, unlike
 from hocket.data.prompt_list import Prompts
 from hocket.data.stream import PromptStream
 from hocket.errors import ConfigError, ServerError, door
+from hocket.launch import Child, stop, visible_gpus
 from hocket.observe.console import SHORT, Console
 from hocket.observe.run_folder import trainer_id
 from hocket.protocol import Health

@@ -16,7 +16,6 @@ from hocket import run_part
 from hocket.algorithm import choices
 from hocket.client.pool import ServerPool
 from hocket.client.server import ServerClient, prompt_input
-from hocket.cluster.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.commands.parts import NO_ROWS, Parts, Servers
 from hocket.common import machine, tasks
 from hocket.common.files import kind_of
@@ -25,6 +24,7 @@ from hocket.config import Config, read_settings
 from hocket.data.columns import columns_of, sample_of
 from hocket.data.sources import read_rows
 from hocket.errors import ConfigError, DataError, RewardError, SyncError, door
+from hocket.launch import free_port, page_of, refuse_missing, stop, visible_gpus
 from hocket.observe import loggers
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning

@@ -25,6 +25,8 @@ PARENT_VARIABLE = "HOCKET_PARENT_PID"  # of a process of hocket that another sta
 PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, of what is no secret
 SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password
+ABANDONED: list[object] = []
+"""What can't be ended, such as event loops whose tasks ignore that they are cancelled: a command exits without it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -44,6 +46,9 @@ def exit_with(main: Callable[[list[str]], int]) -> None:
         status = 1
     # Quickstart may interrupt a command that is ending: libraries' exit handlers would print tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if ABANDONED:
+        sys.stderr.flush()
+        os._exit(status)  # or Python would throw GeneratorExit into the code of tasks
     ending = threading.Timer(EXIT_S, os._exit, [status])
     ending.daemon = True  # it counts only while Python waits for threads that hang
     ending.start()

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
-from hocket.common.openrlhf import stand_in
 from hocket.errors import ConfigError, HocketError
 
 T = TypeVar("T")
@@ -239,6 +238,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+STAND_INS: Registry[Callable[[], None]] = Registry("stand-in", openrlhf="hocket.extras.openrlhf")
+"""Functions by the package whose modules each has plugins import where it is not installed."""
+stand_in = STAND_INS.register
+
+
 class Plugin(NamedTuple):
     path: str  # as the config has it
     sha256: str
@@ -273,8 +277,10 @@ def load_plugin(path: str) -> ModuleType:
     name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in _PLUGINS:
         return sys.modules[name]
-    stand_in()  # for what files written for OpenRLHF import
     loader = _PluginLoader(name, file)
+    for package in STAND_INS.names:
+        if package.encode() in loader.content:
+            STAND_INS.get(package)()
     spec: Any = importlib.util.spec_from_file_location(name, file, loader=loader)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:

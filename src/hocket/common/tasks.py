@@ -1,7 +1,6 @@
 """Run coroutines, threads and tasks; measure their time, derive their seeds. Standard library only."""
 
 import asyncio
-import ctypes
 import gc
 import hashlib
 import threading
@@ -11,6 +10,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from hocket.common.processes import ABANDONED
 
 LOOK_S = 0.5  # between looks for a signal
 END_S = 30.0  # that tasks may take to end with their event loop
@@ -50,28 +51,21 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _close(runner: asyncio.Runner) -> None:
-    """Cancel the tasks of an event loop; leave behind those that do not end, and its threads."""
-    with runner:
-        loop = runner.get_loop()
-        loop.set_default_executor(ThreadPoolExecutor())
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        try:
-            if tasks:
-                runner.run(asyncio.wait(tasks, timeout=END_S))
-        finally:
-            for task in tasks:
-                leave_behind(task)
-
-
-def leave_behind(task: asyncio.Task[Any]) -> None:
-    """Have the event loop not wait for a task at its end."""
-    task.add_done_callback(retrieve)
-    if not task.done():
-        asyncio._unregister_task(task)
-        # Freeing it would throw GeneratorExit into its code.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+    """Cancel the tasks of an event loop and close it; abandon one whose tasks do not end, and threads."""
+    loop = runner.get_loop()
+    loop.set_default_executor(ThreadPoolExecutor())
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.add_done_callback(retrieve)
+        task.cancel()
+    try:
+        if tasks:
+            runner.run(asyncio.wait(tasks, timeout=END_S))
+    finally:
+        if all(task.done() for task in tasks):
+            runner.close()
+        else:  # closing it would wait for them for ever
+            ABANDONED.append(runner)
 
 
 def _run_in(thread: ThreadPoolExecutor, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from hocket.common import markdown
-from hocket.config.sections import Chosen, Range, Section, UserPath
+from hocket.config.sections import Chosen, Range, Section, UserPath, markdown_table
 
 
 class AdaptiveKl(Section):
@@ -219,4 +218,4 @@ def preset_table() -> str:
         source = f"[{preset.source}](https://arxiv.org/abs/{preset.source})" if is_paper else preset.source
         cells = (str(knobs[column]).replace("'", "") for column in columns)
         rows.append((name, *cells, preset.remark, source))
-    return markdown.table(("preset", *columns, "besides", "source"), rows)
+    return markdown_table(("preset", *columns, "besides", "source"), rows)

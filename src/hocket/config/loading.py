@@ -12,11 +12,9 @@ import pydantic_core
 import yaml
 from pydantic.fields import FieldInfo
 
-from hocket.common import markdown
 from hocket.common.files import kind_of
-from hocket.common.registry import explain
-from hocket.config.names import name_here, names_table
-from hocket.config.sections import Section, UserPath, leaves, put
+from hocket.common.registry import Registry, explain
+from hocket.config.sections import Section, UserPath, leaves, markdown_table, put
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 
@@ -29,6 +27,10 @@ PLAIN = {  # what is no text without quotes in YAML 1.2; in 1.1, PyYAML's, 1e-6 
     "float": r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
     "merge": "<<",
 }
+
+OTHER_NAMES: Registry[Mapping[str, str]] = Registry("table of names", elsewhere="hocket.extras.elsewhere")
+"""Tables: setting of hocket → what others call it, names with spaces between; of a dotted key, its last words."""
+other_names = OTHER_NAMES.register
 
 
 class _Loader(yaml.SafeLoader):
@@ -110,7 +112,7 @@ def reference() -> str:
         for key, field in _fields()
         if field.description and not key.startswith(_AS_ELSEWHERE)
     )
-    settings = markdown.table(("key", "default", "what it does"), rows)
+    settings = markdown_table(("key", "default", "what it does"), rows)
     return f"{settings}\n\n{names_table()}"
 
 
@@ -200,3 +202,22 @@ def _hint(key: str) -> str:
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     return "`python run.py config --reference` lists all"
+
+
+def name_here(key: str) -> str | None:
+    """Return the setting of hocket for a key that ends with another program's name; None for no such name."""
+    here = {name: setting for setting, names in _rows() for name in names.split()}
+    words = key.split(".")
+    ends = [".".join(words[i:]) for i in range(len(words))]
+    return next((here[end] for end in ends if end in here), None)
+
+
+def names_table() -> str:
+    """Return the tables of names as one of Markdown."""
+    rows = ((setting, f"`{names.replace(' ', '`, `')}`") for setting, names in _rows())
+    return markdown_table(("here", "in TRL, OpenRLHF or verl"), rows)
+
+
+def _rows() -> Iterator[tuple[str, str]]:
+    for table in OTHER_NAMES.each():
+        yield from table.items()

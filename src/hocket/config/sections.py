@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -86,6 +86,12 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
+
+
+def markdown_table(header: tuple[str, ...], rows: Iterable[Iterable[object]]) -> str:
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, *rows)]
+    lines.insert(1, "|---" * len(header) + "|")
+    return "\n".join(lines)
 
 
 class RunConfig(Section):

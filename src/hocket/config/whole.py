@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,11 +11,17 @@ import pydantic
 
 from hocket.common.machine import is_here, url_of
 from hocket.common.redaction import secret
+from hocket.common.registry import Registry
 from hocket.config import deployment, sections, tasks
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
-from hocket.config.deepspeed import adopt
 from hocket.config.sections import Section
 from hocket.errors import ConfigError
+
+SETTING_READERS: Registry[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = Registry(
+    "reader of settings", deepspeed="hocket.extras.ds_config"
+)
+"""Readers of another program's settings: each takes a config's values, and returns them with these as hocket's."""
+setting_reader = SETTING_READERS.register
 
 
 class Config(Section):
@@ -44,8 +50,11 @@ class Config(Section):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _adopt(cls, values: Any) -> Any:
-        return adopt(values) if isinstance(values, Mapping) else values
+    def _read_deepspeed(cls, values: Any) -> Any:
+        trainer = values.get("trainer") if isinstance(values, Mapping) else None
+        if isinstance(trainer, Mapping) and trainer.get("deepspeed"):
+            return SETTING_READERS.get("deepspeed", "trainer.deepspeed: ")(values)
+        return values
 
     def refuse(self) -> None:
         trainer = self.trainer

@@ -12,10 +12,10 @@ from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.columns import check_characters, columns_of
-from hocket.data.day import DAY
 from hocket.data.prompt_list import Prompts
 from hocket.data.renderer import RENDERERS, Renderer, Tools
 from hocket.data.sources import identity, read_rows
+from hocket.data.template import DAY
 from hocket.errors import DataError
 from hocket.types import Prompt
 

@@ -13,8 +13,7 @@ from typing import Any
 from hocket.common.registry import Registry
 from hocket.config import DataConfig
 from hocket.data.columns import answer_of, checked, column, unmarked
-from hocket.data.day import DAY
-from hocket.data.template import ASKED, PROBE, SYSTEM, TURN, shows
+from hocket.data.template import ASKED, DAY, PROBE, SYSTEM, TURN, shows
 from hocket.errors import DataError
 from hocket.types import Image, Message, text_of
 

@@ -1,7 +1,8 @@
-"""What a chat template shows, found by rendering messages that are made up."""
+"""What a chat template shows, found by rendering messages that are made up, and the day that it may write."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 PROBE = "hocket-0123456789"  # the content of a made-up message
@@ -52,3 +53,28 @@ def _behind(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
 def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """Write a message as templates of models that take images want it."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+class Day:
+    """The day that prompts show: that on which the run began, also where it goes on later, in another process."""
+
+    def __init__(self) -> None:
+        self._began = datetime.now().astimezone()
+
+    def begin(self) -> None:
+        self._began = datetime.now().astimezone()
+
+    def go_on(self, day: str) -> None:
+        """Take the day of a checkpoint, "" if that was written before days were kept."""
+        if day:
+            self._began = datetime.fromisoformat(day)
+
+    def __str__(self) -> str:
+        return self._began.isoformat(timespec="seconds")
+
+    def strftime(self, form: str) -> str:
+        """Return the day as text; chat templates call this as `strftime_now`."""
+        return self._began.strftime(form)
+
+
+DAY = Day()

@@ -1,6 +1,6 @@
 """Say what the settings of TRL, OpenRLHF and verl are called here."""
 
-from hocket.config.names import other_names
+from hocket.config.loading import other_names
 
 NAMES_ELSEWHERE = {  # here → there: last words of a dotted key
     "model.path": "model_name_or_path model_name pretrain actor_rollout_ref.model.path",

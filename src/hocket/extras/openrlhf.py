@@ -2,16 +2,35 @@
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
 
-from hocket.common.registry import load_plugin
+from hocket.common.registry import load_plugin, stand_in
 from hocket.envs.base import Action, Environment, Observation, Step, environment, invoke
 from hocket.types import Prompt
+
+BASES = "openrlhf.utils.agent"
+
+
+class Base:
+    """An agent that begins with the prompt as it is: the class of OpenRLHF that files inherit from."""
+
+    async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return states
+
+
+@stand_in("openrlhf")
+def provide_bases() -> None:
+    """Let files import OpenRLHF's base classes where it is not installed."""
+    if BASES not in sys.modules and importlib.util.find_spec("openrlhf") is None:
+        made = ModuleType(BASES)
+        made.__dict__.update(AgentInstanceBase=Base, MultiTurnAgentExecutor=Base, AgentExecutorBase=Base)
+        sys.modules[BASES] = made
 
 
 @environment("step")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from typing import NamedTuple
 
-from hocket.common import markdown
 from hocket.common.registry import Registry
+from hocket.config.sections import markdown_table
 from hocket.types import Group
 
 PHASES = ("generate", "reward", "turn", "check", "measure", "train", "sync", "eval")
@@ -373,4 +373,4 @@ def reference() -> str:
         bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", low), ("≤", high)) if bound is not None]
         healthy = " ".join([*bounds, *([change] if change else [])])
         rows.append((f"`{name}`", meaning.replace("|", "\\|"), healthy, advice))
-    return markdown.table(("metric", "what it is", "healthy", "otherwise"), rows)
+    return markdown_table(("metric", "what it is", "healthy", "otherwise"), rows)

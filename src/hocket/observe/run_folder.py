@@ -15,10 +15,10 @@ from typing import Any
 
 from hocket import config as config_module
 from hocket.common.files import flush, write_atomically
-from hocket.common.registry import Registry, load_plugins
+from hocket.common.registry import Plugin, Registry, load_plugins
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
-from hocket.observe import loggers, plugin_files
+from hocket.observe import loggers
 from hocket.observe.rows import (
     GROWING,
     LEDGER,
@@ -32,6 +32,8 @@ from hocket.observe.rows import (
 )
 from hocket.types import Group
 
+PLUGINS = "plugins.json"
+COPIES = "plugins"  # folder
 REPORTS: Registry[Callable[[Path], None]] = Registry("report", page="hocket.extras.page.page")
 report = REPORTS.register
 """Decorator of a function that writes a report of a run into its folder, when the run has ended or failed.
@@ -61,7 +63,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         for name in GROWING:
             (self.path / name).touch()
         self.history = list[dict[str, Any]]()  # one record per finished step
-        self.changed_plugins = plugin_files.keep(self.path, load_plugins(config.plugins))  # since the run before
+        self.changed_plugins = keep_plugins(self.path, load_plugins(config.plugins))  # since the run before
 
     def __exit__(self, failed: object, *exc_info: object) -> None:
         """Write the report of a run that fails, too."""
@@ -102,7 +104,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
             "seed": self._seed,
             "final_version": final_version,
-            "plugins": plugin_files.kept(self.path),
+            "plugins": kept_plugins(self.path),
         }
         for one in more:
             values |= one
@@ -141,6 +143,39 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             made = re.fullmatch(r"(?:step|eval)_(\d+)\.jsonl", file.name)  # another file is the user's
             if made and int(made[1]) > state["step"]:
                 file.unlink()
+
+
+def keep_plugins(run_dir: Path, plugins: Sequence[Plugin]) -> list[str]:
+    """Write plugins.json and a copy of each file under `plugins`; return a sentence for each that has changed.
+
+    config.yaml names their functions, these say what they are.
+    """
+    before = {row["path"]: row for row in kept_plugins(run_dir)}
+    rows = []
+    changes = []
+    for plugin in plugins:
+        copy = f"{COPIES}/{Path(plugin.path).stem}-{plugin.sha256[:8]}.py"
+        (run_dir / COPIES).mkdir(exist_ok=True)
+        write_atomically(run_dir / copy, plugin.text)
+        registers = list(plugin.registers)
+        rows.append({"path": plugin.path, "sha256": plugin.sha256, "registers": registers, "copy": copy})
+        old = before.get(plugin.path, rows[-1])
+        if old["sha256"] != plugin.sha256:
+            hashes = f"was {old['sha256'][:8]} and is {plugin.sha256[:8]}"
+            changes.append(f"plugin {plugin.path} {hashes}; the one before: {run_dir / old['copy']}")
+    if rows != list(before.values()):
+        write_atomically(run_dir / PLUGINS, json.dumps(rows, indent=1) + "\n")
+    return changes
+
+
+def kept_plugins(run_dir: Path) -> list[dict[str, Any]]:
+    with reading(run_dir / PLUGINS):
+        rows = json.loads(read_text(run_dir / PLUGINS) or "[]")
+        return [{key: row[key] for key in ("path", "sha256", "registers", "copy")} for row in rows]
+
+
+def plugin_texts(run_dir: Path) -> list[dict[str, Any]]:
+    return [{**row, "text": (run_dir / row["copy"]).read_text(encoding="utf-8")} for row in kept_plugins(run_dir)]
 
 
 def trainer_id(run_dir: Path) -> str:

@@ -19,7 +19,7 @@ from hocket.common.files import complete_folder, numbered, partial_of, remove_fo
 from hocket.common.processes import first
 from hocket.common.tasks import note
 from hocket.config import Config
-from hocket.data.day import DAY
+from hocket.data.template import DAY
 from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.observe.rows import DAMAGED, GROWING, METRICS, read_lines, reading
 from hocket.protocol import TensorSpec, manifest

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.observe.test_plugin_files import ONE
-from tests.observe.test_run_folder import settings
+from tests.observe.test_run_folder import ONE, settings
 
 from hocket.config import load
 from hocket.errors import ConfigError, DataError

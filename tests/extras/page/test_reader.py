@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hocket.extras.page.reader import RunReader
+from hocket.observe.owner import LOCK, owning
 from support.records import write_rows
 
 
@@ -64,14 +65,15 @@ def test_the_newest_phases_and_what_became_of_each_server_are_known(tmp_path: Pa
     assert news["servers"]["http://a"]["up"]
 
 
-def test_a_run_is_running_as_long_as_its_owner_gives_signs_of_life_and_finished_with_its_summary(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_running_as_long_as_it_has_an_owner_and_finished_with_its_summary(tmp_path: Path) -> None:
     run = RunReader(tmp_path)
     assert run.news(0)["state"] == "stopped"
-    (tmp_path / "owner.json").touch()
-    assert run.news(0)["state"] == "running"
-    (tmp_path / "summary.json").write_text("{}" + "\n")
-    assert run.news(0)["state"] == "running"  # an empty one is none
+    (tmp_path / LOCK).touch()  # as a killed run leaves it
+    assert run.news(0)["state"] == "stopped"
+    with owning(tmp_path, print, wait=False):
+        assert run.news(0)["state"] == "running"
+        (tmp_path / "summary.json").write_text("{}" + "\n")
+        assert run.news(0)["state"] == "running"  # an empty one is none
+    assert run.news(0)["state"] == "stopped"
     (tmp_path / "summary.json").write_text('{"steps": 3}')
     assert run.news(0)["state"] == "finished"

@@ -11,11 +11,12 @@ import httpx
 import pytest
 import uvicorn
 
-from hocket.cluster.launch import page_of, stop
 from hocket.config import ObserveConfig
 from hocket.extras.page import watch
 from hocket.extras.page.page import policy
 from hocket.extras.page.reader import RunReader
+from hocket.launch import page_of, stop
+from hocket.observe.owner import owning
 from hocket.observe.rows import lines_of
 from hocket.server.middleware import Guard
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
@@ -160,8 +161,7 @@ def tab() -> Iterator[Browser]:
 
 
 def test_curves_move_alarms_appear_and_rollouts_are_found_without_a_reload(tab: Browser, tmp_path: Path) -> None:
-    (tmp_path / "owner.json").touch()
-    with serving(tmp_path) as url:
+    with owning(tmp_path, print, wait=False), serving(tmp_path) as url:
         tab.open(url)
         tab.wait("document.querySelector('header')?.innerText.includes('running')")
         tab.run("window.stays = true")

@@ -15,7 +15,7 @@ from typing import Any
 
 from hocket.client.member import Member
 from hocket.client.pool import MAX_LOSSES, ServerPool
-from hocket.common.tasks import leave_behind, seed_of
+from hocket.common.tasks import retrieve, seed_of
 from hocket.data.renderer import opening_of
 from hocket.envs import Observation
 from hocket.errors import ServerError
@@ -29,6 +29,7 @@ from hocket.types import Image, Message, Prompt, Rollout, TurnReward
 OPENING_TOKENS = 16  # at a prompt's end that hold the opening of a thought
 GRACE_S = 60.0  # that a session outlives its agent's deadline
 CANCEL_S = 5.0  # that a cancelled agent may take to end
+_ABANDONED = set["asyncio.Task[Any]"]()  # asyncio itself keeps no task from being collected as garbage
 UNASKED = AgentRecord(calls=(), cut_off=False)
 
 
@@ -191,10 +192,13 @@ async def _contained(agent: Playable, task: Task) -> tuple[float | str | None, s
 
 
 async def _cancel(running: "asyncio.Task[Any]") -> bool:
-    """Cancel a task and return whether it has ended; else abandon it."""
+    """Cancel a task and return whether it has ended; else abandon it until the end of the event loop."""
+    running.add_done_callback(retrieve)
     running.cancel()
     await asyncio.wait([running], timeout=CANCEL_S)
-    leave_behind(running)
+    if not running.done():
+        _ABANDONED.add(running)
+        running.add_done_callback(_ABANDONED.discard)
     return running.done()
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jinja2
 
-from hocket.cluster.launch import ENGINES
 from hocket.config import read_settings, to_yaml
 from hocket.errors import ConfigError
+from hocket.launch import ENGINES
 from hocket.protocol import CURABLE
 
 SUBMIT = {  # command lines, in the folder of the files

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from hocket.common import markdown
+from hocket.config.sections import markdown_table
 from hocket.observe.loggers import COLUMNS, Table, logger
 
 
@@ -39,7 +39,7 @@ class TensorBoard:
 
     def table(self, step: int, name: str, rows: Table) -> None:
         cells = ([_verbatim(str(cell)) for cell in row] for row in rows)
-        self._from(step).add_text(name, markdown.table(COLUMNS, cells), step)
+        self._from(step).add_text(name, markdown_table(COLUMNS, cells), step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         step = int(values["steps"])

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from hocket import config as config_module
-from hocket.cluster import launch
+from hocket import launch
 from hocket.commands.command import command, option, run_of
 
 

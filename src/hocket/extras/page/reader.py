@@ -1,24 +1,23 @@
 """Read a run folder, of this process or another, while it grows: metrics, alarms, servers, phases, rollouts."""
 
+import fcntl
 import functools
 import json
 import math
 import re
-import time
 from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from hocket.common.files import numbered
-from hocket.observe import plugin_files
 from hocket.observe.metrics import Alarms
-from hocket.observe.owner import SILENCE_S
+from hocket.observe.owner import LOCK
 from hocket.observe.rows import METRICS, TIMELINE, TRAINED, config_of, parsed, read_text, reading, rows_of
+from hocket.observe.run_folder import plugin_texts
 
 NUM_PHASES = 100  # newest ones that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
@@ -135,7 +134,7 @@ class RunReader:
         return self.news(-1) | {
             "name": self.folder.resolve().name,
             "config": read_text(self.folder / "config.yaml"),
-            "plugins": plugin_files.texts(self.folder),
+            "plugins": plugin_texts(self.folder),
             "rollouts": {kind: [*numbered(rollouts, f"{kind}_*.jsonl")] for kind in ("step", "eval")},
         }
 
@@ -143,10 +142,7 @@ class RunReader:
         """Return what a page shows of the run as a whole, and the curves after `step`."""
         with reading(self.folder / "summary.json"):
             summary = json.loads(read_text(self.folder / "summary.json") or "null")
-        state = "stopped"
-        with suppress(FileNotFoundError):
-            if time.time() - (self.folder / "owner.json").stat().st_mtime < SILENCE_S:  # by this machine's clock
-                state = "running"
+        state = "running" if _has_owner(self.folder) else "stopped"
         return {
             "state": "finished" if summary else state,
             "summary": summary,
@@ -160,6 +156,18 @@ class RunReader:
         """Return each metric after a step."""
         begin = bisect_right(self._columns["step"], step)
         return {name: [*map(_rounded, column[begin:])] for name, column in self._columns.items()}
+
+
+def _has_owner(run_dir: Path) -> bool:
+    """Say whether a process owns a run folder, also where this one may only read it."""
+    try:
+        with (run_dir / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is locked, or there are no locks on this disk, where the file itself is the sign
+        return True
+    return False
 
 
 def _rounded(value: float) -> float | None:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 from hocket.algorithm import choices
-from hocket.cluster.launch import Placement, place, visible_gpus
 from hocket.common import environment, machine
 from hocket.common.registry import load_plugins
 from hocket.config import Config, read_settings
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.errors import ConfigError
+from hocket.launch import Placement, place, visible_gpus
 from hocket.trainer import choices as trainer_choices
 from hocket.trainer import flops, memory
 from hocket.trainer.engine import default_zero_stage

@@ -7,6 +7,7 @@ from typing import Any
 
 from hocket.common.registry import refuse_owned
 from hocket.config.sections import leaves, put
+from hocket.config.whole import setting_reader
 
 _OWNED = {
     "train_batch_size": "rollout.prompts_per_step and rollout.group_size",
@@ -66,6 +67,7 @@ _MEANT: dict[str, dict[str, Any]] = {  # what a value means here; {}: it needs n
 _STAGE_3 = f"{_ZERO}stage3_"  # what begins so is passed on, too
 
 
+@setting_reader("deepspeed")
 def adopt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config whose `trainer.deepspeed` has only what is passed on; the rest of it becomes settings.
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from hocket import config
-from hocket.cluster import launch
-from hocket.cluster.launch import Child
+from hocket import config, launch
 from hocket.common.files import make_unused, unused
 from hocket.errors import ConfigError, ServerError
+from hocket.launch import Child
 from support.parameters import long
 from support.processes import is_gone, wait_for
 from support.programs import SOURCE, write_program
@@ -97,7 +96,7 @@ def test_a_child_of_a_background_job_can_be_interrupted(monkeypatch: pytest.Monk
 
 
 LAUNCH = """
-import sys; from pathlib import Path; from hocket import config; from hocket.cluster import launch
+import sys; from pathlib import Path; from hocket import config; from hocket import launch
 sys.executable, folder = sys.argv[1], Path(sys.argv[2])
 sys.exit(launch.launch(config.load(None, [f"run.dir={folder}"]), []))
 """

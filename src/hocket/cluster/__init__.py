@@ -1,1 +1,0 @@
-"""Where the processes of a run go, and what they need."""
