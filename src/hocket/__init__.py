@@ -59,7 +59,7 @@ EXTRA_COMMANDS = {  # name → the module that registers it, and what it does
     ),
     "ledger": (
         "hocket.extras.ledger",
-        "report the fate of every prompt of the run in folder RUN",
+        "report the outcome of every prompt of the run in folder RUN",
     ),
     "export": (
         "hocket.extras.export",

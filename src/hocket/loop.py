@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hocket.algorithm.samples import KlController, Shaped, fate, signal_metrics, train_samples
+from hocket.algorithm.samples import KlController, Shaped, outcome_of, signal_metrics, train_samples
 from hocket.client.pool import ServerPool
 from hocket.common.tasks import run_in_thread, timed
 from hocket.config import Config
@@ -35,7 +35,7 @@ class Run:
 
     config: Config
     servers: ServerPool
-    stream: PromptStream  # draws prompts, and records the fate of each
+    stream: PromptStream  # draws prompts, and records the outcome of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
     shape: Callable[[Group], Shaped]  # a group's rewards for training; `reason`: why it has no signal, or None
@@ -137,7 +137,7 @@ class Run:
         untrained = {one.group.id: self.trainer.untrained.get(number) for number, one in enumerate(groups)}
         for one in shaped:
             if one.group.draw >= 0:
-                self.stream.settle(one.group.draw, fate(one, untrained.get(one.group.id)))
+                self.stream.settle(one.group.draw, outcome_of(one, untrained.get(one.group.id)))
         self.folder.ledger(step, self.stream.entries())  # before the next prompts are drawn
         return metrics | turn_metrics
 

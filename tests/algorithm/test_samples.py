@@ -9,15 +9,15 @@ import pytest
 from hocket.algorithm.samples import (
     KlController,
     Shaped,
-    fate,
     is_measured,
+    outcome_of,
     overlong_penalty,
     shape,
     signal_metrics,
     train_samples,
 )
 from hocket.config import AdaptiveKl, AlgorithmConfig
-from hocket.data.stream import Outcome
+from hocket.data.stream import PromptOutcome
 from hocket.types import Group, Rollout, TrainSample, TurnReward
 from support.samples import DEFAULT, MAX_TOKENS, NORMALISED, group_of, make_rollout, sampled
 from support.samples import algorithm as settings
@@ -97,20 +97,22 @@ def scored(*rewards: dict[str, float] | None) -> Group:
     return group_of(*(make_rollout(-0.5) for _ in rewards), rewards=rewards)
 
 
-def fate_of(group: Group, untrained: str | None = None) -> Outcome:
-    return fate(shaped([group])[0], untrained)
+def result_of(group: Group, untrained: str | None = None) -> PromptOutcome:
+    return outcome_of(shaped([group])[0], untrained)
 
 
 def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_trained() -> None:
     right = {"format": 1.0, "right": 1.0}
     rows = [{"format": 1.0, "right": 0.0}, right, {"format": 0.0, "right": 1.0}, None]
-    assert fate_of(scored(*rows)) == Outcome(state="trained", pass_rate=pytest.approx(2 / 3))
-    skipped = fate_of(scored(*rows[:2]), "its update was not finite")
-    assert skipped == Outcome(state="failed", why="its update was not finite", pass_rate=0.5)
-    assert fate_of(scored(right, right, None)) == Outcome(state="filtered", why="every reward is 2", pass_rate=1.0)
-    untrained = fate_of(scored(right, right), "its update was not finite")
+    assert result_of(scored(*rows)) == PromptOutcome(state="trained", pass_rate=pytest.approx(2 / 3))
+    skipped = result_of(scored(*rows[:2]), "its update was not finite")
+    assert skipped == PromptOutcome(state="failed", why="its update was not finite", pass_rate=0.5)
+    assert result_of(scored(right, right, None)) == PromptOutcome(
+        state="filtered", why="every reward is 2", pass_rate=1.0
+    )
+    untrained = result_of(scored(right, right), "its update was not finite")
     assert (untrained.state, untrained.why) == ("filtered", "every reward is 2")
-    assert fate_of(scored(None, None)) == Outcome(state="failed", why="no score")
+    assert result_of(scored(None, None)) == PromptOutcome(state="failed", why="no score")
 
 
 def test_rewards_that_are_no_pass_rates_are_counted() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hocket.data.curriculum import Curriculum, Shuffle, Sorted
 from hocket.data.mixture import MixedStream, unlike
 from hocket.data.prompt_list import Prompts
-from hocket.data.stream import Outcome, PromptStream
+from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
 from support.records import prompts, saved
@@ -44,7 +44,7 @@ def test_a_killed_stream_draws_the_same_again(curriculum: type[Curriculum]) -> N
     whole, killed = (new_stream(curriculum=curriculum) for _ in range(2))
     for stream in (whole, killed):
         for number in [*stream.take(90)][::2]:
-            stream.settle(number, Outcome(state="trained", pass_rate=number % 3 / 2))
+            stream.settle(number, PromptOutcome(state="trained", pass_rate=number % 3 / 2))
     state = saved(killed)
     killed.take(30)  # lost with the process
     again = new_stream(curriculum=curriculum)
@@ -52,8 +52,8 @@ def test_a_killed_stream_draws_the_same_again(curriculum: type[Curriculum]) -> N
     repeated = again.take(45)
     assert list(repeated) == list(range(1, 90, 2))
     for number in repeated:
-        whole.settle(number, Outcome(state="trained", pass_rate=0.5))
-        again.settle(number, Outcome(state="trained", pass_rate=0.5))
+        whole.settle(number, PromptOutcome(state="trained", pass_rate=0.5))
+        again.settle(number, PromptOutcome(state="trained", pass_rate=0.5))
     assert list(again.take(200).items()) == list(whole.take(200).items())
     assert again.entries() == whole.entries()
     assert saved(again) == saved(whole)
@@ -67,7 +67,7 @@ def test_draws_of_an_exhausted_source_go_to_the_others_by_their_weights_and_all_
         for _ in range(300):
             ((number, prompt),) = stream.take(1).items()
             found.append(prompt.source)
-            stream.settle(number, Outcome(state="trained", pass_rate=float(prompt.source == retired)))
+            stream.settle(number, PromptOutcome(state="trained", pass_rate=float(prompt.source == retired)))
         return found
 
     whole, without = drawn(""), drawn(retired)
@@ -84,7 +84,7 @@ def test_a_mixture_ends_once_every_source_is_exhausted() -> None:
     stream = new_stream({"a": 1, "b": 1}, 2, retire_after=1)
     for _ in range(4):
         for number in stream.take(1):
-            stream.settle(number, Outcome(state="trained", pass_rate=1.0))
+            stream.settle(number, PromptOutcome(state="trained", pass_rate=1.0))
     assert stream.take(3) == {}
 
 
@@ -98,7 +98,7 @@ def test_what_is_settled_is_not_repeated_when_a_stream_goes_back_to_its_own_stat
     straight, restored = new_stream(), new_stream()
     for stream in (straight, restored):
         for number in stream.take(4):
-            stream.settle(number, Outcome(state="trained"))
+            stream.settle(number, PromptOutcome(state="trained"))
     restored.restore(saved(restored))
     assert list(restored.take(2).items()) == list(straight.take(2).items())
     assert saved(restored) == saved(straight)

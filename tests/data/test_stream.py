@@ -9,12 +9,12 @@ import pytest
 
 from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Shuffle, Sorted
 from hocket.data.prompt_list import Prompts
-from hocket.data.stream import Outcome, PromptStream
+from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
 from support.records import prompts, saved
 
-TRAINED = Outcome(state="trained")
+TRAINED = PromptOutcome(state="trained")
 
 
 def new_stream(
@@ -27,8 +27,8 @@ def ids(taken: dict[int, Prompt]) -> list[str]:
     return [prompt.id for prompt in taken.values()]
 
 
-def solved(rate: float) -> Outcome:
-    return Outcome(state="trained", pass_rate=rate)
+def solved(rate: float) -> PromptOutcome:
+    return PromptOutcome(state="trained", pass_rate=rate)
 
 
 def test_every_epoch_has_each_prompt_once_in_the_order_of_a_generator_seeded_by_seed_and_epoch() -> None:
@@ -60,7 +60,7 @@ def test_a_draw_is_settled_once_and_recorded_once() -> None:
     stream = new_stream(prompts(3), seed=0)
     a, b, c = ids(stream.take(3))
     before = stream.state()
-    stream.settle(1, Outcome(state="filtered", why="every reward is 1", pass_rate=1.0))
+    stream.settle(1, PromptOutcome(state="filtered", why="every reward is 1", pass_rate=1.0))
     stream.settle(0, solved(0.5))
     with pytest.raises(KeyError):
         stream.settle(1, TRAINED)
@@ -69,7 +69,7 @@ def test_a_draw_is_settled_once_and_recorded_once() -> None:
         {"draw": 1, "epoch": 0, "prompt": b, "state": "filtered", "why": "every reward is 1", "pass_rate": 1.0},
         {"draw": 0, "epoch": 0, "prompt": a, "state": "trained", "pass_rate": 0.5},
     ]  # fmt: skip
-    stream.settle(2, Outcome(state="failed", why="no score"))
+    stream.settle(2, PromptOutcome(state="failed", why="no score"))
     assert stream.entries() == [{"draw": 2, "epoch": 0, "prompt": c, "state": "failed", "why": "no score"}]
 
 
@@ -218,11 +218,11 @@ def killed(
     def new() -> PromptStream:
         return new_stream(rows, 4 * seed + trial, make(), retire_after=retire_after)
 
-    def outcome(draw: int) -> Outcome:  # decided by the draw, so that a resumed run may be compared with this one
+    def outcome(draw: int) -> PromptOutcome:  # decided by the draw, so that a resumed run may be compared with this one
         chance = random.Random(f"{seed}:{trial}:{draw}")
         state = chance.choice(["trained", "trained", "filtered", "failed"])
         rate = None if state == "failed" else chance.choice([0.0, 0.25, 0.5, 0.75, 1.0])
-        return Outcome(state=state, why="" if state == "trained" else "because", pass_rate=rate)
+        return PromptOutcome(state=state, why="" if state == "trained" else "because", pass_rate=rate)
 
     stream, ledger, kills = new(), list[dict[str, Any]](), 0
     checkpoint = (saved(stream), 0)

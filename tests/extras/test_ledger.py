@@ -11,7 +11,7 @@ from tests.data.test_mixture import new_stream
 
 from hocket.commands.cli import main
 from hocket.data.curriculum import Curriculum
-from hocket.data.stream import Outcome
+from hocket.data.stream import PromptOutcome
 from hocket.extras.ledger import Account, accounts, by_source, table
 from support.records import prompts, saved, write_rows
 
@@ -117,7 +117,7 @@ def test_the_newest_four_epochs_are_shown_and_the_problems_of_all() -> None:
 def test_the_ledger_accounts_for_each_source() -> None:
     stream = new_stream({"a": 3, "b": 1}, 4)
     for number in [*stream.take(25)][:24]:
-        stream.settle(number, Outcome(state="trained"))
+        stream.settle(number, PromptOutcome(state="trained"))
     rows = [*stream.sizes(), *stream.entries()]
     assert rows[:2] == [{"num_prompts": 4, "source": "a"}, {"num_prompts": 4, "source": "b"}]
     assert sorted(row["draw"] for row in rows[2:]) == list(range(24))

@@ -17,7 +17,7 @@ from hocket.algorithm.choices import choose
 from hocket.algorithm.credit import Turns, advantages, in_order, turns_of
 from hocket.algorithm.losses import masked_log_ratio
 from hocket.config import AdaptiveKl, AlgorithmConfig
-from hocket.data.stream import Outcome
+from hocket.data.stream import PromptOutcome
 from hocket.types import Columns, Group, Rollout, TokenSequence, TrainSample, TurnReward
 
 NO_SCORE = "no score"
@@ -133,14 +133,14 @@ def signal_metrics(groups: Sequence[Shaped], uses_pass_rates: bool = False) -> d
     return metrics
 
 
-def fate(shaped: Shaped, untrained: str | None) -> Outcome:
-    """Return a prompt's fate; `untrained`: why no update trained the group."""
+def outcome_of(shaped: Shaped, untrained: str | None) -> PromptOutcome:
+    """Name a prompt's outcome; `untrained`: why no update trained the group."""
     pass_rate = statistics.fmean(shaped.passes) if shaped.passes else None
     why = shaped.reason or untrained
     if why is None:
-        return Outcome(state="trained", pass_rate=pass_rate)
+        return PromptOutcome(state="trained", pass_rate=pass_rate)
     state: Literal["filtered", "failed"] = "failed" if shaped.reason in (None, NO_SCORE) else "filtered"
-    return Outcome(state=state, why=why, pass_rate=pass_rate)
+    return PromptOutcome(state=state, why=why, pass_rate=pass_rate)
 
 
 class _Row(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hocket.data.prompt_list import Prompts
-from hocket.data.stream import Outcome, PromptStream
+from hocket.data.stream import PromptOutcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
 
@@ -78,7 +78,7 @@ class MixedStream(PromptStream):
             del left[name]
         return {}
 
-    def settle(self, number: int, outcome: Outcome) -> None:
+    def settle(self, number: int, outcome: PromptOutcome) -> None:
         self._streams[self._source_of.pop(number)].settle(number, outcome)
 
     def sizes(self) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ EXHAUSTED = (  # the meaning of a `PromptStream.take` without prompts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PromptOutcome:
     state: Literal["trained", "filtered", "failed"]  # filtered: its group has no signal
     why: str = ""  # it was not trained
     pass_rate: float | None = None  # share of its scored rollouts that solved it
@@ -64,7 +64,7 @@ class PromptStream:
         numbers = itertools.islice(iter(self._next, None), num_prompts)
         return {number: self._prompts[self._in_flight[number]["index"]] for number in numbers}
 
-    def settle(self, number: int, outcome: Outcome) -> None:
+    def settle(self, number: int, outcome: PromptOutcome) -> None:
         """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""
         draw = self._in_flight.pop(number)
         entry = {"draw": number, "epoch": draw["epoch"], "prompt": draw["prompt"], "state": outcome.state}

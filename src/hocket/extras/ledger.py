@@ -1,4 +1,4 @@
-"""Count the fate of every prompt of each epoch, from ledger.jsonl (docs/curriculum.md) and the state of the stream.
+"""Count the outcome of every prompt of each epoch, from ledger.jsonl (docs/curriculum.md) and the state of the stream.
 
 {"step": 0, "num_prompts": 2048}    the first line
 {"step": 9, "epoch": 1, "prompt": ID, "state": "skipped", "why": ...}    or "retired": left out from this epoch on,
