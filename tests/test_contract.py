@@ -39,7 +39,7 @@ HOMES = {  # the only places that may import a package
     "peft": {"trainer"},
     "httpx": {"client.server", "extras.http_reward.reward"},
     "rich": {"observe"},
-    "prometheus_client": {"server", "extras.page"},
+    "prometheus_client": {"server", "extras.gauges", "extras.page"},
     "psutil": {"common.machine", "server"},
 }
 HEAVY = {"torch", "transformers", "deepspeed", "vllm", "fastapi", "datasets", "safetensors", "httpx"}

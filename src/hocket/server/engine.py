@@ -90,8 +90,6 @@ class SleepState(Protocol):
 class Engine:
     """An AsyncLLM with numbered weights from `root`; each step of a reload has the deadline `timeout_s`."""
 
-    load: Callable[[], dict[str, Any]] = staticmethod(dict)  # fields of Health, where vLLM counts them
-
     def __init__(
         self,
         llm: Any,
@@ -187,7 +185,7 @@ class Engine:
             device=str(vllm.device_config.device_type),
             workers=self.num_workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks) * int(vllm.cache_config.block_size),
-            **self.load(),
+            **vllm_api.load(),
             error=self._failure,
         )
 

@@ -22,7 +22,7 @@ class Server:
 
 PARTS: Registry[Callable[[Server], None]] = Registry(
     "server part",
-    metrics="hocket.server.metrics",
+    metrics="hocket.extras.gauges",
     delta="hocket.extras.delta.load",
     nccl="hocket.server.nccl",
     upload="hocket.extras.upload",
