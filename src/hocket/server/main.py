@@ -194,10 +194,8 @@ def http_server(app: "ASGIApp", host: str) -> "uvicorn.Server":
         install(config)
     if config.http == "h11" and not is_loopback(host):
         lacks = "closes connections whose requests are late, or bounds those of one address"
-        print(
-            f"hocket: {host} lets other machines in, and nothing here {lacks}: put a proxy in front",
-            flush=True,
-        )
+        warning = f"{host} lets other machines in, and nothing {lacks}: put a proxy in front"
+        print(f"hocket: {warning}", flush=True)
     return uvicorn.Server(config)
 
 

@@ -6,8 +6,7 @@ from hocket import protocol
 from hocket.errors import cause_of
 from hocket.server.engine import RESTART, Engine
 from hocket.server.errors import ApiError
-from hocket.server.parts import Server, server_part
-from hocket.server.routes import router
+from hocket.server.parts import Server, router, server_part
 
 PARTS = ("weights", "kv_cache")
 """What leaves the GPU, in the order in which it comes back."""

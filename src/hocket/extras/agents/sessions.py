@@ -28,8 +28,7 @@ from hocket.server import vllm_api
 from hocket.server.errors import ApiError, check_finite
 from hocket.server.generate import Sampler
 from hocket.server.middleware import replay
-from hocket.server.parts import Server, server_part
-from hocket.server.routes import router
+from hocket.server.parts import Server, router, server_part
 from hocket.types import Image
 
 MAX_SESSIONS = 4096
