@@ -24,12 +24,23 @@ MAX_CONNECTIONS = 4096
 
 @http_part("public")
 def install(http: uvicorn.Config) -> None:
-    """Use such connections where other machines are let in."""
-    if not is_loopback(http.host):
-        http.http = Connection
+    """Use such connections where other machines are let in, and quiet ones everywhere."""
+    http.http = QuietConnection if is_loopback(http.host) else Connection
 
 
-class Connection(H11Protocol):
+class QuietConnection(H11Protocol):
+    """A connection that no request makes uvicorn write a traceback to the log about."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a head that is no HTTP; where a body goes on as none, the answer has begun."""
+        if self.conn.our_state is h11.IDLE:
+            super().send_400_response(msg)
+        else:
+            self.cycle.disconnected = True
+            self.transport.close()
+
+
+class Connection(QuietConnection):
     """A connection that ends where its head is late, or it is the oldest stranger of too many."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -44,14 +55,6 @@ class Connection(H11Protocol):
         is_next_head = self.is_idle and self.cycle is not self._before
         if is_next_head:  # its first part
             self._expect_head()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer a head that is no HTTP; where a body goes on as none, the answer has begun."""
-        if self.conn.our_state is h11.IDLE:
-            super().send_400_response(msg)
-        else:
-            self.cycle.disconnected = True
-            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
