@@ -1,6 +1,7 @@
 """Send odd requests to every route of a server: none may stay without an answer or a closed connection.
 
-Without a URL, at hocket's own `serve-reward`. Bodies are made from examples, methods and paths also from the server's
+Without a URL, at hocket's own `serve-reward`. The server listens on another address than loopback, where late heads
+are closed. Bodies are made from examples, methods and paths also from the server's
 own list of routes; heads, lengths, chunks, tokens, encodings and JSON are bent, cut off, repeated, or sent slowly.
 
 Prints how often each status came, and the slowest answer. The status is 1 where one was 5xx, none came in time, or the
@@ -36,7 +37,7 @@ if __name__ == "__main__":  # --help does not wait for what follows
 
 from support.processes import Command, free_port, wait_for
 
-TOKEN = os.environ.get("HOCKET_TOKEN", "")
+TOKEN = os.environ.setdefault("HOCKET_TOKEN", "token-of-the-fuzzer")
 CLOSED, LATE = "closed", "none in time"
 GREEDY = {"prompts": ["cba", "dacb", "zyx"], "sampling": {"temperature": 0.0, "max_tokens": 8}}
 SAMPLED = {"temperature": 1.0, "max_tokens": 4}
@@ -214,7 +215,9 @@ def rewards() -> Iterator[str]:
         port = free_port()
         config = Path(folder, "rewards.yaml")
         config.write_text("rewards: {functions: {exact_match: 1.0}}")
-        with Command(["serve-reward", str(config), f"server.port={port}"], Path(folder, "log")) as served:
+        with Command(
+            ["serve-reward", str(config), "server.host=0.0.0.0", f"server.port={port}"], Path(folder, "log")
+        ) as served:
             wait_for(lambda: "at http" in served.output(), "rewards are served")
             yield f"http://127.0.0.1:{port}"
             assert "Traceback" not in served.output(), served.output()[-3000:]

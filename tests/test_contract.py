@@ -34,12 +34,12 @@ HOMES = {  # the only places that may import a package
     "vllm": {"server.vllm_api", "server.vllm_arguments", "server.vllm_text", "server.vllm_weights"},
     "fastapi": {"server", *SERVED},
     "starlette": {"server", *SERVED},
-    "uvicorn": {"server", *SERVED},
+    "uvicorn": {"server", "extras.public", *SERVED},
     "deepspeed": {"trainer"},
     "peft": {"trainer"},
     "httpx": {"client.server", "extras.http_reward.reward"},
     "rich": {"observe"},
-    "prometheus_client": {"server", "extras.page"},
+    "prometheus_client": {"server", "extras.gauges", "extras.page"},
     "psutil": {"common.machine", "server"},
 }
 HEAVY = {"torch", "transformers", "deepspeed", "vllm", "fastapi", "datasets", "safetensors", "httpx"}

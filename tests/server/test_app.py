@@ -24,7 +24,7 @@ class FakeEngine(Engine):
 
     def __init__(self, reader: Sampler) -> None:
         self.version, self.model, self.llm = 3, "fake", SimpleNamespace()
-        self.root, self.sources = Path("/nowhere"), {}
+        self.root, self.sources, self.share_gpu = Path("/nowhere"), {}, False
         self.reader = reader
         self.sampler: Any = self
         self.placeholder = None

@@ -84,8 +84,9 @@ def engine(llm: FakeLLM, tmp_path: Path) -> Engine:
 
 
 async def sleep(engine: Engine, **how: Any) -> protocol.Health:
-    assert isinstance(engine.residence, Sleeper)
-    return await engine.residence.sleep(protocol.SleepRequest(**how))
+    sleeper = engine.sleep_state or Sleeper(engine)  # as the route has it
+    assert isinstance(sleeper, Sleeper)
+    return await sleeper.sleep(protocol.SleepRequest(**how))
 
 
 def request(in_flight: Any = "keep", *, version: int = 1, compare: bool = False, **how: Any) -> protocol.ReloadRequest:

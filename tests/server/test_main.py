@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,11 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+import uvicorn
 
 from hocket import config
 from hocket.common import environment
+from hocket.common.registry import Registry, load_plugins
 from hocket.errors import ConfigError, ServerError
 from hocket.server import main
 from hocket.server.errors import ApiError
@@ -41,6 +44,37 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_machines_are_let_in_only_with_a_token(host: str, open_to_all: bool) -> None:
     with pytest.raises(ConfigError, match=r"set server\.token") if open_to_all else contextlib.nullcontext():
         main.bind(host, 0, None).close()
+
+
+@pytest.mark.parametrize(("host", "is_public"), [("0.0.0.0", True), ("192.168.1.2", True), ("127.0.0.1", False)])
+def test_without_a_part_against_strangers_a_public_server_says_what_to_put_in_front(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str, is_public: bool
+) -> None:
+    parts: Registry[Any] = Registry("HTTP part")
+    monkeypatch.setattr(main, "HTTP_PARTS", parts)
+    assert main.http_server(Mock(), host).config.http == "h11"
+    (*_, line) = ["", *capsys.readouterr().out.splitlines()]
+    assert line.startswith(f"hocket: {host} lets other machines in") is is_public
+    assert line.endswith("put a proxy in front") is is_public
+
+    def install(http: uvicorn.Config) -> None:
+        http.http = asyncio.Protocol
+
+    parts.register("mine")(install)
+    main.http_server(Mock(), host)
+    assert capsys.readouterr().out == ""
+    Registry.every.remove(parts)
+
+
+def test_a_user_s_http_part_changes_uvicorn_s_settings(tmp_path: Path) -> None:
+    shown = re.search(r"    @http_part\(\"bounded\"\)\n(.*\n)+?(?=\"\"\")", Path(main.__file__).read_text("utf-8"))
+    assert shown is not None
+    file = tmp_path / "bounded.py"
+    file.write_text("import uvicorn\nfrom hocket.server.main import http_part\n\n" + textwrap.dedent(shown[0]))
+    load_plugins([str(file)])
+    assert main.http_server(Mock(), "127.0.0.1").config.limit_concurrency == 512
+    main.HTTP_PARTS.forget("bounded")
+    assert main.http_server(Mock(), "127.0.0.1").config.limit_concurrency is None
 
 
 def test_random_weights_are_refused() -> None:

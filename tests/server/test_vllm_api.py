@@ -16,6 +16,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Gauge
 from transformers import AutoConfig
 
 from hocket.config import load
@@ -25,6 +26,7 @@ from hocket.protocol import SamplingParams, TensorSpec, Toolbox
 from hocket.server import main, vllm_api, vllm_arguments, vllm_text, vllm_weights, worker
 from hocket.server.errors import ApiError
 from hocket.server.worker import WorkerExtension
+from support import fakes
 from support.engines import asking, idle_engine, make_model, wrap
 from support.tiny_server import TOKEN
 
@@ -416,3 +418,16 @@ def test_what_ends_the_engine_s_process_is_kept_for_the_server(
     assert vllm_api.last_words(llm) == f"Unsupported CPU attention configuration (its traceback is in {tmp_path}/words)"
     assert "in fail\n" in llm.last_words.read_text()
     assert capsys.readouterr().err == ""
+
+
+def test_vllm_s_gauges_are_read_over_all_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    monkeypatch.setattr("prometheus_client.REGISTRY", registry)
+    assert vllm_api.load() == {}
+    waiting = Gauge("vllm:num_requests_waiting", "", ["engine"], registry=registry)
+    use = Gauge("vllm:kv_cache_usage_perc", "", ["engine"], registry=registry)
+    for engine, value in (("0", 0.25), ("1", 0.5)):
+        waiting.labels(engine).set(8 * value)
+        use.labels(engine).set(value)
+    assert vllm_api.load() == {"waiting": 6, "kv_use": 0.5}
+    assert fakes.health(**vllm_api.load()).waiting == 6

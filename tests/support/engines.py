@@ -310,6 +310,7 @@ def idle_engine() -> Any:
     engine = Engine.__new__(Engine)
     engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
     engine.llm, engine.root, engine.sources = make_llm(), Path("/nowhere"), {}
+    engine.share_gpu = False
     engine.sampler = SimpleNamespace(eyes=None, placeholder=None)  # type: ignore[assignment]
     engine.health = fakes.health  # type: ignore[method-assign]
     return engine
@@ -326,10 +327,10 @@ def asking(app: Any) -> httpx.AsyncClient:
 
 
 @contextlib.asynccontextmanager
-async def listening(guard: Any) -> AsyncIterator[int]:
-    """Serves a guarded app on a socket, as a server does; yields its port."""
+async def listening(guard: Any, host: str = "127.0.0.1") -> AsyncIterator[int]:
+    """Serves a guarded app on a socket of this machine, as a server of that host does; yields its port."""
     with main.bind("127.0.0.1", 0, None) as sock:
-        server = main.http_server(guard)
+        server = main.http_server(guard, host)
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
         main.listen(sock)
         serving = asyncio.create_task(server.serve(sockets=[sock]))

@@ -17,8 +17,7 @@ from hocket.common.files import complete_folder, partial_of
 from hocket.protocol import DiskSource, manifest
 from hocket.server import versions
 from hocket.server.errors import ApiError, invalid
-from hocket.server.parts import Server, server_part
-from hocket.server.routes import router
+from hocket.server.parts import Server, router, server_part
 
 FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root, with a server's number; other folders there are left alone."""

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hocket import protocol
 from hocket.common.tasks import cancel
@@ -77,14 +77,11 @@ class Held(NamedTuple):
     answer: protocol.ReloadResponse
 
 
-class Residence:
-    """A device of the engine's own, which it never leaves."""
-
-    reason: protocol.ErrorBody | None = None  # why it can't generate there now
+class SleepState(Protocol):
+    """How much of an engine is on the GPU that it shares with a trainer (share_gpu.py)."""
 
     async def rise(self) -> bool:
         """Bring the weights back; return whether they were away: then nothing runs."""
-        return False
 
     async def wake(self) -> None:
         """Bring back the rest, so that generation goes on."""
@@ -92,8 +89,6 @@ class Residence:
 
 class Engine:
     """An AsyncLLM with numbered weights from `root`; each step of a reload has the deadline `timeout_s`."""
-
-    load: Callable[[], dict[str, Any]] = staticmethod(dict)  # fields of Health, where vLLM counts them
 
     def __init__(
         self,
@@ -120,7 +115,8 @@ class Engine:
         self.session = secrets.token_hex(8)
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
         self.sources: dict[str, Find] = {"disk": self._find_on_disk}  # by kind; parts of the server add theirs
-        self.residence = Residence()
+        self.sleep_state: SleepState | None = None  # None: it shares no GPU
+        self.asleep: protocol.ErrorBody | None = None  # why it can't generate while it sleeps
         self.holder = Holder()
         self.lock = asyncio.Lock()  # of what changes the engine
         self.base_replaced = False  # whether the weights that adapters belong to are gone
@@ -158,7 +154,7 @@ class Engine:
     def _reason(self) -> protocol.ErrorBody | None:
         if self.llm.errored and self._failure is not STOPPING:
             self._fail(DEAD)
-        return self._failure or self.residence.reason
+        return self._failure or self.asleep
 
     def _fail(self, reason: protocol.ErrorBody) -> None:
         self._failure = reason
@@ -189,7 +185,7 @@ class Engine:
             device=str(vllm.device_config.device_type),
             workers=self.num_workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks) * int(vllm.cache_config.block_size),
-            **self.load(),
+            **vllm_api.load(),
             error=self._failure,
         )
 
@@ -228,7 +224,8 @@ class Engine:
                 return await self._compare(request.version, found, held, start)
             if held is None or held.source != request.source:  # a broadcast's tells its run
                 held = await self._load(request, found, start)
-            await self.residence.wake()
+            if self.sleep_state is not None:
+                await self.sleep_state.wake()
             return held.answer
 
     def _source(self, kind: str) -> Find:
@@ -251,7 +248,8 @@ class Engine:
             await self._resume()
             return answers[0]
 
-        if not await self.residence.rise():
+        was_asleep = self.sleep_state is not None and await self.sleep_state.rise()
+        if not was_asleep:
             await self.pause(request.in_flight)
         self.base_replaced |= found.is_whole
         loaded = await self._change(f"loading version {request.version}", found, load())
@@ -305,7 +303,7 @@ class Engine:
 
     async def _resume(self) -> None:
         self.require_alive()  # it may be shutting down
-        if self.residence.reason is None:
+        if self.asleep is None:
             await self.llm.resume_generation()
 
     async def _find_on_disk(self, source: protocol.DiskSource, version: int) -> Found:

@@ -11,13 +11,13 @@ import socket
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from hocket.common.machine import bound_nccl, cpu_threads, holder, refuse_open
-from hocket.common.registry import load_plugins
+from hocket.common.machine import bound_nccl, cpu_threads, holder, is_loopback, refuse_open
+from hocket.common.registry import Registry, load_plugins
 from hocket.common.shell import socket_folder
 from hocket.common.tasks import starting
 from hocket.config import Config
@@ -38,11 +38,26 @@ if TYPE_CHECKING:
 GRACE_S = 3
 """Seconds for requests in flight, and then for the engine's processes, to end by themselves."""
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
+MAX_HEAD_BYTES = 64 << 10  # of request line and headers
 OTHER_SETTINGS = (
     "another model.path; or, where memory is short, a lower model.max_length or server.engine.max_num_seqs, and for "
     "the KV cache another server.kv_cache_mib or server.gpu_memory_utilization"
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HTTP_PARTS: Registry[Callable[["uvicorn.Config"], None]] = Registry(
+    "HTTP part",
+    public="hocket.extras.public",
+)
+http_part = HTTP_PARTS.register
+"""Decorator of a function that changes uvicorn's settings before a server listens: also the server
+of rewards (serve-reward) and that of a run's page.
+
+Example: a file under `server.plugins` that bounds the requests that are answered at once.
+
+    @http_part("bounded")
+    def bounded(http: uvicorn.Config) -> None:
+        http.limit_concurrency = 512
+"""
 
 
 def serve(config: Config) -> None:
@@ -157,25 +172,31 @@ def listen(sock: socket.socket) -> None:
     sock.listen()
 
 
-def http_server(app: "ASGIApp") -> "uvicorn.Server":
+def http_server(app: "ASGIApp", host: str) -> "uvicorn.Server":
+    """Return the server of an app, with the HTTP parts for where it listens."""
     import uvicorn
 
-    from hocket.server.middleware import Connection
-
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a shell's 1,024 are few for connections
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            reset_contextvars=True,  # a pipelined request would inherit the session of the one before it
-            log_level="error",  # a warning for each odd request would let strangers fill the disk
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 1,024, as in a shell, are few
+    config = uvicorn.Config(
+        app,
+        host=host,
+        http="h11",  # httptools, which some machines have, takes heads of any length
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        ws="none",
+        reset_contextvars=True,  # a pipelined request would inherit the context of the last one
+        log_level="error",  # a warning for each odd request would let strangers fill the disk
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
     )
+    for install in HTTP_PARTS.each():
+        install(config)
+    if config.http == "h11" and not is_loopback(host):
+        lacks = "closes connections whose requests are late, or bounds those of one address"
+        warning = f"{host} lets other machines in, and nothing {lacks}: put a proxy in front"
+        print(f"hocket: {warning}", flush=True)
+    return uvicorn.Server(config)
 
 
 async def _serve(config: Config, args: Namespace, llm: Any, sock: socket.socket, start: float) -> None:
@@ -193,7 +214,8 @@ async def _serve(config: Config, args: Namespace, llm: Any, sock: socket.socket,
     )
     app = await vllm_api.openai_app(llm, args)
     hosts = config.data.image_hosts
-    server = http_server(assemble(app, engine, host=args.host, token=config.token, image_hosts=hosts))
+    guard = assemble(app, engine, host=args.host, token=config.token, image_hosts=hosts)
+    server = http_server(guard, args.host)
     server.capture_signals = contextlib.nullcontext  # type: ignore  # our handlers end the engine, too
     app.state.server = server
     await engine.start()

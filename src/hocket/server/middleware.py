@@ -1,19 +1,16 @@
-"""Guard every route, vLLM's too: token and body; notice a client that leaves."""
+"""Guard every route, vLLM's too: token, other sites, bodies; notice a client that leaves."""
 
 import asyncio
 import hashlib
 import hmac
 import re
-import resource
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-import h11
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hocket.common.machine import is_any
 from hocket.common.tasks import cancel
@@ -23,80 +20,33 @@ MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
-HEAD_TIMEOUT_S = 20.0  # for request line and headers, or the rest of what is answered already
-MAX_CONNECTIONS = 4096  # without an admitted request, of one address: a trainer and its agents have as many as requests
-ADMITTED = "hocket_admitted"  # in the state of a request's scope
-
-
-class Connection(H11Protocol):  # httptools, which some machines have, takes heads of any length
-    """Close connections whose head is late, and the oldest without an admitted request of too many from one address."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.begun = self.loop.time()
-        self.address = self.client and self.client[0]  # None: it has left
-        self._expect_head()
-        most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        here: Collection[Any] = self.connections
-        strangers = [one for one in here if one.address == self.address and one.is_strange]
-        if len(strangers) > most:
-            oldest = min(strangers, key=lambda one: one.begun)
-            self.connections.remove(oldest)
-            oldest.transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.is_idle and self._before is not self.cycle:  # a part of the next head, the first
-            self._expect_head()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer a head that is no HTTP; a request that goes on as none gets no answer any more."""
-        if self.conn.our_state is h11.IDLE:
-            super().send_400_response(msg)
-        else:
-            self.cycle.disconnected = True
-            self.transport.close()
-
-    @property
-    def is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    @property
-    def is_strange(self) -> bool:
-        return self.is_idle or self._lacks_body or ADMITTED not in self.cycle.scope["state"]
-
-    @property
-    def _lacks_body(self) -> bool:
-        return self.conn.their_state is h11.SEND_BODY
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._lacks_body:  # it was answered before it ended
-            self._expect_head()
-
-    def _expect_head(self) -> None:
-        self._before = self.cycle
-        self.loop.call_later(HEAD_TIMEOUT_S, self._close_unless_asked, self.cycle)
-
-    def _close_unless_asked(self, before: object) -> None:
-        if self.cycle is before:
-            self.transport.close()
+ADMITTED = "hocket_admitted"
+"""Key in the state of a request's scope, once the guard has let it pass."""
+Check = Callable[[bytes], Awaitable[bytes | None]]
+"""(body) -> None, or another body in its place. Raises ApiError for one that no route may see."""
 
 
 class Guard:
     """Answer, in place of the app, requests that no route may see.
 
-    Without a token it refuses pages of other sites; with one, all but GET of `free` that brings neither the token nor a
-    key of its path. It reads each body before the route does, but that of `free`, and those of PUT: files, which their
-    routes limit.
+    Without a token it refuses pages of other sites; with one, all but GET of `free` that brings
+    neither the token nor a key of its path. It reads each body before the route does, but that of
+    `free`, and those of PUT: files, which their routes limit.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, token: str | None, free: str = "/health") -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        token: str | None,
+        free: str = "/health",
+    ) -> None:
         self.app = app
         self._free = free
-        self.opens: Callable[[str, bytes], bool] = lambda path, key: False  # whether the key opens the path
-        # Paths, and their check: body → None, or another body; it raises ApiError
-        self.checks: list[tuple[re.Pattern[str], Callable[[bytes], Awaitable[bytes | None]]]] = []
+        # Whether a key other than the token opens a path.
+        self.opens: Callable[[str, bytes], bool] = lambda path, key: False
+        self.checks: list[tuple[re.Pattern[str], Check]] = []  # by path
         self._hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
         self._token = token
 
@@ -125,11 +75,12 @@ class Guard:
             await error.response()(scope, receive, send)
 
     def _require_token(self, path: str, headers: Headers, token: str) -> None:
-        scheme, _, given = ", ".join(headers.getlist("authorization")).partition(" ")  # two are no token
-        key = given.encode("latin-1")
+        authorization = ", ".join(headers.getlist("authorization"))  # two are no token
+        scheme, _, value = authorization.partition(" ")
+        key = value.encode("latin-1")
         # Digests have one length, so that the comparison takes the same time for any guess.
-        known = hmac.compare_digest(_digest(key), _digest(token.encode())) or self.opens(path, key)
-        if scheme.lower() != "bearer" or not known:
+        is_token = hmac.compare_digest(_digest(key), _digest(token.encode()))
+        if scheme.lower() != "bearer" or not (is_token or self.opens(path, key)):
             hint = "send the header 'Authorization: Bearer TOKEN' with the server's server.token"
             raise ApiError(401, "unauthorized", "this route needs the server's token", hint)
 
@@ -146,7 +97,7 @@ class Guard:
             raise ApiError(403, "foreign_page", message, "set server.token to let it")
 
     async def _body(self, request: Request) -> bytes:
-        """Return the whole body, whose Content-Length is not believed. Raises ClientDisconnect."""
+        """Read the whole body, whatever its Content-Length says. Raises ClientDisconnect."""
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -154,10 +105,12 @@ class Guard:
                     body += chunk
                     if len(body) > MAX_BODY_BYTES:
                         text = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
-                        raise ApiError(413, "body_too_large", text, "send fewer prompts in one request")
+                        hint = "send fewer prompts in one request"
+                        raise ApiError(413, "body_too_large", text, hint)
         except TimeoutError:
             text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
-            raise ApiError(408, "body_timeout", text, "send it again, or in parts over a faster connection") from None
+            hint = "send it again, or in parts over a faster connection"
+            raise ApiError(408, "body_timeout", text, hint) from None
         return bytes(body)
 
 
@@ -166,7 +119,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def replay(message: Message, receive: Receive) -> Receive:
-    """Return a receive that gives one message first, then those of the connection."""
+    """Put one message before those of the connection."""
     waiting = [message]
 
     async def replayed() -> Message:
@@ -175,10 +128,13 @@ def replay(message: Message, receive: Receive) -> Receive:
     return replayed
 
 
-async def unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+async def unless_client_leaves(
+    request: Request,
+    answer: Coroutine[Any, Any, Response],
+) -> Response:
     """Return the answer, or cancel the work on it as soon as the client has gone."""
     working = asyncio.create_task(answer)
-    leaving = asyncio.create_task(_left(request))
+    leaving = asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -186,6 +142,7 @@ async def unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Res
         await cancel((working, leaving))
 
 
-async def _left(request: Request) -> None:
+async def _disconnect(request: Request) -> None:
+    """Wait until the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

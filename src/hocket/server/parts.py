@@ -1,18 +1,28 @@
-"""The parts of the generation server: each adds its routes and checks, and what the engine then can do."""
+"""The parts of the generation server: each adds routes, checks, or abilities of the engine."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
 
 from hocket.common.registry import Registry
+from hocket.common.tasks import run_in_thread
+from hocket.protocol import ErrorResponse
 from hocket.server.engine import Engine
+from hocket.server.errors import parse
 from hocket.server.middleware import Guard
+
+STATUSES = (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)
+"""Those of refusals, which /docs lists for every route."""
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What a part of the server is installed in."""
+    """The server that a part is installed in."""
 
     app: FastAPI  # vLLM's, with its OpenAI-compatible routes
     engine: Engine
@@ -22,7 +32,7 @@ class Server:
 
 PARTS: Registry[Callable[[Server], None]] = Registry(
     "server part",
-    metrics="hocket.server.metrics",
+    metrics="hocket.extras.gauges",
     delta="hocket.extras.delta.load",
     nccl="hocket.server.nccl",
     upload="hocket.extras.upload",
@@ -42,3 +52,27 @@ Example: a file under `server.plugins` that says what is served.
         async def served() -> dict[str, str]:
             return {"model": server.engine.model}
 """
+
+
+class _Route(APIRoute):
+    """Read bodies as JSON whatever Content-Type says (`curl -d`); refuse wrong ones in our form."""
+
+    def get_route_handler(self) -> Handler:
+        if self.body_field is None:
+            return super().get_route_handler()
+        message: Any = self.body_field.field_info.annotation
+
+        async def handled(request: Request) -> Response:
+            body = await run_in_thread(parse, message, await request.body())
+            answer = await self.endpoint(body)
+            return Response(answer.model_dump_json(), media_type="application/json")
+
+        return handled
+
+
+def router() -> APIRouter:
+    """Make a router of hocket's own routes, whose bodies are messages of the protocol."""
+    refusals: dict[int | str, dict[str, Any]] = {}
+    for status in STATUSES:
+        refusals[status] = {"model": ErrorResponse}
+    return APIRouter(tags=["hocket"], responses=refusals, route_class=_Route)

@@ -4,10 +4,9 @@ from collections.abc import Awaitable
 
 from hocket import protocol
 from hocket.errors import cause_of
-from hocket.server.engine import RESTART, Engine, Residence
+from hocket.server.engine import RESTART, Engine
 from hocket.server.errors import ApiError
-from hocket.server.parts import Server, server_part
-from hocket.server.routes import router
+from hocket.server.parts import Server, router, server_part
 
 PARTS = ("weights", "kv_cache")
 """What leaves the GPU, in the order in which it comes back."""
@@ -20,14 +19,16 @@ ASLEEP = protocol.ErrorBody(
 
 @server_part("share_gpu")
 def install(server: Server) -> None:
-    sleeper = server.engine.residence = Sleeper(server.engine)
+    sleeper = Sleeper(server.engine)
+    if server.engine.share_gpu:
+        server.engine.sleep_state = sleeper
     routes = router()
     routes.post("/sleep")(sleeper.sleep)
     server.app.include_router(routes)
 
 
-class Sleeper(Residence):
-    """A GPU that the engine shares with a trainer."""
+class Sleeper:
+    """The `SleepState` of an engine; one that shares no GPU refuses to sleep."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -42,11 +43,11 @@ class Sleeper(Residence):
             if not engine.share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
                 raise ApiError(409, "no_sleep_mode", "this server was not started to share its GPU", hint)
-            if self.reason is None:
+            if engine.asleep is None:
                 await engine.pause(request.in_flight)
             if self._here > 0:
                 self._here = 0
-                self.reason = ASLEEP
+                engine.asleep = ASLEEP
                 # Nothing runs any more; any other mode than keep would end paused requests.
                 await self._move(engine.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
@@ -55,9 +56,9 @@ class Sleeper(Residence):
         return engine.health()
 
     async def rise(self) -> bool:
-        slept = self.reason is not None
+        was_asleep = self._engine.asleep is not None
         await self._bring_back(1)
-        return slept
+        return was_asleep
 
     async def wake(self) -> None:
         await self._bring_back(len(PARTS))
@@ -69,7 +70,7 @@ class Sleeper(Residence):
             await self._move(self._engine.llm.wake_up(tags=list(away)))
             self._here = here
         if self._here == len(PARTS):
-            self.reason = None
+            self._engine.asleep = None
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Wait for the engine to move; after a failure nothing is known of its memory."""

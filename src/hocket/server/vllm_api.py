@@ -22,6 +22,7 @@ import threading
 import traceback
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextvars import ContextVar
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ Ask = Callable[[Any, str], AsyncGenerator[Any, None]]
 """(vLLM's SamplingParams, id of the request) -> vLLM's RequestOutputs."""
 Sample = Callable[[Ask, Any, Any, str], AsyncGenerator[Any, None]]
 """(how to ask, vLLM's prompt, parameters and id of a request) -> what its caller gets."""
+SAMPLE: ContextVar[Sample | None] = ContextVar("sample", default=None)
+"""What samples for the request being served; None: the engine, as it is asked."""
 
 
 # Else Python searches vLLM and torch for garbage once more at its end, for seconds.
@@ -137,7 +140,6 @@ def _admitting_llm(num_slots: int) -> Any:
         require_ready: Callable[[], None] = staticmethod(lambda: None)
         ends: Sequence[int] = ()  # tokens that end an answer, some of which vLLM does not know
         stops: Sequence[int] = ()  # those that end it even where a request ignores ends
-        sample: Sample = staticmethod(lambda ask, prompt, params, request_id: ask(params, request_id))
         last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
 
@@ -152,7 +154,10 @@ def _admitting_llm(num_slots: int) -> Any:
                 params.stop_token_ids = [*(params.stop_token_ids or ()), *ends]
                 return self.admitted(generate(prompt, params, request_id, **kwargs))
 
-            return self.sample(ask, prompt, sampling_params, request_id)
+            sample = SAMPLE.get()
+            if sample is None:
+                return ask(sampling_params, request_id)
+            return sample(ask, prompt, sampling_params, request_id)
 
         async def admitted(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
             async with contextlib.aclosing(outputs), slots:

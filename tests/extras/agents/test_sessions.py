@@ -13,12 +13,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from hocket.extras.agents import sessions as module
-from hocket.extras.agents.sessions import CURRENT, OpenSessions
+from hocket.extras.agents.sessions import OpenSessions
 from hocket.protocol import SamplingParams, SessionRequest
+from hocket.server import vllm_api
 from hocket.server.app import _api_error
 from hocket.server.errors import ApiError
 from hocket.server.middleware import Guard
-from support.engines import assert_sampled, error_of, listening, make_tokenizer, tolerance
+from support.engines import assert_sampled, error_of, listening, make_sampler, make_tokenizer, tolerance
 from support.tiny_server import TinyServer
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
@@ -88,14 +89,15 @@ async def door() -> Any:
 
     @app.api_route("/v1/{route:path}", methods=["GET", "POST"])
     async def echo(route: str, request: Request) -> Any:
-        session = CURRENT.get()
+        sample: Any = vllm_api.SAMPLE.get()
+        session = None if sample is None else sample.args[0]
         body = await request.json() if request.method == "POST" else None
         if body and (param := body.get("refuse")):
             message = body.get("message", "as vLLM says it")
             return JSONResponse({"error": {"message": message, "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
-    module.add_forwarding(app, store, "the model")
+    module.add_forwarding(app, store, "the model", make_sampler())
     app.add_exception_handler(ApiError, _api_error)
     guard = Guard(app, host="", token=None)
     async with listening(guard) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:

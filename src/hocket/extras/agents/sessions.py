@@ -1,7 +1,8 @@
 """Record the calls that agents make on vLLM's own OpenAI-compatible routes, token by token.
 
-A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with its session in `CURRENT`, where the engine finds it: so
-what was really sampled is recorded, in whatever route, template or stream.
+A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with the recorder of its session in
+`vllm_api.SAMPLE`, where the engine finds it: so what was really sampled is recorded, in whatever
+route, template or stream.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,11 +28,9 @@ from hocket.server import vllm_api
 from hocket.server.errors import ApiError, check_finite
 from hocket.server.generate import Sampler
 from hocket.server.middleware import replay
-from hocket.server.parts import Server, server_part
-from hocket.server.routes import router
+from hocket.server.parts import Server, router, server_part
 from hocket.types import Image
 
-CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)  # of the request being served
 MAX_SESSIONS = 4096
 ROUTES = ("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions")
 """The routes of vLLM that an agent may use."""
@@ -226,21 +224,22 @@ def install(server: Server) -> None:
         return record
 
     server.app.include_router(routes)
-    add_forwarding(server.app, sessions, engine.model)
-    engine.llm.sample = functools.partial(recording, engine.sampler)
+    add_forwarding(server.app, sessions, engine.model, engine.sampler)
 
 
-def add_forwarding(app: FastAPI, sessions: OpenSessions, model: str) -> None:
-    app.router.routes.append(Route("/sessions/{session_id}/v1/{rest:path}", Forward(app.router, sessions, model)))
+def add_forwarding(app: FastAPI, sessions: OpenSessions, model: str, sampler: Sampler) -> None:
+    forward = Forward(app.router, sessions, model, sampler)
+    app.router.routes.append(Route("/sessions/{session_id}/v1/{rest:path}", forward))
 
 
 class Forward:
     """Send requests to /sessions/ID/v1/... on to vLLM's /v1/..., in that session and with the name `model`."""
 
-    def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
+    def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str, sampler: Sampler) -> None:
         self._app = app
         self._sessions = sessions
         self._model = model
+        self._sampler = sampler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         session = self._sessions.get(scope["path_params"]["session_id"])
@@ -250,7 +249,8 @@ class Forward:
             raise ApiError(404, "not_found", f"a session has no {asked}", f"it has {', '.join(ROUTES)}")
         message = await receive()  # it has the whole body, if there is one
         message["body"] = await run_in_thread(self._checked, message["body"])
-        CURRENT.set(session)  # in the request's own context (main.http_server)
+        sample = functools.partial(recording, session, self._sampler)
+        vllm_api.SAMPLE.set(sample)  # in the request's own context (main.http_server)
         scope = {**scope, "path": route, "raw_path": route.encode()}
         await self._app(scope, replay(message, receive), _watched(send, session))
 
@@ -281,12 +281,14 @@ def _watched(send: Send, session: OpenSession) -> Send:
 
 
 def recording(
-    sampler: Sampler, ask: vllm_api.Ask, prompt: Any, params: Any, request_id: str
+    session: OpenSession,
+    sampler: Sampler,
+    ask: vllm_api.Ask,
+    prompt: Any,
+    params: Any,
+    request_id: str,
 ) -> AsyncGenerator[Any, None]:
     """Ask the engine for a completion; record it in its session, sampled as that says."""
-    session = CURRENT.get()
-    if session is None:
-        return ask(params, request_id)
     vllm_api.refuse_constraints(params)
     images = sampler.eyes.places(prompt)
     if request_id.startswith("cmpl-"):

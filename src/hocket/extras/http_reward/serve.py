@@ -66,7 +66,7 @@ async def _serve(calls: RewardCalls, sock: socket.socket, url: str, host: str, t
     await calls.set_up()
     listen(sock)
     print(f"hocket: rewards {', '.join(calls.specs)} at {url}/score", flush=True)
-    await http_server(Guard(app, host=host, token=token)).serve(sockets=[sock])
+    await http_server(Guard(app, host=host, token=token), host).serve(sockets=[sock])
 
 
 async def _answer(scorer: RewardScorer, rollouts: Sequence[Rollout]) -> Response:

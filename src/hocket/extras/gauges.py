@@ -1,4 +1,4 @@
-"""Show hocket's own gauges beside vLLM's at /metrics, and in /health the load that vLLM counts."""
+"""Show hocket's own gauges beside vLLM's at /metrics of a server."""
 
 from collections.abc import Iterator
 from typing import get_args
@@ -8,7 +8,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hocket.protocol import Status
-from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.parts import Server, server_part
 
@@ -42,5 +41,4 @@ REGISTRY.register(GAUGES)
 
 @server_part("metrics")
 def install(server: Server) -> None:
-    server.engine.load = vllm_api.load
     GAUGES.engine = server.engine
