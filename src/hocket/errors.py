@@ -58,7 +58,7 @@ class RewardError(HocketError):
     """Scoring failed too often to train on what is left."""
 
 
-class Outcome(enum.Enum):
+class ErrorOutcome(enum.Enum):
     """What a client does after a server's error."""
 
     REFUSED = "refused"  # stop: the server is well, and no other one would take the request either
@@ -67,22 +67,22 @@ class Outcome(enum.Enum):
 
 
 OUTCOMES = {
-    "not_finite": Outcome.REFUSED,  # other servers have the same weights
-    "generation_failed": Outcome.REFUSED,
-    "too_many_sessions": Outcome.REFUSED,
-    "asleep": Outcome.AGAIN,  # the trainer has the GPU
-    "aborted": Outcome.AGAIN,  # new weights went first
-    "body_timeout": Outcome.AGAIN,
-    "unreachable": Outcome.LOST,
-    "timeout": Outcome.LOST,
-    "cut": Outcome.LOST,
-    "protocol": Outcome.LOST,  # it answers as no hocket server does
-    "other_session": Outcome.LOST,  # it was started again
-    "engine_dead": Outcome.LOST,
-    "shutting_down": Outcome.LOST,
-    "reload_failed": Outcome.LOST,
-    "not_resumed": Outcome.LOST,
-    "sleep_failed": Outcome.LOST,
+    "not_finite": ErrorOutcome.REFUSED,  # other servers have the same weights
+    "generation_failed": ErrorOutcome.REFUSED,
+    "too_many_sessions": ErrorOutcome.REFUSED,
+    "asleep": ErrorOutcome.AGAIN,  # the trainer has the GPU
+    "aborted": ErrorOutcome.AGAIN,  # new weights went first
+    "body_timeout": ErrorOutcome.AGAIN,
+    "unreachable": ErrorOutcome.LOST,
+    "timeout": ErrorOutcome.LOST,
+    "cut": ErrorOutcome.LOST,
+    "protocol": ErrorOutcome.LOST,  # it answers as no hocket server does
+    "other_session": ErrorOutcome.LOST,  # it was started again
+    "engine_dead": ErrorOutcome.LOST,
+    "shutting_down": ErrorOutcome.LOST,
+    "reload_failed": ErrorOutcome.LOST,
+    "not_resumed": ErrorOutcome.LOST,
+    "sleep_failed": ErrorOutcome.LOST,
 }
 """Outcomes that the HTTP status does not say: by it, 5xx is a lost server, and all others are refusals."""
 
@@ -96,8 +96,8 @@ class ServerError(HocketError):
         self.status = status  # of HTTP; None without an answer, or after its head
 
     @property
-    def outcome(self) -> Outcome:
-        by_status = Outcome.LOST if self.status is not None and self.status >= 500 else Outcome.REFUSED
+    def outcome(self) -> ErrorOutcome:
+        by_status = ErrorOutcome.LOST if self.status is not None and self.status >= 500 else ErrorOutcome.REFUSED
         return OUTCOMES.get(self.code, by_status)
 
     @property

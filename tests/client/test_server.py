@@ -11,7 +11,7 @@ import pytest
 
 from hocket import protocol
 from hocket.client.server import ServerClient
-from hocket.errors import Outcome, ServerError, SyncError
+from hocket.errors import ErrorOutcome, ServerError, SyncError
 from support import fakes
 
 HEALTH = fakes.health(session="s1", version=3).model_dump(mode="json")
@@ -109,7 +109,7 @@ async def test_only_a_connection_that_fails_counts_as_nobody_there() -> None:
     async with client(lambda _: httpx.Response(413, text="too large for nginx")) as server:
         with pytest.raises(ServerError, match="413: 'too large for nginx'") as raised:
             await generate(server)
-    assert raised.value.outcome is Outcome.REFUSED  # any other server gets it by the same way
+    assert raised.value.outcome is ErrorOutcome.REFUSED  # any other server gets it by the same way
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ async def test_an_answer_of_something_else_than_hocket_is_the_servers_failure_an
     async with client(there) as server:
         with pytest.raises(ServerError, match=says) as raised:
             await call(server)
-    assert (raised.value.code, raised.value.outcome) == ("protocol", Outcome.LOST)
+    assert (raised.value.code, raised.value.outcome) == ("protocol", ErrorOutcome.LOST)
 
 
 async def test_control_calls_do_not_wait_behind_rollouts_and_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

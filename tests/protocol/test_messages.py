@@ -9,7 +9,7 @@ from hocket.sync.proof import UNDECIDED
 
 import hocket
 from hocket import protocol
-from hocket.errors import OUTCOMES, Outcome, ServerError
+from hocket.errors import OUTCOMES, ErrorOutcome, ServerError
 from hocket.protocol import Completion, GenerateRequest, ReloadRequest, SamplingParams, SessionRequest, SleepRequest
 from hocket.sync.share_gpu import GONE
 from hocket.sync.transports import NO_WAY
@@ -96,19 +96,19 @@ def test_every_code_that_has_a_meaning_is_one_that_a_server_or_client_gives() ->
 @pytest.mark.parametrize(
     ("code", "status", "outcome"),
     [
-        ("context_too_long", 422, Outcome.REFUSED),
-        ("unauthorized", 401, Outcome.REFUSED),
-        ("not_finite", 500, Outcome.REFUSED),
-        ("asleep", 503, Outcome.AGAIN),
-        ("aborted", None, Outcome.AGAIN),  # within a stream
-        ("body_timeout", 408, Outcome.AGAIN),
-        ("other_session", 409, Outcome.LOST),
-        ("engine_dead", None, Outcome.LOST),
-        ("protocol", 404, Outcome.LOST),
-        ("of_a_plugin", 422, Outcome.REFUSED),
-        ("of_a_plugin", 500, Outcome.LOST),
-        ("of_a_plugin", None, Outcome.REFUSED),
+        ("context_too_long", 422, ErrorOutcome.REFUSED),
+        ("unauthorized", 401, ErrorOutcome.REFUSED),
+        ("not_finite", 500, ErrorOutcome.REFUSED),
+        ("asleep", 503, ErrorOutcome.AGAIN),
+        ("aborted", None, ErrorOutcome.AGAIN),  # within a stream
+        ("body_timeout", 408, ErrorOutcome.AGAIN),
+        ("other_session", 409, ErrorOutcome.LOST),
+        ("engine_dead", None, ErrorOutcome.LOST),
+        ("protocol", 404, ErrorOutcome.LOST),
+        ("of_a_plugin", 422, ErrorOutcome.REFUSED),
+        ("of_a_plugin", 500, ErrorOutcome.LOST),
+        ("of_a_plugin", None, ErrorOutcome.REFUSED),
     ],
 )
-def test_an_error_has_one_of_three_outcomes_for_a_client(code: str, status: int | None, outcome: Outcome) -> None:
+def test_an_error_has_one_of_three_outcomes_for_a_client(code: str, status: int | None, outcome: ErrorOutcome) -> None:
     assert ServerError("it failed", code=code, status=status).outcome is outcome

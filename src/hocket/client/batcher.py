@@ -17,7 +17,7 @@ from hocket.client.member import Member
 from hocket.client.pool import MAX_LOSSES, POLL_S, Deadline, ServerPool
 from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import note
-from hocket.errors import Outcome, ServerError
+from hocket.errors import ErrorOutcome, ServerError
 from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
 from hocket.types import Image
 
@@ -152,7 +152,7 @@ class Batcher:
                         )
                         _fail([turn], ServerError(message, code=error.code, status=error.status))
                 self._wait(todo)
-            elif error.outcome is Outcome.AGAIN:
+            elif error.outcome is ErrorOutcome.AGAIN:
                 await asyncio.sleep(POLL_S)
                 self._wait(todo)
             else:

@@ -16,7 +16,7 @@ from typing import Any
 from hocket.client.member import Member, State
 from hocket.client.server import HEALTH_TIMEOUT_S, ServerClient
 from hocket.common.tasks import cancel
-from hocket.errors import Outcome, ServerError, SyncError, door
+from hocket.errors import ErrorOutcome, ServerError, SyncError, door
 from hocket.protocol import CURABLE, Health, ReloadResponse
 
 MAX_LOSSES = 3  # of servers under a turn or episode, the likely cause
@@ -317,7 +317,7 @@ class ServerPool:
 
     def loses(self, member: Member, error: ServerError) -> bool:
         """Return whether an error at work means that a server is lost, and mark it."""
-        lost = error.outcome is Outcome.LOST
+        lost = error.outcome is ErrorOutcome.LOST
         if lost and member.is_up:  # else it is out, or looked at again
             self.mark_lost(member, str(error))
         return lost

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hocket.client.member import Member, State
 from hocket.client.pool import ServerPool
-from hocket.errors import HocketError, Outcome, ServerError, SyncError
+from hocket.errors import ErrorOutcome, HocketError, ServerError, SyncError
 from hocket.protocol import Health
 from hocket.sync.transports import Answer, Transport
 from hocket.sync.versions import Versions
@@ -101,7 +101,7 @@ class Publisher:
 
     def _stops(self, answer: ServerError) -> bool:
         """Return whether a refusal stops the run: a discovered server may be another run's by now."""
-        return answer.outcome is Outcome.REFUSED and (self.pool.is_listed or not answer.foreign)
+        return answer.outcome is ErrorOutcome.REFUSED and (self.pool.is_listed or not answer.foreign)
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:
         """Give servers the current version. Raises as `judge` and `check_model`."""

@@ -14,7 +14,7 @@ from hocket.client.server import ServerClient
 from hocket.config import Config, ModelConfig
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
-from hocket.errors import ConfigError, Outcome, ServerError
+from hocket.errors import ConfigError, ErrorOutcome, ServerError
 from hocket.protocol.messages import Request
 from hocket.trainer import engine, share_gpu
 from hocket.trainer.batching import TrainBatch
@@ -91,7 +91,7 @@ async def _ask(url: str, sha256: str, sequences: Sequence[TokenSequence], token:
             return await _scores(url, sha256, sequences, token)
         except ServerError as error:
             refused = error.status is not None and error.status < 500
-            if refused and error.outcome is not Outcome.AGAIN:
+            if refused and error.outcome is not ErrorOutcome.AGAIN:
                 raise
             log.warning("%s; it is asked again in %g s", error, wait_s)
         await asyncio.sleep(wait_s)
