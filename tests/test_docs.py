@@ -42,6 +42,7 @@ OPTIONS = {
     "replay",
     "shapes",
     "share_gpu",
+    "take_over",
     "vision",
 }
 """Files of options that are woven into a step, by the setting that turns them on."""

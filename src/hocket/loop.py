@@ -91,7 +91,7 @@ class Run:
         return await collect(
             plan,
             self.stream.take,  # 1 prompts  data/stream.py
-            self.play,  # 2 rollouts  rollout/single_turn.py, episode.py
+            self.play,  # 2 rollouts  rollout/players.py, episode.py
             self.scorer,  # 3 scores  rewards/scorer.py
             has_signal=lambda group: self.shape(group).reason is None,
         )

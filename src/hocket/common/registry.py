@@ -97,11 +97,14 @@ class Registry(Generic[T]):
     def get(self, name: str, setting: str = "") -> T:
         """Return the object. Raise ConfigError that lists the known names."""
         if not self._has(name):
-            forgotten = (key for key in _PLUGINS if callable(getattr(sys.modules[key], name, None)))
-            hints = [f'{_PLUGINS[key].path} has a function {name} without @{self.kind}("{name}")' for key in forgotten]
+            advice = "add your own as a Python file under plugins"
+            for key, plugin in _PLUGINS.items():
+                if callable(getattr(sys.modules[key], name, None)):
+                    advice = f'{plugin.path} has a function {name} without @{self.kind}("{name}")'
+                    break
+            names = ", ".join(sorted(self.names)) or "none, as files of hocket/extras were deleted"
             raise ConfigError(
-                f"{setting}there is no {self.kind} {name!r}{nearest(name, self.names)}; known: "
-                f"{', '.join(sorted(self.names))}; {[*hints, 'add your own as a Python file under plugins'][0]}"
+                f"{setting}there is no {self.kind} {name!r}{nearest(name, self.names)}; known: {names}; {advice}"
             )
         return self.items[name]
 

@@ -1,15 +1,18 @@
-"""Play episodes of an environment: in turns with it, or as an agent that asks by itself."""
+"""Play episodes: one turn without an environment, turns with one, or an agent that asks by itself."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from hocket.client.batcher import Turn
 from hocket.client.pool import ServerPool
+from hocket.common.tasks import seed_of
 from hocket.data.renderer import Renderer
 from hocket.envs import Environment
 from hocket.envs.base import SingleTurn
+from hocket.errors import ServerError
 from hocket.rollout.collect import Play, Seat
-from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget
-from hocket.rollout.single_turn import play_single_turn
+from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget, late
+from hocket.rollout.transcript import Transcript
 from hocket.types import Prompt, Rollout
 
 
@@ -27,3 +30,35 @@ def player(make: Callable[[], Environment], pool: ServerPool, ask: Ask, renderer
         return Episode(prompt, seat, make, ask, renderer, limits, budget).play()
 
     return play
+
+
+async def play_single_turn(prompt: Prompt, seat: Seat, *, ask: Ask, limits: Limits, placeholder: int | None) -> Rollout:
+    """Ask for one completion of the prompt. A late one is a rollout with an error; raises ServerError otherwise.
+
+    `placeholder`: the token that stands for an image; an answer that has it counts as cut off.
+    """
+    transcript = Transcript(prompt.token_ids, prompt.opening, prompt.images)
+    sampling = seat.sampling
+    room = limits.max_length - len(prompt.token_ids)
+    error = None
+    if room < 1:
+        error = f"the prompt leaves no room for an answer in {limits.max_length} tokens"
+    else:
+        turn = Turn(
+            token_ids=prompt.token_ids,
+            images=prompt.images,
+            sampling=sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)}),
+            seed=seed_of(sampling.seed, seat.number, 1),
+            deadline=seat.deadline,
+            group=seat.group,
+            place=f"{seat.id} (prompt {prompt.id})",
+        )
+        try:
+            completion = await ask(turn)
+        except ServerError as failed:
+            error = late(seat, failed)
+        else:
+            transcript.add_completion(completion)
+            if placeholder in completion.token_ids:
+                transcript.finish_reason = "length"
+    return Rollout(id=seat.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)
