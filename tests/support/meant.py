@@ -167,7 +167,7 @@ MEANT = (
         "settled draws stay, and are repeated after a resume",
     ),
     Row(
-        "trainer/logprobs.py",
+        "extras/checks/draws.py",
         "nansum",
         "nansum(dim=-1)",
         "sum(dim=-1)",

@@ -5,12 +5,14 @@ import dataclasses
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hocket
 from hocket.errors import ServerError, SyncError
-from hocket.extras.checks.proof import Proof, Scored, missing_share
+from hocket.extras.checks.proof import UNDECIDED, Proof, Scored, missing_share
 from hocket.types import Prompt
 from support import fakes, publishing
 from support.publishing import METRICS, NOT_HELD, SLOW, UNABLE, A, B, C
@@ -191,6 +193,12 @@ async def test_a_comparison_that_breaks_off_is_said_and_counted_and_the_server_w
     assert (metrics["sync/servers"], metrics["sync/mismatches"], world.up) == (2.0, 1.0, [A, B])
     assert world.said[-1] == f"WARNING: http://b can't say whether it holds version 6: {failure}"
     assert len(world.trainer.scored) == 4  # of both, as their log-probs still say something
+
+
+@pytest.mark.parametrize("code", UNDECIDED)
+def test_the_codes_of_comparisons_that_break_off_are_the_server_s(code: str) -> None:
+    server = Path(hocket.__file__).parent / "server"
+    assert any(f'"{code}"' in path.read_text(encoding="utf-8") for path in server.glob("*.py"))
 
 
 def rows(tokens: Sequence[int], server: Sequence[float], trainer: Sequence[float]) -> list[list[Scored]]:
