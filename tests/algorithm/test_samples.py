@@ -101,7 +101,7 @@ def result_of(group: Group, untrained: str | None = None) -> PromptOutcome:
     return outcome_of(shaped([group])[0], untrained)
 
 
-def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_trained() -> None:
+def test_an_outcome_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_trained() -> None:
     right = {"format": 1.0, "right": 1.0}
     rows = [{"format": 1.0, "right": 0.0}, right, {"format": 0.0, "right": 1.0}, None]
     assert result_of(scored(*rows)) == PromptOutcome(state="trained", pass_rate=pytest.approx(2 / 3))
@@ -233,10 +233,14 @@ def test_ppo_passes_over_tokens_of_the_environment() -> None:
 
 def test_the_overlong_penalty_grows_over_the_end_of_the_longest_turn_and_is_taken_from_the_reward() -> None:
     for length, penalty in ((1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (11, 1.0)):
-        assert overlong_penalty([[TurnReward(0, length)]], 0.4, 10) == pytest.approx(penalty)
-        assert overlong_penalty([[TurnReward(0, length)]], 0.0, 10) == 0.0
+        rollout = make_rollout(*[-1.0] * length)
+        assert overlong_penalty(rollout, 0.4, 10) == pytest.approx(penalty)
+        assert overlong_penalty(rollout, 0.0, 10) == 0.0
     # 14 tokens, but no turn with more than 8, also where nothing was said between two of them
-    assert overlong_penalty([[TurnReward(0, 5), TurnReward(1, 8)], [TurnReward(2, 1)]], 0.4, 10) == pytest.approx(0.5)
+    (first,), (second,) = make_rollout(*[-1.0] * 13).sequences, make_rollout(-1.0).sequences
+    first = dataclasses.replace(first, turn_rewards=(TurnReward(0, 5), TurnReward(1, 8)))
+    several = dataclasses.replace(rollout, sequences=(first, second))
+    assert overlong_penalty(several, 0.4, 10) == pytest.approx(0.5)
     algorithm = settings("overlong_share=0.4", "scale=none")
     equal = group_of(make_rollout(-1.0), make_rollout(*[-1.0] * 8), rewards=[1.0, 1.0])
     assert shaped([equal], algorithm)[0].reason is None  # rewards 1 and 1 − 0.5

@@ -34,7 +34,7 @@ class Rewarded(NamedTuple):
     penalty: float  # for its length
     parts: Mapping[str, float]  # by reward function
     witness: bool  # as in TrainSample
-    turns: Turns  # with what counts for each in the score
+    turns: Turns = ()  # where credit goes by turn: with what counts for each in the score
 
 
 class Shaped(NamedTuple):
@@ -60,8 +60,8 @@ def shape(
     rewards: list[float] = []
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
         if score.error is None:
-            turns = turns_of(rollout, env_weight)
-            penalty = overlong_penalty(turns, algorithm.overlong_share, max_tokens)
+            turns = turns_of(rollout, env_weight) if algorithm.by_turn else ()
+            penalty = overlong_penalty(rollout, algorithm.overlong_share, max_tokens)
             sure = not (needs and are_equal(rewards))
             rewards.append(score.total - penalty)
             scored.append(Rewarded(rollout, rewards[-1], penalty, score.parts, sure, turns))
@@ -98,11 +98,16 @@ def are_equal(rewards: Sequence[float]) -> bool:
     return len(rewards) < 2 or max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 
-def overlong_penalty(turns: Turns, overlong_share: float, max_tokens: int) -> float:
-    """Return 0 up to the last overlong_share of the longest turn's max_tokens, then a line to 1 (2503.14476)."""
+def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
+    """Compute 0 up to the last overlong_share of the longest turn's max_tokens, then a line to 1 (2503.14476)."""
+    if not overlong_share:
+        return 0.0
+    longest = 0
+    for sequence in rollout.sequences:
+        turns = [turn.tokens for turn in sequence.turn_rewards]
+        longest = max(longest, *(turns or [sequence.mask.count(True)]))
     last = overlong_share * max_tokens
-    longest = max(turn.tokens for turn in itertools.chain(*turns))
-    return min(max(longest - (max_tokens - last), 0.0) / last, 1.0) if last else 0.0
+    return min(max(longest - (max_tokens - last), 0.0) / last, 1.0)
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
@@ -151,7 +156,7 @@ class _Row(NamedTuple):
     sequence: TokenSequence
     columns: dict[str, Sequence[float]]
     kl_n: Tensor  # penalty per sampled token, before its coefficient
-    turns: Sequence[TurnReward]
+    turns: Sequence[TurnReward]  # where credit goes by turn
 
 
 def train_samples(
@@ -167,7 +172,8 @@ def train_samples(
     rows = []
     known = itertools.chain(measured, itertools.repeat({}))
     for owner, (_, one) in enumerate(scored):
-        for name, sequence, turns in zip(one.rollout.sequence_ids, one.rollout.sequences, one.turns, strict=True):
+        turns_of_rows = one.turns or [()] * len(one.rollout.sequences)
+        for name, sequence, turns in zip(one.rollout.sequence_ids, one.rollout.sequences, turns_of_rows, strict=True):
             columns = dict(next(known))
             kl_n = _kl_in_reward(sequence, columns, algorithm)
             penalised[owner] -= kl_coef * float(kl_n.sum())
@@ -181,10 +187,15 @@ def train_samples(
             scale=algorithm.scale,
             parts=[one.parts for _, one in scored],
         )
-        of_turn = advantages(algorithm.credit, [one.turns for _, one in scored], penalised, group_ids, compare)
-        turns_k = [(of_turn[row.owner][turn.number], turn.tokens) for row in rows for turn in row.turns]
-        values, sizes = zip(*turns_k, strict=True)
-        advantages_n = torch.tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+        if algorithm.by_turn:
+            of_turn = advantages(algorithm.credit, [one.turns for _, one in scored], penalised, group_ids, compare)
+            turns_k = [(of_turn[row.owner][turn.number], turn.tokens) for row in rows for turn in row.turns]
+            values_k = torch.tensor([value for value, _ in turns_k], dtype=torch.float64)
+            sizes = [size for _, size in turns_k]
+        else:  # all tokens of an episode have its advantage
+            values_k = compare(penalised, group_ids).double()[[row.owner for row in rows]]
+            sizes = lengths
+        advantages_n = values_k.repeat_interleave(torch.tensor(sizes))
     else:
         of_owner = _by_turn if algorithm.by_turn else _by_token
         advantages_n = torch.cat(
