@@ -194,6 +194,8 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
     folder = parts.stack.enter_context(RunFolder(config, console.say))
     for change in folder.changed_plugins:
         console.say(change)
+
+    # A server that shares this GPU allocates its memory before the trainer does.
     waiting: Callable[..., None] = console.doing
     if serve and not replay and not run_there(parts.servers.answer()):
         waiting = parts.own_server([f"{config.run_dir}/config.yaml"])
@@ -206,6 +208,8 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
     if not replay:
         servers = parts.servers.pool(trainer_id(config.run_dir), on_wait=waiting, say=console.say)
     publisher = parts.publisher(trainer, servers)
+
+    # What a checkpoint keeps beside the trainer's state.
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     last = 0
@@ -214,16 +218,9 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         last = saved.step
     elif not replay:
         folder.ledger(0, [*stream.sizes(), *stream.entries()])
+    copied: list[Callable[[Path], None]] = []  # called with each complete checkpoint
+    keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=copied))
 
-    plays = parts.plays(servers)
-    joining_parts: list[RunPart] = []
-    after: list[Callable[[Path], None]] = []
-
-    def servers_changed() -> None:
-        for part in joining_parts:
-            part.servers_changed()
-
-    keeper = parts.stack.enter_context(Checkpoints(config, trainer.state, kept, last=last, after=after))
     joined = Joined(
         config=config,
         folder=folder,
@@ -234,14 +231,9 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         checkpoints=keeper,
         console=console,
     )
-    for part in joining(joined):
-        parts.stack.callback(part.close)  # before the next one is made, which may fail
-        joining_parts.append(part)
-    if on_step is not None:
-        joining_parts.append(OnStepPart(on_step))
-    after += [part.checkpointed for part in joining_parts]
-    servers.on_change = servers_changed
-    publisher.parts = joining_parts
+    run_parts = _join(joined, parts.stack, on_step)
+    copied += [part.checkpointed for part in run_parts]
+    plays = parts.plays(servers)
     return Run(
         config=config,
         trainer=trainer,
@@ -250,15 +242,33 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
         play=parts.play(plays),
         scorer=parts.scorer(),
         shape=_shape(config),
-        batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
+        batches=parts.pipeline if replay is None else lambda new_batch: nullcontext(replay),
         evaluation=parts.evaluation(() if replay else held_out, plays),
         publisher=publisher,
         kl=kl,
         folder=folder,
         console=console,
-        parts=joining_parts,
+        parts=run_parts,
         checkpoints=keeper,
     )
+
+
+def _join(joined: Joined, stack: ExitStack, on_step: OnStep) -> list[RunPart]:
+    """Make the parts that join a run; the stack closes them."""
+    run_parts: list[RunPart] = []
+    for part in joining(joined):
+        stack.callback(part.close)  # before the next one is made, which may fail
+        run_parts.append(part)
+    if on_step is not None:
+        run_parts.append(OnStepPart(on_step))
+
+    def servers_changed() -> None:
+        for part in run_parts:
+            part.servers_changed()
+
+    joined.servers.on_change = servers_changed
+    joined.publisher.parts = run_parts
+    return run_parts
 
 
 def _shape(config: Config) -> "Callable[[Group], Shaped]":
