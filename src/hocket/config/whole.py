@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,77 +57,9 @@ class Config(Section):
         return values
 
     def refuse(self) -> None:
-        trainer = self.trainer
-        reference = str(self.algorithm.reference)
-        if "://" in reference:
-            deployment.web_url(reference)
-            if self.rollout.temperature != 1:
-                raise ValueError(f"the server {reference} scores at temperature 1: set rollout.temperature=1")
-        if self.data.sources and self.eval.data.model_fields_set:
-            raise ValueError("eval.data beside data.sources: each of these has its own held_out")
-        for name, view in self.views.items():
-            try:
-                view._refuse_source()
-            except ValueError as error:
-                raise ValueError(f"data.sources, {name}: {error}" if name else str(error)) from error
-        if self.checkpoint.best is not None:
-            self._refuse_best(self.checkpoint.best.name)
-        run_dir = self.run_dir.resolve()
-        if self.sync.transport not in ("auto", "disk", "nccl") and self.model.lora is not None:
-            raise ValueError(
-                f"sync.backend={self.sync.transport} has no effect with model.lora, whose adapters are small: set "
-                "sync.backend=disk"
-            )
-        if self.model.quantizes and trainer.spreads_weights:
-            raise ValueError(
-                "trainer.zero_stage=3, the default to offload, can't spread quantized weights; set stage 2"
-            )
-        warmup = self.critic.warmup_steps
-        if warmup >= trainer.steps:
-            raise ValueError(
-                f"critic.warmup_steps={warmup} leaves no step of trainer.steps={trainer.steps} for the policy"
-            )
-        ahead = self.pipeline.max_staleness not in ("auto", 0)
-        if self.pipeline.replay is not None:
-            if ahead or self.launch.share_gpu:
-                raise ValueError("pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out")
-            if Path(self.pipeline.replay).resolve() == run_dir:
-                raise ValueError("pipeline.replay is this run's own folder; choose another run.dir")
-        if self.launch.share_gpu:
-            self._refuse_on_one_gpu(ahead)
-        _ = self.token  # a weak one is refused now
-
-    def _refuse_source(self) -> None:
-        share = self.algorithm.overlong_share
-        if share and (self.env.model_extra or {}).get("thinking_tokens"):
-            raise ValueError(
-                f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
-            )
-        env = self.rewards.functions.get("env")
-        gives_none = env is None and self.env.name == "tools"  # to no turn: credit is of what other rewards make of all
-        is_changed = env is None or env.gate or env.clip or env.normalize
-        if self.algorithm.by_turn and is_changed and not gives_none:
-            needed = "rewards of turns as they are given: add rewards.functions.env, with a weight alone"
-            raise ValueError(f"algorithm.credit={self.algorithm.credit} needs {needed}")
-        if self.held_out_data is not None:
-            try:
-                self.held_out_data.refuse()
-            except ValueError as error:
-                raise ValueError(f"eval.data: {error}") from error
-
-    def _refuse_best(self, best: str) -> None:
-        """Raise ValueError unless it is a metric of the evaluation."""
-        sets = [name for name, view in self.views.items() if view.held_out_data]
-        if not sets:
-            raise ValueError("checkpoint.best needs held-out rows: set eval.data, or held_out of data.sources")
-        means = ["greedy"]
-        if self.eval.temperature != 0:
-            means += ["sampled", *(f"pass@{1 << power}" for power in range(self.eval.samples.bit_length()))]
-        of_each = [f"{name}/{mean}" for name in sets if name for mean in means]
-        names = (*means, "zero_or_one", "reward_errors", "length_mean", "truncated", *of_each)
-        known = [f"eval/{name}" for name in names]
-        if best not in known:
-            raise ValueError(f"checkpoint.best={best} is no metric of this evaluation, which has {', '.join(known)}")
+        """Raise ValueError for settings that contradict each other, in the order of CHECKS."""
+        for check in CHECKS:
+            check(self)
 
     @property
     def views(self) -> "dict[str, Config]":
@@ -163,20 +95,6 @@ class Config(Section):
         root = self.sync_root.resolve()
         if re.search(r"(^|/)\.", os.path.relpath(run_dir, root)):  # outside it is .., the same is .
             raise ConfigError(f"run.dir={run_dir} must lie under sync.root={root}, in no hidden folder")
-
-    def _refuse_on_one_gpu(self, ahead: bool) -> None:
-        backend = self.sync.transport
-        several = len(self.server_urls) > 1 or (self.launch.servers or 1) > 1
-        for contradicts, says in (
-            (ahead, "needs pipeline.max_staleness=0: both take turns"),
-            (backend == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
-            (backend not in ("auto", "disk", "nccl"), "needs sync.backend=disk: whole versions are written"),
-            (self.server.discover, "is for one server that server.urls names: leave server.discover out"),
-            (several, "is for one server; give several GPUs of their own"),
-            (self.launch.gpus_apart, "contradicts launch.gpus_apart=true"),
-        ):
-            if contradicts:
-                raise ValueError(f"launch.share_gpu {says}")
 
     def chosen(self, *, on_gpu: bool) -> "Config":
         """Return the config with each `auto` replaced, but those that are measured on a GPU."""
@@ -281,3 +199,137 @@ def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
     for section in values.keys() - found.keys():
         found |= {f"{section}.{key}": value for key, value in values[section].items()}
     return found
+
+
+# Contradictions between sections: one function for each feature that they concern.
+
+
+def _check_reference(config: Config) -> None:
+    reference = str(config.algorithm.reference)
+    if "://" in reference:
+        deployment.web_url(reference)
+        if config.rollout.temperature != 1:
+            raise ValueError(f"the server {reference} scores at temperature 1: set rollout.temperature=1")
+
+
+def _check_sources(config: Config) -> None:
+    if config.data.sources and config.eval.data.model_fields_set:
+        raise ValueError("eval.data beside data.sources: each of these has its own held_out")
+    for name, view in config.views.items():
+        try:
+            for check in OF_EACH_SOURCE:
+                check(view)
+        except ValueError as error:
+            raise ValueError(f"data.sources, {name}: {error}" if name else str(error)) from error
+
+
+def _check_thinking(view: Config) -> None:
+    share = view.algorithm.overlong_share
+    if share and (view.env.model_extra or {}).get("thinking_tokens"):
+        raise ValueError(
+            f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
+        )
+
+
+def _check_credit(view: Config) -> None:
+    env = view.rewards.functions.get("env")
+    if env is None and view.env.name == "tools":
+        return  # no turn has a reward: credit is of what other rewards make of all
+    is_changed = env is None or env.gate or env.clip or env.normalize
+    if view.algorithm.by_turn and is_changed:
+        needed = "rewards of turns as they are given: add rewards.functions.env, with a weight alone"
+        raise ValueError(f"algorithm.credit={view.algorithm.credit} needs {needed}")
+
+
+def _check_held_out(view: Config) -> None:
+    if view.held_out_data is not None:
+        try:
+            view.held_out_data.refuse()
+        except ValueError as error:
+            raise ValueError(f"eval.data: {error}") from error
+
+
+def _check_best(config: Config) -> None:
+    """Raise ValueError unless checkpoint.best names a metric of the evaluation."""
+    if config.checkpoint.best is None:
+        return
+    sets = [name for name, view in config.views.items() if view.held_out_data]
+    if not sets:
+        raise ValueError("checkpoint.best needs held-out rows: set eval.data, or held_out of data.sources")
+    means = ["greedy"]
+    if config.eval.temperature != 0:
+        means.append("sampled")
+        means += [f"pass@{1 << power}" for power in range(config.eval.samples.bit_length())]
+    names = [*means, "zero_or_one", "reward_errors", "length_mean", "truncated"]
+    for name in sets:
+        if name:
+            names += [f"{name}/{mean}" for mean in means]
+    known = [f"eval/{name}" for name in names]
+    best = config.checkpoint.best.name
+    if best not in known:
+        raise ValueError(f"checkpoint.best={best} is no metric of this evaluation, which has {', '.join(known)}")
+
+
+def _check_transport(config: Config) -> None:
+    if config.sync.transport not in ("auto", "disk", "nccl") and config.model.lora is not None:
+        raise ValueError(
+            f"sync.backend={config.sync.transport} has no effect with model.lora, whose adapters are small: set "
+            "sync.backend=disk"
+        )
+
+
+def _check_quantized(config: Config) -> None:
+    if config.model.quantizes and config.trainer.spreads_weights:
+        raise ValueError("trainer.zero_stage=3, the default to offload, can't spread quantized weights; set stage 2")
+
+
+def _check_critic(config: Config) -> None:
+    warmup = config.critic.warmup_steps
+    if warmup >= config.trainer.steps:
+        raise ValueError(
+            f"critic.warmup_steps={warmup} leaves no step of trainer.steps={config.trainer.steps} for the policy"
+        )
+
+
+def _check_replay(config: Config) -> None:
+    if config.pipeline.replay is None:
+        return
+    if config.pipeline.max_staleness not in ("auto", 0) or config.launch.share_gpu:
+        raise ValueError("pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out")
+    if Path(config.pipeline.replay).resolve() == config.run_dir.resolve():
+        raise ValueError("pipeline.replay is this run's own folder; choose another run.dir")
+
+
+def _check_share_gpu(config: Config) -> None:
+    if not config.launch.share_gpu:
+        return
+    transport = config.sync.transport
+    several = len(config.server_urls) > 1 or (config.launch.servers or 1) > 1
+    for contradicts, says in (
+        (config.pipeline.max_staleness not in ("auto", 0), "needs pipeline.max_staleness=0: both take turns"),
+        (transport == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
+        (transport not in ("auto", "disk", "nccl"), "needs sync.backend=disk: whole versions are written"),
+        (config.server.discover, "is for one server that server.urls names: leave server.discover out"),
+        (several, "is for one server; give several GPUs of their own"),
+        (config.launch.gpus_apart, "contradicts launch.gpus_apart=true"),
+    ):
+        if contradicts:
+            raise ValueError(f"launch.share_gpu {says}")
+
+
+def _check_token(config: Config) -> None:
+    _ = config.token  # a weak one is refused now
+
+
+CHECKS: Sequence[Callable[[Config], None]] = (
+    _check_reference,
+    _check_sources,
+    _check_best,
+    _check_transport,
+    _check_quantized,
+    _check_critic,
+    _check_replay,
+    _check_share_gpu,
+    _check_token,
+)
+OF_EACH_SOURCE: Sequence[Callable[[Config], None]] = (_check_thinking, _check_credit, _check_held_out)
