@@ -60,22 +60,9 @@ class Policy(nn.Module):
         super().__init__()
         transformers.utils.logging.disable_progress_bar()
         self.weights = WEIGHTS.get(config.weights)(config)
-        options = {
-            "dtype": dtype,
-            "attn_implementation": attention.NAME,
-            "scores": self.scores,
-            **self.weights.options(dtype),
-        }
         torch.manual_seed(seed)
-        if loads:
-            model = load_model(config.path, random_init=config.random_init, head=self.uses_logits, **options)
-        else:
-            model = empty_model(config.path, **options)
-        for module in model.modules():
-            if getattr(module, "rope_type", "") == "longrope":  # the context decides, as on servers, not a whole row
-                if loads:
-                    module(module.inv_freq, module.inv_freq.new_full((1, 1), context_length(config) - 1))
-                module.rope_type = "default"
+        model = self._load(config, dtype, loads)
+        _bound_longrope(model, config, loads)
         self.weights.prepare(model, seed)
         self.model = model
         self.vision: Any = None
@@ -86,18 +73,34 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.statistics: TokenStatistics | None = None  # of each token, beside log-prob and entropy
         self.entropy_gradient = entropy_gradient
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if kernels != choices.EAGER:
-            choices.chosen_kernels(kernels).apply(model)
         self._forward_pass: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if gradient_checkpointing:
-            recomputation = choices.chosen_recomputation(gradient_checkpointing)
-            recomputation.prepare(model)
-            self._forward_pass = recomputation.forward_pass
+        self._choose(kernels, gradient_checkpointing)
         architecture.evaluates(model)
         if config.float32_head:
             compute_in_float32(head_of(model))
+
+    def _load(self, config: ModelConfig, dtype: torch.dtype, loads: bool) -> Any:
+        """Load the transformers model, or make it of meta tensors."""
+        options = {
+            "dtype": dtype,
+            "attn_implementation": attention.NAME,
+            "scores": self.scores,
+            **self.weights.options(dtype),
+        }
+        if loads:
+            return load_model(config.path, random_init=config.random_init, head=self.uses_logits, **options)
+        return empty_model(config.path, **options)
+
+    def _choose(self, kernels: Chosen, gradient_checkpointing: bool | Chosen) -> None:
+        """Change the model for the chosen kernels, and for what it recomputes in the backward pass."""
+        if gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if kernels != choices.EAGER:
+            choices.chosen_kernels(kernels).apply(self.model)
+        if gradient_checkpointing:
+            recomputation = choices.chosen_recomputation(gradient_checkpointing)
+            recomputation.prepare(self.model)
+            self._forward_pass = recomputation.forward_pass
 
     @functools.cached_property
     def logits(self) -> architecture.Logits:
@@ -203,6 +206,15 @@ class ScalarModel(Policy):
         zeros_t = torch.zeros(batch.mask_bt.numel(), device=values_n1.device)
         values_bt = zeros_t.index_copy(0, batch.trained_n, values_n1.squeeze(-1).float())[None]
         return batch.segments.part.whole(values_bt)
+
+
+def _bound_longrope(model: Any, config: ModelConfig, loads: bool) -> None:
+    """Have the context's length decide about longrope's factors, as on servers, not the length of a whole row."""
+    for module in model.modules():
+        if getattr(module, "rope_type", "") == "longrope":
+            if loads:
+                module(module.inv_freq, module.inv_freq.new_full((1, 1), context_length(config) - 1))
+            module.rope_type = "default"
 
 
 def skeleton(config: ModelConfig, kind: type[Policy] = Policy) -> Any:
