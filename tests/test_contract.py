@@ -1,6 +1,7 @@
 """The shape of the project, read from its source: which way imports point, and where heavy packages live."""
 
 import ast
+import collections
 import functools
 import graphlib
 import re
@@ -232,12 +233,18 @@ def test_a_model_s_own_code_is_never_trusted() -> None:
                 assert "trust_remote_code=False" in given, f"{module}:{node.lineno}"
 
 
-def test_no_class_name_stands_for_two_things() -> None:
-    found = [
-        (node.name, name) for name in FILES for node in ast.walk(tree(FILES[name])) if isinstance(node, ast.ClassDef)
-    ]
-    names = [name for name, _ in found]
-    assert [pair for pair in found if names.count(pair[0]) > 1] == []
+def test_no_capitalised_name_stands_for_two_things() -> None:
+    places = collections.defaultdict[str, list[str]](list)
+    for name, path in FILES.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+        for node in tree(path).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Name) and re.match("[A-Z][a-z]", target.id):
+                    places[target.id].append(name)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 def test_the_import_reader_sees_every_way_to_import(tmp_path: Path) -> None:

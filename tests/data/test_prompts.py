@@ -272,7 +272,7 @@ def test_a_renderer_of_one_s_own_is_named_by_the_setting_with_its_options(tmp_pa
     """The one that the documentation of `renderer` shows."""
     head = (
         "from collections.abc import Sequence\nfrom typing import Any\nfrom hocket.config import DataConfig\n"
-        "from hocket.data.renderer import Options, PlainText, Tools, renderer\nfrom hocket.types import Message\n"
+        "from hocket.data.renderer import Options, PlainText, ToolSchemas, renderer\nfrom hocket.types import Message\n"
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "sort ba", "answer": "ab"}\n')
     source = str(tmp_path / "rows.jsonl")

@@ -10,12 +10,12 @@ from hocket.run_part import RUN_PARTS, RunPart
 
 def test_settings_decide_which_parts_join(tmp_path: Path) -> None:
     with joined(tmp_path) as parts:
-        assert [type(part).__name__ for part in parts] == ["SamplingCheck", "Timeline", "Tokens"]
+        assert [type(part).__name__ for part in parts] == ["SamplingCheck", "Timeline", "TokenFiles"]
     with joined(tmp_path, "sync.check_share=0") as parts:
         assert type(parts[0]).__name__ == "Proof"
     every = ("checkpoint.best=eval/greedy", "eval.data.source=task:sort", f"checkpoint.copy_to={tmp_path}/copies")
     with joined(tmp_path, *every) as parts:
-        assert [type(part).__name__ for part in parts] == ["SamplingCheck", "Timeline", "Tokens", "Best", "CopyTo"]
+        assert [type(part).__name__ for part in parts] == ["SamplingCheck", "Timeline", "TokenFiles", "Best", "CopyTo"]
 
 
 @pytest.mark.parametrize("name", sorted(RUN_PARTS.names))

@@ -214,7 +214,8 @@ def test_a_packer_of_one_s_own_is_named_by_the_setting(tmp_path: Path) -> None:
     """The one that the documentation of Packer shows: 8 + 8 + 7 positions, the first two in a row once."""
     head = (
         "import math\nfrom collections.abc import Sequence\n"
-        "from hocket.trainer.batching import Packer, Run, Sizes, keys, packer\nfrom hocket.types import TrainSample\n"
+        "from hocket.trainer.batching import Packer, SequenceRun, Sizes, keys, packer\n"
+        "from hocket.types import TrainSample\n"
     )
     code = head + shown(batching, '@packer("twins")')
     chosen = "trainer.share_prefixes=twins"

@@ -10,13 +10,13 @@ import hocket
 from hocket.common.registry import Registry
 from hocket.errors import ConfigError
 
-Run = Callable[[argparse.Namespace], int | None]
+RunCommand = Callable[[argparse.Namespace], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    run: Run
+    run: RunCommand
     options: tuple[Option, ...]
     trains: bool  # its process is a rank of a trainer
     checkpoints: bool  # it makes checkpoints in the run folder, from which it can go on
@@ -26,7 +26,9 @@ _MODULES = {name: module for name, (module, _) in hocket.EXTRA_COMMANDS.items()}
 COMMANDS: Registry[Command] = Registry("command", **_MODULES)
 
 
-def command(name: str, *options: Option, trains: bool = False, checkpoints: bool = False) -> Callable[[Run], Run]:
+def command(
+    name: str, *options: Option, trains: bool = False, checkpoints: bool = False
+) -> Callable[[RunCommand], RunCommand]:
     """Register a function as a command (decorator): it gets the parsed arguments, and returns the exit status.
 
     With SETTINGS among the options, `args.config` is the Config of the settings, and `args.arguments` are these.
@@ -41,7 +43,7 @@ def command(name: str, *options: Option, trains: bool = False, checkpoints: bool
             print(*(args.config.trainer.seed + number for number in range(args.count)))
     """
 
-    def add(run: Run) -> Run:
+    def add(run: RunCommand) -> RunCommand:
         COMMANDS.register(name)(Command(run, options, trains, checkpoints or trains))
         return run
 

@@ -211,7 +211,12 @@ def _run(parts: Parts, saved: Saved | None, serve: bool, on_step: OnStep, run_th
 
     # What a checkpoint keeps beside the trainer's state.
     kl = KlController(config.algorithm)
-    kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
+    kept: dict[str, checkpoints.Resumable] = {
+        "prompts": stream,
+        "kl": kl,
+        "sync": publisher.versions,
+        "recorder": folder,
+    }
     last = 0
     if saved:
         saved.restore(kept)

@@ -32,7 +32,7 @@ or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, st
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], or_one]
 Range = Annotated[tuple[float, float], pydantic.AfterValidator(ascending)]
 MAX_LORA_RANK = 512
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ChosenDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def _named(chosen: Any) -> str | dict[str, Any]:
@@ -113,7 +113,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: Annotated[UserPath, pydantic.AfterValidator(newest_version)] = "checkpoints/tiny-sort"
     """Folder or hub name of a model; of a run: its newest version."""
-    dtype: Dtype = "auto"
+    dtype: ChosenDtype = "auto"
     """Precision. `auto`: bfloat16 on a GPU, float32 on a CPU."""
     max_length: int | None = Field(None, ge=2)
     """Maximum tokens, with the prompt. Default: the model's."""

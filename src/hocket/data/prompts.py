@@ -13,7 +13,7 @@ from hocket.config import DataConfig
 from hocket.data import tokenizer as tokenizers
 from hocket.data.columns import check_characters, columns_of
 from hocket.data.prompt_list import Prompts
-from hocket.data.renderer import RENDERERS, Renderer, Tools
+from hocket.data.renderer import RENDERERS, Renderer, ToolSchemas
 from hocket.data.sources import identity, read_rows
 from hocket.data.template import DAY
 from hocket.errors import DataError
@@ -25,15 +25,15 @@ NO_TOKEN = "the tokenizer makes no token of it"
 
 T = TypeVar("T")
 Prepare = Callable[[], Iterator[Prompt]]
-Store = Callable[[object, int, Prepare], tuple[Prompts, list[int]]]
+StorePrompts = Callable[[object, int, Prepare], tuple[Prompts, list[int]]]
 """(what the prompts follow from, most tokens of one, how to prepare them) → the prompts that are short enough, and the
 lengths of all. It prepares them at the first start, and may keep them for the next one."""
-STORES: Registry[Store] = Registry("store", cache="hocket.extras.cache")
+STORES: Registry[StorePrompts] = Registry("store", cache="hocket.extras.cache")
 Rendered = tuple[list[str], Callable[[list[list[int]]], T]]  # a row's texts, and what makes a T of their token ids
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Tools = (), source: str = ""
+    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: ToolSchemas = (), source: str = ""
 ) -> tuple[Prompts, list[int]]:
     """Return the prompts that are short enough, none cut, and the token counts of all; `source`: of data.sources."""
     renderer = renderer_of(data, tokenizer, tools)
@@ -140,7 +140,7 @@ def in_parts(
         raise DataError(f"{data.source} has no rows")
 
 
-def renderer_of(data: DataConfig, tokenizer: Any, tools: Tools = ()) -> Renderer:
+def renderer_of(data: DataConfig, tokenizer: Any, tools: ToolSchemas = ()) -> Renderer:
     """Make the renderer that data.renderer names: without it that of chats, of images, or of plain text."""
     chosen = data.renderer
     if chosen is None:

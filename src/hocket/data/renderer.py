@@ -20,7 +20,7 @@ from hocket.types import Image, Message, text_of
 PICTURES = ("image", "images")  # columns
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 TOOLS_NEED_TEMPLATE = "tools are shown by the chat template; set data.chat_template: true"
-Tools = Sequence[Mapping[str, Any]]
+ToolSchemas = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
 Images = tuple[Image, ...]
 
@@ -59,7 +59,7 @@ Example: a plugin that writes turns as a base model may know them from forums.
 
     @renderer("forum")
     class Forum(PlainText):
-        def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools, *, sign: str = "###") -> None:
+        def __init__(self, data: DataConfig, tokenizer: Any, tools: ToolSchemas, *, sign: str = "###") -> None:
             self._sign = sign
             super().__init__(data, tokenizer, tools)
 
@@ -80,7 +80,7 @@ class Renderer:
     contents: tuple[type, ...] = (str,)  # of messages
     placeholder: int | None = None  # the token that stands for an image
 
-    def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
+    def __init__(self, data: DataConfig, tokenizer: Any, tools: ToolSchemas) -> None:
         self._data = data
         self._tokenizer = tokenizer
         self._tools = list(tools) or None

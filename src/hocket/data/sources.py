@@ -35,7 +35,7 @@ Example: a plugin whose `data.source=numbers:7` has seven rows.
         for number in range(int(data.source.removeprefix("numbers:"))):
             yield {"prompt": f"{number} + 1", "answer": str(number + 1)}
 """
-Rows = Iterator[tuple[int, Any]]  # numbered
+NumberedRows = Iterator[tuple[int, Any]]  # numbered
 
 NUM_ROWS = 2048  # of a built-in task, without data.limit
 SMALL = 1 << 20  # bytes: not worth a cache
@@ -49,7 +49,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     """Yield (place, columns) of at most `data.limit` rows, unchecked; .jsonl as bytes."""
     place = f"{data.source}/{data.split}"
     if data.kind:
-        rows: Rows = enumerate(SOURCES.get(data.kind, f"{data.section}.source={data.source}: ")(data))
+        rows: NumberedRows = enumerate(SOURCES.get(data.kind, f"{data.section}.source={data.source}: ")(data))
     else:
         path = Path(data.source).expanduser()
         place = str(path)
@@ -115,14 +115,14 @@ def _loaded(source: str, split: str) -> Any:
     return datasets.load_dataset(str(folder), *filter(None, subset), split=split)
 
 
-def _jsonl(path: Path) -> Rows:
+def _jsonl(path: Path) -> NumberedRows:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line
 
 
-def _json(path: Path) -> Rows:
+def _json(path: Path) -> NumberedRows:
     try:
         rows = parsed(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -132,7 +132,7 @@ def _json(path: Path) -> Rows:
     yield from enumerate(rows)
 
 
-def _parquet(path: Path) -> Rows:
+def _parquet(path: Path) -> NumberedRows:
     import pyarrow
     import pyarrow.parquet
 

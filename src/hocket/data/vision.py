@@ -15,7 +15,7 @@ import PIL.Image
 
 from hocket.common.vision import Stored, check_all, decoded, fetched, file_name, from_text, png
 from hocket.config import DataConfig
-from hocket.data.renderer import PICTURES, Images, Options, Renderer, Tools, renderer
+from hocket.data.renderer import PICTURES, Images, Options, Renderer, ToolSchemas, renderer
 from hocket.types import Image, Message
 
 KEYS = ("image", "url", "path", "base64")  # of a part with its picture, as templates of transformers know them
@@ -28,7 +28,7 @@ class SeeingRenderer(Renderer):
 
     contents = (str, list)
 
-    def __init__(self, data: DataConfig, tokenizer: Any, tools: Tools) -> None:
+    def __init__(self, data: DataConfig, tokenizer: Any, tools: ToolSchemas) -> None:
         from transformers import AutoProcessor
 
         self._processor = AutoProcessor.from_pretrained(tokenizer.name_or_path, trust_remote_code=False)

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 
 from hocket.common.tasks import run_in_thread
 from hocket.config import ModelConfig
-from hocket.config.sections import Dtype
+from hocket.config.sections import ChosenDtype
 from hocket.data import model_folder
 from hocket.data import tokenizer as tokenizers
 from hocket.rewards.base import reward
@@ -19,7 +19,7 @@ from hocket.rewards.runners import clock, clocked
 from hocket.rewards.scores import NoScoreError, failure
 from hocket.types import Rollout, Score
 
-Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1)]
 SECTION = "rewards.functions.reward_model"
 
 
@@ -30,9 +30,9 @@ class ModelReward:
 
     path: str
     device: str = "cpu"
-    dtype: Dtype = "auto"
-    batch_size: Count = 8
-    max_length: Count | None = None
+    dtype: ChosenDtype = "auto"
+    batch_size: Size = 8
+    max_length: Size | None = None
     label: int | None = None
     probability: bool = False
 

@@ -21,7 +21,7 @@ from hocket.observe.rows import read_lines, reading
 SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 
 
-Row = Mapping[str, Any]
+RolloutRow = Mapping[str, Any]
 _reward = itemgetter("reward")
 
 
@@ -34,7 +34,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
         raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
     config, tools, told, num = _read(run)
     least = fmean(map(_reward, told)) if min_reward is None else min_reward
-    best = defaultdict[str, dict[str, Row]](dict)  # of each prompt: what is said → row
+    best = defaultdict[str, dict[str, RolloutRow]](dict)  # of each prompt: what is said → row
     for row in sorted(told, key=_reward, reverse=True):
         if row["reward"] >= least:
             best[row["prompt_id"]].setdefault(repr(_said(row)), row)
@@ -53,7 +53,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 def select_pairs(run: Path, output: Path) -> str:
     """Write best and worst of each group, the first of equal ones, as preferences; return what they are."""
     config, tools, told, num = _read(run)
-    groups = defaultdict[str, list[Row]](list)
+    groups = defaultdict[str, list[RolloutRow]](list)
     for row in told:
         groups[row["group_id"]].append(row)
     pairs = []
@@ -72,7 +72,7 @@ def select_pairs(run: Path, output: Path) -> str:
     return _write(output, pairs, what, config.model.path, "dpo")
 
 
-def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
+def _read(run: Path) -> tuple[Config, Mapping[str, RolloutRow], list[RolloutRow], int]:
     """Return a run's config, the column "tools" by source, the rollouts with a score and an end, and the number of all.
 
     The newest come first. Those of agents, and those that say nothing, end in a thought, or have turns without a
@@ -85,7 +85,7 @@ def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
     chats = {name: one for name, one in made.items() if one.keeps_messages}
     if not chats:
         raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
-    rows: list[Row] = []
+    rows: list[RolloutRow] = []
     for path in reversed(numbered(run / "rollouts", "step_*.jsonl").values()):
         rows += read_lines(path)
     with reading(run / "rollouts"):
@@ -98,11 +98,11 @@ def _read(run: Path) -> tuple[Config, Mapping[str, Row], list[Row], int]:
     return config, tools, told, len(rows)
 
 
-def _source(row: Row) -> str:
+def _source(row: RolloutRow) -> str:
     return str(row.get("source", ""))
 
 
-def _is_whole(row: Row) -> bool:
+def _is_whole(row: RolloutRow) -> bool:
     turns = _turns(row)
     in_thought = environments.left_open(row.get("opening", "") + row["completion"])
     if in_thought or {"role": "assistant", "content": ""} in turns:
@@ -113,25 +113,25 @@ def _is_whole(row: Row) -> bool:
     return row["reward"] is not None and row["finish_reason"] == "stop" and is_chat and has_all
 
 
-def _turns(row: Row) -> list[Row]:
-    turns: list[Row] = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+def _turns(row: RolloutRow) -> list[RolloutRow]:
+    turns: list[RolloutRow] = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
     return turns
 
 
-def _said(row: Row) -> Any:
+def _said(row: RolloutRow) -> Any:
     return row["completion"] if row["messages"] is None else _turns(row)
 
 
-def _demonstration(row: Row, tools: Row) -> Row:
+def _demonstration(row: RolloutRow, tools: RolloutRow) -> RolloutRow:
     known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
     if row["messages"] is None:
         return {"prompt": row["prompt"], "response": _said(row), **known}
     return {"messages": [*row["messages"], *_said(row)], **tools, **known}
 
 
-def _pictures(row: Row, run: Path) -> Row:
+def _pictures(row: RolloutRow, run: Path) -> RolloutRow:
     """Return the column "images" of a row that has some."""
-    found: Row = {}
+    found: RolloutRow = {}
     if row.get("images"):
         from hocket.common.vision import data_url
         from hocket.observe.vision import image_of
@@ -141,7 +141,7 @@ def _pictures(row: Row, run: Path) -> Row:
     return found
 
 
-def _write(output: Path, rows: Sequence[Row], what: str, model: str, command: str, options: str = "") -> str:
+def _write(output: Path, rows: Sequence[RolloutRow], what: str, model: str, command: str, options: str = "") -> str:
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in rows))
     plain = " data.chat_template=false" if isinstance(rows[0].get("prompt"), str) else ""
     names = f"data.source={output} model.path={model}{plain} {options}run.dir=NEW"

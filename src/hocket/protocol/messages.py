@@ -35,13 +35,13 @@ class ImagePart(TypedDict):
     image_url: ImageUrl
 
 
-Parts = Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], FAIL_FAST]
+ContentParts = Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], FAIL_FAST]
 
 
 @pydantic.with_config(extra="forbid", strict=True)
 class ChatMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Parts
+    content: str | ContentParts
     name: NotRequired[Any]
     tool_calls: NotRequired[Any]
     tool_call_id: NotRequired[Any]

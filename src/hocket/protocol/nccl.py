@@ -25,7 +25,7 @@ from hocket.protocol import TensorLayout, TensorSpec, manifest
 dist: Any = distributed  # its type stubs lack some public classes
 Store = Any
 Named = Sequence[tuple[str, Tensor]]
-Part = tuple[Named, dict[str, TensorSpec]]
+BucketPart = tuple[Named, dict[str, TensorSpec]]
 
 BUCKET_BYTES = 256 << 20  # of a bucket, about
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -54,7 +54,7 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
     return flat, specs
 
 
-def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> Part:
+def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> BucketPart:
     """Return a bucket's tensors, views of it, and their specs. Raises SyncError where a checksum differs."""
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}

@@ -23,7 +23,7 @@ from hocket.rollout.collect import Seat
 from hocket.rollout.transcript import Transcript
 from hocket.types import Image, Message, Prompt, Rollout, TokenSequence
 
-Ask = Callable[[Turn], Awaitable[Completion]]
+RequestTurn = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
 MAX_SHORTENED = 16  # times that history is shortened until it fits
 _RENDERING = ThreadPoolExecutor(1, "render")  # two threads must not use a tokenizer at once
@@ -84,7 +84,7 @@ class Episode:
     prompt: Prompt
     seat: Seat
     make: Callable[[], Environment]  # for it alone
-    ask: Ask
+    ask: RequestTurn
     renderer: Renderer  # of the prompt's data
     limits: Limits
     budget: TokenBudget

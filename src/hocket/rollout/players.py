@@ -11,12 +11,14 @@ from hocket.envs import Environment
 from hocket.envs.base import SingleTurn
 from hocket.errors import ServerError
 from hocket.rollout.collect import Play, Seat
-from hocket.rollout.episode import Ask, Episode, Limits, TokenBudget, late
+from hocket.rollout.episode import Episode, Limits, RequestTurn, TokenBudget, late
 from hocket.rollout.transcript import Transcript
 from hocket.types import Prompt, Rollout
 
 
-def player(make: Callable[[], Environment], pool: ServerPool, ask: Ask, renderer: Renderer, limits: Limits) -> Play:
+def player(
+    make: Callable[[], Environment], pool: ServerPool, ask: RequestTurn, renderer: Renderer, limits: Limits
+) -> Play:
     """Return what plays episodes of the environment that `make` makes; `renderer`: of the prompts' data."""
     example = make()
     if type(example) is SingleTurn and not example.thinking_tokens:  # a subclass has a step of its own
@@ -32,7 +34,9 @@ def player(make: Callable[[], Environment], pool: ServerPool, ask: Ask, renderer
     return play
 
 
-async def play_single_turn(prompt: Prompt, seat: Seat, *, ask: Ask, limits: Limits, placeholder: int | None) -> Rollout:
+async def play_single_turn(
+    prompt: Prompt, seat: Seat, *, ask: RequestTurn, limits: Limits, placeholder: int | None
+) -> Rollout:
     """Ask for one completion of the prompt. A late one is a rollout with an error; raises ServerError otherwise.
 
     `placeholder`: the token that stands for an image; an answer that has it counts as cut off.

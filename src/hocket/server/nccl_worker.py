@@ -9,7 +9,7 @@ import torch
 
 from hocket.common.tasks import in_own_thread
 from hocket.protocol import CollectiveSource, GroupAddress, nccl
-from hocket.protocol.nccl import Part, WeightGroup
+from hocket.protocol.nccl import BucketPart, WeightGroup
 from hocket.server.vllm_api import answered
 
 
@@ -71,7 +71,7 @@ def _leave(joined: "Future[WeightGroup]") -> None:
         joined.result().close()
 
 
-def _receive(group: WeightGroup, source: CollectiveSource) -> Iterator[Part]:
+def _receive(group: WeightGroup, source: CollectiveSource) -> Iterator[BucketPart]:
     """Yield each bucket's tensors, verified, and specs. Raises RuntimeError that names the bucket."""
     for number, bucket in enumerate(source.buckets, 1):
         flat = torch.empty(nccl.num_bytes(bucket), dtype=torch.uint8, device=group.device)

@@ -45,9 +45,9 @@ SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int]], list[ToolCall]]
 """(token ids of a text) -> the tool calls in them."""
-Ask = Callable[[Any, str], AsyncGenerator[Any, None]]
+Generate = Callable[[Any, str], AsyncGenerator[Any, None]]
 """(vLLM's SamplingParams, id of the request) -> vLLM's RequestOutputs."""
-Sample = Callable[[Ask, Any, Any, str], AsyncGenerator[Any, None]]
+Sample = Callable[[Generate, Any, Any, str], AsyncGenerator[Any, None]]
 """(how to ask, vLLM's prompt, parameters and id of a request) -> what its caller gets."""
 SAMPLE: ContextVar[Sample | None] = ContextVar("sample", default=None)
 """What samples for the request being served; None: the engine, as it is asked."""

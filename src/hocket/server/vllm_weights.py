@@ -15,11 +15,11 @@ from unittest.mock import patch
 from hocket.protocol import AdapterConfig, manifest
 from hocket.server import versions
 
-Weights = Iterator[tuple[str, Any]]
+NamedTensors = Iterator[tuple[str, Any]]
 ROWS = 256  # of an identity matrix, multiplied at once
 
 
-def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
+def load(worker: Any, weights: NamedTensors, adapter: AdapterConfig | None) -> None:
     """Load tensors into a worker's model or adapter, in place; after an error a complete load mends it."""
     import torch
 
@@ -36,7 +36,7 @@ def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
     torch.cuda.empty_cache()  # a KV cache that sleeps needs the memory of the load's tensors
 
 
-def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> list[str]:
+def compare(worker: Any, weights: NamedTensors, adapter: AdapterConfig | None) -> list[str]:
     """Return the names of what a load of these tensors would change."""
     if adapter is None:
         return _compare_model(worker, weights)
@@ -45,7 +45,7 @@ def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> lis
     return different
 
 
-def _add_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> None:
+def _add_adapter(worker: Any, weights: NamedTensors, adapter: AdapterConfig) -> None:
     """Give vLLM an adapter in temporary files: it takes no others."""
     from safetensors.torch import save_file
 
@@ -81,7 +81,7 @@ def adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
     return LoRARequest("hocket", 1, folder, load_inplace=load_inplace)
 
 
-def _compare_model(worker: Any, weights: Weights) -> list[str]:
+def _compare_model(worker: Any, weights: NamedTensors) -> list[str]:
     import torch
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -188,7 +188,7 @@ def _packed_heads(worker: Any) -> list[tuple[str, Any]]:
     return [item for item in _layers(worker) if isinstance(item[1], ParallelLMHead) and hasattr(item[1], "cpu_linear")]
 
 
-def _reload(worker: Any, weights: Weights) -> list[str]:
+def _reload(worker: Any, weights: NamedTensors) -> list[str]:
     """Run vLLM's reload; return the layers with weights left out, which vLLM only logs."""
     from vllm.model_executor.model_loader.reload import inplace
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hocket.protocol import AdapterConfig, TensorSpec, manifest
-from hocket.protocol.nccl import Part
+from hocket.protocol.nccl import BucketPart
 from hocket.server import versions, vllm_api, vllm_weights
 from hocket.server.nccl_worker import GroupReceiver
 from hocket.server.vllm_api import answered
@@ -41,7 +41,7 @@ class WorkerExtension(GroupReceiver):
 
     def _hocket_take(
         self,
-        parts: Iterator[Part],
+        parts: Iterator[BucketPart],
         adapter: AdapterConfig | None,
         checksum: str,
         compare: bool,
@@ -57,7 +57,7 @@ class WorkerExtension(GroupReceiver):
             raise RuntimeError("the tensors that reached the model are not those that were published")
         return answer
 
-    def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
+    def _hocket_load(self, parts: Iterator[BucketPart], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
         specs = dict(self.hocket_kept)
         weights = _tensors(parts, specs)
         different = list[str]()
@@ -71,12 +71,12 @@ class WorkerExtension(GroupReceiver):
 
 
 @contextmanager
-def _ahead(parts: Iterator[Part], give_up: Callable[[], None]) -> Iterator[Iterator[Part]]:
+def _ahead(parts: Iterator[BucketPart], give_up: Callable[[], None]) -> Iterator[Iterator[BucketPart]]:
     """Make two parts ahead in a thread, which `give_up` interrupts where the body raises."""
     with ThreadPoolExecutor(1, "weights ahead") as thread:
         coming = [thread.submit(next, parts, None) for _ in range(2)]
 
-        def take() -> Iterator[Part]:
+        def take() -> Iterator[BucketPart]:
             while (part := coming.pop(0).result()) is not None:
                 coming.append(thread.submit(next, parts, None))
                 yield part
@@ -88,12 +88,12 @@ def _ahead(parts: Iterator[Part], give_up: Callable[[], None]) -> Iterator[Itera
             raise
 
 
-def _read(folder: Path) -> Iterator[Part]:
+def _read(folder: Path) -> Iterator[BucketPart]:
     for name, tensor in manifest.tensors(folder):
         yield [(name, tensor)], {name: manifest.spec(tensor)}
 
 
-def _tensors(parts: Iterator[Part], specs: dict[str, TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(parts: Iterator[BucketPart], specs: dict[str, TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of all parts; add their specs to `specs`."""
     for named, made in parts:
         specs |= made

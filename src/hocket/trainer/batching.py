@@ -24,7 +24,7 @@ from hocket.errors import TrainerError
 from hocket.trainer.attention import WHOLE, RowPart, Segments
 from hocket.types import Image, TokenSequence, TrainSample
 
-Run = Sequence[int]  # numbers of sequences, one after another in the order of tokens
+SequenceRun = Sequence[int]  # numbers of sequences, one after another in the order of tokens
 _NO_TOKENS = TokenSequence(token_ids=(0, 0), mask=(False, False), logprobs=(0.0, 0.0))
 
 
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     first: Sequence[float]
     added: Sequence[float]
 
-    def of(self, run: Run) -> float:
+    def of(self, run: SequenceRun) -> float:
         return self.first[run[0]] + sum(self.added[number] for number in run[1:])
 
 
@@ -74,7 +74,7 @@ class Packer:
                 read = [tuple(sample.sequence.token_ids[:-1]) for sample in samples]
                 return [0, *(len(own) if own == before else 0 for before, own in zip(read, read[1:]))]
 
-            def runs(self, sizes: Sizes, run: Run, most: float, enough: float = math.inf) -> list[Run]:
+            def runs(self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf) -> list[SequenceRun]:
                 runs: list[list[int]] = []
                 for number in run:
                     if sizes.added[number] == sizes.first[number] or sizes.of([*runs[-1], number]) > most:
@@ -97,11 +97,11 @@ class Packer:
         """Return how many positions each sequence, in that order, has in common with the one before."""
         return [0] * len(samples)
 
-    def runs(self, sizes: Sizes, run: Run, most: float, enough: float = math.inf) -> list[Run]:
+    def runs(self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf) -> list[SequenceRun]:
         """Divide a run into parts that each lie in one row: of at most `most` positions, or about `enough`."""
         return [[number] for number in run]
 
-    def deal(self, costs: Sizes, num_ranks: int) -> list[list[Run]]:
+    def deal(self, costs: Sizes, num_ranks: int) -> list[list[SequenceRun]]:
         """Return the runs of each rank, of about the same cost."""
         if num_ranks == 1:
             return [self.runs(costs, range(len(costs.first)), math.inf)]
@@ -360,7 +360,7 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _fill(sizes: Sizes, parts: Sequence[Run], enough: float) -> list[list[int]]:
+def _fill(sizes: Sizes, parts: Sequence[SequenceRun], enough: float) -> list[list[int]]:
     """Return sequences in rows of at most `enough`, or of one larger part, by first-fit decreasing of the parts."""
     needs = list(map(sizes.of, parts))
     rows: list[list[int]] = []

@@ -50,7 +50,7 @@ TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 
-class Part(Protocol):
+class Resumable(Protocol):
     """A part of a run with a state ready for JSON."""
 
     def state(self) -> Mapping[str, Any]: ...
@@ -70,7 +70,7 @@ class Saved:
     parts: Mapping[str, Mapping[str, Any]]  # name → state
     day: str = ""  # on which the run began
 
-    def restore(self, parts: Mapping[str, Part]) -> None:
+    def restore(self, parts: Mapping[str, Resumable]) -> None:
         for name, part in parts.items():
             part.restore(self.parts[name])
 
@@ -188,7 +188,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self,
         config: Config,
         state: TrainerState,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, Resumable],
         *,
         last: int = 0,
         after: Sequence[Callable[[Path], None]] = (),

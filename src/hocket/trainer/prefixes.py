@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hocket.trainer.batching import Packer, Run, Sizes, balance, keys, packer
+from hocket.trainer.batching import Packer, SequenceRun, Sizes, balance, keys, packer
 from hocket.types import TrainSample
 
 LITTLE = 16  # a long row is divided where at most a 16th of it is then computed twice
@@ -30,7 +30,7 @@ class SharingPacker(Packer):
     def starts(self, samples: Sequence[TrainSample]) -> list[int]:
         return starts([keys(sample.sequence)[:-1] for sample in samples], self.pairs)
 
-    def runs(self, sizes: Sizes, run: Run, most: float, enough: float = math.inf) -> list[Run]:
+    def runs(self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf) -> list[SequenceRun]:
         """Divide a run, where nothing is saved or more than `most` would be together; one alone may be more.
 
         Beyond `enough` it is divided where little is saved.
@@ -46,7 +46,7 @@ class SharingPacker(Packer):
             runs[-1].append(number)
         return list(runs)
 
-    def deal(self, costs: Sizes, num_ranks: int) -> list[list[Run]]:
+    def deal(self, costs: Sizes, num_ranks: int) -> list[list[SequenceRun]]:
         """Return the runs of each rank: longer ones share more, shorter ones can be dealt more evenly."""
         everything = range(len(costs.first))
         if num_ranks == 1:

@@ -134,7 +134,7 @@ def test_training_goes_on_from_a_reward_model_and_from_a_checkpoint(
 
 def test_other_margins_are_other_rows_to_a_resumed_run() -> None:
     one = sequence((1, 2, 3))
-    before, now = (driver.Rows("comparisons", [pairs.sample(one, margins=margin)]) for margin in (0.1, 0.2))
+    before, now = (driver.Units("comparisons", [pairs.sample(one, margins=margin)]) for margin in (0.1, 0.2))
     now.restore(dict(now.state()))
     with pytest.raises(DataError, match="can't resume: the comparisons were"):
         now.restore(before.state())

@@ -283,7 +283,7 @@ def _watched(send: Send, session: OpenSession) -> Send:
 def recording(
     session: OpenSession,
     sampler: Sampler,
-    ask: vllm_api.Ask,
+    ask: vllm_api.Generate,
     prompt: Any,
     params: Any,
     request_id: str,

@@ -45,7 +45,7 @@ class Scored(NamedTuple):
     trainer: float
 
 
-Answer = list[list[Scored]]  # of each prompt
+ScoredAnswer = list[list[Scored]]  # of each prompt
 
 
 @dataclasses.dataclass
@@ -61,7 +61,7 @@ class Proof(RunPart):
     mismatches: float = 0.0  # warnings so far
     _last_due: int = 0  # version up to which all are checked
     _noises: list[float] = dataclasses.field(default_factory=list)  # mean |Δ log-prob| of first versions
-    _before: dict[str | None, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session
+    _before: dict[str | None, tuple[int, ScoredAnswer]] = dataclasses.field(default_factory=dict)  # by session
 
     def __post_init__(self) -> None:
         sizes = itertools.accumulate(sum(len(image.data) for image in prompt.images) for prompt in self.prompts)
@@ -188,7 +188,7 @@ def _scored(sequence: TokenSequence, trainer: Sequence[float]) -> list[Scored]:
     return [Scored(token, server, own) for sampled, token, server, own in columns if sampled]
 
 
-def missing_share(before: Answer, now: Answer, noise: float) -> tuple[float, float]:
+def missing_share(before: ScoredAnswer, now: ScoredAnswer, noise: float) -> tuple[float, float]:
     """Return which share of the trainer's change the server's log-probs lack, and its standard error.
 
     With the same seeds, completions of two versions begin with the same tokens; those count. With the trainer's change

@@ -27,7 +27,7 @@ from hocket.rewards.base import REWARDS
 from hocket.run_part import Joined, RunPart, run_part
 from hocket.types import Metrics, Rollout, TokenSequence
 
-History = Sequence[Mapping[str, float | None]]
+MetricsHistory = Sequence[Mapping[str, float | None]]
 """Metrics of the steps so far."""
 PROOF_PROMPTS = 16
 SUMMED = (*DRAWN, "sampling/equal", "sampling/equal_expected")
@@ -46,7 +46,7 @@ class SamplingCheck(RunPart):
     eval_temperature: float
     share: float  # of prompts that are compared before the step
     group_size: int
-    history: History
+    history: MetricsHistory
     fair: bool = True  # no answer has a say in whether it is a witness
     claim: Callable[[TokenSequence], str] = lambda sequence: ""  # what is wrong in what a server says of its tokens
     _lot: Metrics = dataclasses.field(default_factory=dict)  # counts in place of what training finds
@@ -212,7 +212,7 @@ def certain_odds(answers: Sequence[TokenSequence]) -> float:
     return len(answers) * math.log(7 / 8) + float(np.logaddexp(0.0, np.array(greedy) - math.log(7)).sum())
 
 
-def farthest(rows: History, group_size: int) -> Metrics:
+def farthest(rows: MetricsHistory, group_size: int) -> Metrics:
     """Return how far draws are from what is expected, in standard errors, in that part of the run where most.
 
     Parts are the last 1, 2, 4, ... steps: what begins late is not hidden by what came before. The errors are those of

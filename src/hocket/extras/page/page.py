@@ -21,7 +21,7 @@ from typing import Any
 from hocket.common.files import write_atomically
 from hocket.config.sections import leaves
 from hocket.errors import ConfigError
-from hocket.extras.page.reader import Rows, RunReader
+from hocket.extras.page.reader import JsonRows, RunReader
 from hocket.observe.metrics import PHASES, known_metrics
 from hocket.observe.rows import config_of, reading, said
 from hocket.observe.run_folder import report
@@ -108,7 +108,7 @@ def _as_yaml(value: Any) -> str:
 
 def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
     """Return rollouts for a page without a server: the newest step's, and evenly of earlier ones the most telling."""
-    rows: dict[str, Rows] = {}
+    rows: dict[str, JsonRows] = {}
     left = MAX_TOKENS
     for step in steps[:: -max(1, math.ceil(len(steps) / NUM_SAMPLES))]:
         name = f"step_{step:06d}"
@@ -122,7 +122,7 @@ def _embedded(run: RunReader, steps: Sequence[int]) -> dict[str, Any]:
     return {"rows": rows, "rollouts": {"step": sorted(int(name[5:]) for name in rows), "eval": []}}
 
 
-def _most_telling(rows: Rows) -> str:
+def _most_telling(rows: JsonRows) -> str:
     rewards: dict[str, set[float]] = {}
     for row in rows:
         rewards.setdefault(row["group_id"], set()).add(row["reward"])

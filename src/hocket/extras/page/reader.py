@@ -22,7 +22,7 @@ from hocket.observe.run_folder import plugin_texts
 NUM_PHASES = 100  # newest ones that are shown
 TOTALS = {"tokens": "rollout/tokens", "seconds": "time/step"}  # what they sum up
 _NAME = re.compile(r"(step|eval)_(\d+)")  # of a file of rollouts
-Rows = list[dict[str, Any]]
+JsonRows = list[dict[str, Any]]
 
 
 class ResumedError(Exception):
@@ -109,7 +109,7 @@ class RunReader:
                 known["changes"].append([row["step"], server["up"]])
             known |= server
 
-    def rollouts(self, name: str, group: str = "", *, tokens: bool = False) -> Rows:
+    def rollouts(self, name: str, group: str = "", *, tokens: bool = False) -> JsonRows:
         """Return those of a step, or of a prompt, with what training made of them; none if there is no such step.
 
         With `tokens`, also the tokens of their last sequences, their texts and numbers; the first has the pictures.

@@ -12,19 +12,19 @@ from hocket.observe.rows import TRAINED
 from hocket.run_part import Joined, RunPart, run_part
 from hocket.types import Columns, TrainSample
 
-Measure = Callable[[Sequence[TrainSample]], Sequence[Columns]]
+MeasureTokens = Callable[[Sequence[TrainSample]], Sequence[Columns]]
 """Return "logprobs" and "entropy" of each sample, by the policy before the step."""
 
 
 @run_part("tokens")
 def tokens(run: Joined) -> RunPart:
-    return Tokens(run.folder.path, run.trainer.numbers if run.config.observe.tokens else None)
+    return TokenFiles(run.folder.path, run.trainer.numbers if run.config.observe.tokens else None)
 
 
-class Tokens(RunPart):
+class TokenFiles(RunPart):
     """Keeps the numbers of each step's samples."""
 
-    def __init__(self, folder: Path, measure: Measure | None) -> None:
+    def __init__(self, folder: Path, measure: MeasureTokens | None) -> None:
         self._folder = folder
         self._measure = measure
 
@@ -32,7 +32,7 @@ class Tokens(RunPart):
         keep(self._folder, self._measure, step, samples)
 
 
-def keep(folder: Path, measure: Measure | None, step: int, samples: Sequence[TrainSample]) -> None:
+def keep(folder: Path, measure: MeasureTokens | None, step: int, samples: Sequence[TrainSample]) -> None:
     """Write trained/step_N.jsonl: each sequence's mean advantage; with `measure` what is known of each token, too."""
     measured = measure(samples) if measure else ()
     rows = []

@@ -12,7 +12,7 @@ from hocket.algorithm.losses import LossOutput
 from hocket.config import DataConfig, ModelConfig
 from hocket.config.sections import UserPath
 from hocket.extras.stages import STAGES, pairs
-from hocket.extras.stages.driver import Row, Stage
+from hocket.extras.stages.driver import Stage, Unit
 from hocket.extras.stages.preferences import load_preferences
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.objective import Auxiliary, Objective
@@ -53,7 +53,7 @@ class DpoOptions(Stage):
             auxiliaries = []
         return Objective(loss=functools.partial(pair_loss, options=self), auxiliaries=auxiliaries, unit=2)
 
-    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
+    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
         found = load_preferences(data, tokenizer, longest)
         return [(pairs.sample(pair.chosen), pairs.sample(pair.rejected)) for pair in found]
 

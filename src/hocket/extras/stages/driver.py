@@ -26,7 +26,7 @@ from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
 from hocket.trainer import batching, checkpoints, memory
 from hocket.trainer.batching import keys
-from hocket.trainer.checkpoints import Checkpoints, Part, Saved
+from hocket.trainer.checkpoints import Checkpoints, Resumable, Saved
 from hocket.trainer.objective import Objective
 from hocket.trainer.policy import compute_dtype
 from hocket.trainer.state import SavedTensors
@@ -44,7 +44,7 @@ SAID = {  # metrics in these lines
 }
 HELD_OUT = ("loss", "rewards/accuracies", "rewards/margins")
 
-Row = tuple[TrainSample, ...]
+Unit = tuple[TrainSample, ...]
 """Samples that are trained together: `Objective.unit` of them."""
 
 
@@ -57,7 +57,7 @@ class Stage:
     def objective(self, model: ModelConfig) -> Objective:
         raise NotImplementedError
 
-    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
+    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
         """Return rows whose sequences have `longest` tokens at most."""
         raise NotImplementedError
 
@@ -105,8 +105,8 @@ class _Task(NamedTuple):
     command: str
     stage: Stage
     objective: Objective
-    rows: list[Row]
-    held_out: list[Row]
+    rows: list[Unit]
+    held_out: list[Unit]
 
     @property
     def batch_size(self) -> int:
@@ -179,8 +179,8 @@ def _train(task: _Task, saved: Saved | None) -> None:
         RunFolder(config, console.say) as folder,
         Trainer(config, objective=objective) as trainer,
     ):
-        kept = Rows(stage.rows, flat(rows))
-        parts: dict[str, Part] = {"recorder": folder, command: kept}
+        kept = Units(stage.rows, flat(rows))
+        parts: dict[str, Resumable] = {"recorder": folder, command: kept}
         if objective.auxiliaries:
             if saved is None:
                 console.say(f"the reference's log-probs of {len(rows)} {stage.rows} are measured once")
@@ -230,7 +230,7 @@ def _train(task: _Task, saved: Saved | None) -> None:
             console.say(f"wrote {output}")
 
 
-def _load(stage: Stage, config: Config, *, uses_logits: bool) -> tuple[list[Row], list[Row]]:
+def _load(stage: Stage, config: Config, *, uses_logits: bool) -> tuple[list[Unit], list[Unit]]:
     """Return the rows to train on, and those held out."""
     tokenizer = model_folder.examine(config.model, head="logits" if uses_logits else None)
     longest = tokenizers.context_length(config.model)
@@ -242,23 +242,23 @@ def _load(stage: Stage, config: Config, *, uses_logits: bool) -> tuple[list[Row]
     return rows, stage.load(data.model_copy(update={"limit": limit}), tokenizer, longest)
 
 
-def _measured(trainer: Trainer, rows: Sequence[Row]) -> list[dict[str, float]]:
+def _measured(trainer: Trainer, rows: Sequence[Unit]) -> list[dict[str, float]]:
     """Return the sums over each sequence of what the objective needs beside the policy."""
     sequences = [sample.sequence for sample in flat(rows)]
     parts = (trainer.measure(sequences[first : first + CHUNK]) for first in range(0, len(sequences), CHUNK))
     return [{name: math.fsum(columns[name]) for name in columns} for columns in itertools.chain(*parts)]
 
 
-def _with(measured: Iterable[Mapping[str, float]], rows: Iterable[Row]) -> list[Row]:
+def _with(measured: Iterable[Mapping[str, float]], rows: Iterable[Unit]) -> list[Unit]:
     numbers = iter(measured)
     return [tuple(pairs.sample(sample.sequence, **next(numbers)) for sample in row) for row in rows]
 
 
-def flat(rows: Iterable[Row]) -> list[TrainSample]:
+def flat(rows: Iterable[Unit]) -> list[TrainSample]:
     return [*itertools.chain.from_iterable(rows)]
 
 
-def in_epochs(rows: Sequence[Row], seed: int) -> Iterator[Row]:
+def in_epochs(rows: Sequence[Unit], seed: int) -> Iterator[Unit]:
     """Yield the rows without end, in a new order each epoch."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed}:{epoch}").sample(rows, len(rows))
@@ -268,7 +268,7 @@ def _said(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{word} {metrics[name]:.4f}" for name, word in SAID.items() if name in metrics)
 
 
-def _shown(row: Row, tokenizer: Any) -> str:
+def _shown(row: Unit, tokenizer: Any) -> str:
     sides = []
     for sample in row:
         shown = ""
@@ -280,7 +280,7 @@ def _shown(row: Row, tokenizer: Any) -> str:
     return SHORT.repr(" / ".join(sides))
 
 
-class Rows:
+class Units:
     """Refuse to resume a checkpoint on other rows; it has what was measured of them before the first step, too."""
 
     def __init__(self, name: str, samples: Sequence[TrainSample]) -> None:

@@ -16,7 +16,7 @@ from hocket.algorithm.losses import LossOutput
 from hocket.config import DataConfig, ModelConfig
 from hocket.errors import ConfigError
 from hocket.extras.stages import STAGES, pairs
-from hocket.extras.stages.driver import Row, Stage
+from hocket.extras.stages.driver import Stage, Unit
 from hocket.extras.stages.preferences import load_preferences
 from hocket.protocol import TensorSpec
 from hocket.trainer.batching import TrainBatch
@@ -75,7 +75,7 @@ class RmOptions(Stage):
     def objective(self, model: ModelConfig) -> Objective:
         return Objective(loss=functools.partial(comparison_loss, options=self), kind=RewardModel, unit=2)
 
-    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
+    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
         if tokenizer.chat_template and not data.chat_template:
             what = f"the reward reward_model would read text in {tokenizer.name_or_path}'s chat template"
             raise ConfigError(f"{what}: set data.chat_template=true, or take the template out of the model's folder")

@@ -11,7 +11,7 @@ from hocket.algorithm.losses import LossOutput
 from hocket.config import DataConfig, ModelConfig
 from hocket.extras.stages import STAGES, pairs
 from hocket.extras.stages.demonstrations import load_demonstrations
-from hocket.extras.stages.driver import Row, Stage
+from hocket.extras.stages.driver import Stage, Unit
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.objective import Objective
 from hocket.trainer.trainer import Trainer
@@ -26,7 +26,7 @@ class Sft(Stage):
     def objective(self, model: ModelConfig) -> Objective:
         return Objective(loss=sft_loss)
 
-    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Row]:
+    def load(self, data: DataConfig, tokenizer: Any, longest: int) -> list[Unit]:
         return [(pairs.sample(one),) for one in load_demonstrations(data, tokenizer, longest)]
 
     def held_out(self, trainer: Trainer, samples: Sequence[TrainSample]) -> Metrics:
