@@ -22,7 +22,7 @@ _REMEDIES = {
 
 
 def remedy(error: BaseException) -> str | None:
-    """Return what helps against an error of the disk, found by its words: safetensors has no number."""
+    """Advise on an error of the disk, found by its words: safetensors has no error number."""
     found = (fix for number, fix in _REMEDIES.items() if os.strerror(number) in str(error))
     return next((fix.format(user=os.getuid()) for fix in found), None)
 
@@ -33,7 +33,7 @@ def cause_of(error: BaseException | None) -> str:
 
 
 def door() -> str:
-    """Return how a command of hocket begins where this one was typed."""
+    """Return the beginning of a hocket command as it was typed here."""
     name = Path(sys.argv[0]).name
     return "hocket" if name == "hocket" else f"python3 {sys.argv[0] if name == 'run.py' else 'run.py'}"
 

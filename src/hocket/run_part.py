@@ -90,7 +90,7 @@ class RunPart:
         """Hear that a server was lost or came back; within a step, too."""
 
     def summary(self) -> Mapping[str, Any]:
-        """Return what summary.json should have of this part."""
+        """Return this part's entries of summary.json."""
         return {}
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ _chosen: dict[tuple[str, str], Choice] = {}
 
 
 def choose(kind: str, chosen: str | Mapping[str, Any]) -> Choice:
-    """Return what a name or {name: ..., option: ...} chooses. Raise ConfigError where it can't."""
+    """Look up a choice by its name or {name: ..., option: ...}. Raises ConfigError for an unknown one."""
     key = kind, str(chosen)
     if key not in _chosen:
         own = {"name": chosen} if isinstance(chosen, str) else dict(chosen)

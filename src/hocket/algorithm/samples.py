@@ -83,7 +83,7 @@ def shape(
 
 
 def _turns_differ(scored: Sequence[Rewarded], algorithm: AlgorithmConfig) -> bool:
-    """Return whether a turn of episodes with equal rewards has an advantage."""
+    """Check whether a turn has an advantage although the rewards of the episodes are equal."""
     if not (scored and _compares(algorithm)):
         return False
     compare = functools.partial(group_advantages, baseline=algorithm.baseline, scale="none")
@@ -115,7 +115,7 @@ def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
 
 
 def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Return whether it is trained, or counts in a baseline with a KL in the reward."""
+    """Check whether a sequence is trained, or counts in a baseline with a KL in the reward."""
     in_baseline = algorithm.kl_in != "loss" and _compares(algorithm)
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 

@@ -83,7 +83,7 @@ class Member:
             self.session = None  # another process may answer next
 
     def shown(self) -> dict[str, Any]:
-        """Return what is known of it, for people."""
+        """Describe the server for people: address, state, version and load."""
         load = self.health.model_dump(include=LOAD) if self.health else {}
         known = {"url": self.url, "up": self.is_up, "state": self._state.value, "reason": self._reason}
         return known | {"version": self.version} | load

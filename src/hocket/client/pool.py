@@ -231,7 +231,7 @@ class ServerPool:
         member.next_look = now + max(POLL_S, (now - since) / share)
 
     def _is_well(self, member: Member, health: Health) -> bool:
-        """Return whether a server that answers can be brought up; else move it to where it belongs."""
+        """Check whether a server that answers can be brought up; else move it to the state that says why not."""
         twins = [one for one in self.members if one.session == health.session]
         if twins:
             error = ServerError(f"it is {twins[0].url} under another name", code="same_server")
@@ -316,7 +316,7 @@ class ServerPool:
             self.on_change()
 
     def loses(self, member: Member, error: ServerError) -> bool:
-        """Return whether an error at work means that a server is lost, and mark it."""
+        """Mark a server lost if an error at work means that. Returns whether it does."""
         lost = error.outcome is ErrorOutcome.LOST
         if lost and member.is_up:  # else it is out, or looked at again
             self.mark_lost(member, str(error))

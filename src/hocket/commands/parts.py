@@ -59,7 +59,7 @@ class Servers:
         return self.config.server_urls if where is None else await find_servers(where)
 
     async def up(self, say: Callable[[str], None]) -> list[str]:
-        """Return where a server answers; say where none does."""
+        """List the addresses at which a server answers; say where none does."""
         found = []
         try:
             urls = await self.urls()
@@ -78,7 +78,7 @@ class Servers:
         return found
 
     async def answer(self) -> bool:
-        """Return whether servers are named, or one answers where it would be started."""
+        """Check whether servers are named, or one answers where it would be started."""
         return self.config.names_servers or bool(await self.up(lambda line: None))
 
     async def clear_gpu(self, **tell: Callable[..., None]) -> None:
@@ -263,7 +263,7 @@ class Parts(AbstractContextManager["Parts"]):
         return EachScorer(scorers)
 
     def plays(self, servers: ServerPool) -> dict[str, Play]:
-        """Return how each source plays an episode."""
+        """Make each source's player of episodes."""
         return {name: source.play(servers, self.longest) for name, source in self.sources.items()}
 
     def play(
@@ -271,7 +271,7 @@ class Parts(AbstractContextManager["Parts"]):
         plays: Mapping[str, Play],
         length: Callable[[PromptSource], int] = lambda source: source.config.rollout.max_tokens,
     ) -> Play:
-        """Return what plays a prompt as its source does, with the source's length."""
+        """Make one player for all sources: a prompt is played as its source plays it, up to the source's length."""
         if len(plays) == 1:
             (only,) = self.sources.values()
             if length(only) == self.config.rollout.max_tokens:

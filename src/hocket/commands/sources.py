@@ -25,7 +25,7 @@ ANSWERED = "0123456789"  # what a made-up message says
 
 
 def reward_calls(stack: ExitStack, config: Config, names: Callable[[Config], Iterable[str]]) -> dict[str, RewardCalls]:
-    """Return what calls the rewards that `names` finds in each source's config; sources with the same ones share it."""
+    """Make the callers of the rewards that `names` lists for each source; sources with equal ones share a caller."""
     made = dict[str, RewardCalls]()
     found = dict[str, RewardCalls]()
     for source, view in config.views.items():

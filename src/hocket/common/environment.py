@@ -87,7 +87,7 @@ def builds() -> list[str]:
 
 
 def has_cuda() -> bool:
-    """Return whether an NVIDIA driver is loaded: Linux's, or Windows' in WSL."""
+    """Check whether an NVIDIA driver is loaded: Linux's, or Windows' in WSL."""
     return any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"))
 
 
@@ -246,7 +246,7 @@ def _is_complete() -> bool:
 
 
 def _stamp(build: str) -> dict[str, str]:
-    """Return what a complete .venv of this build says."""
+    """Return the build and the lock's hash, which a complete .venv of this build has on record."""
     return {"build": build, "lock": hashlib.sha256(_lock(build).read_bytes()).hexdigest()}
 
 

@@ -66,7 +66,7 @@ def newest_version(path: str) -> str:
 
 
 def numbered(folder: Path, name: str, holds: str = "") -> dict[int, Path]:
-    """Return what a run has made, lowest number first: `name` is "v*" or the like. Other names there are a user's."""
+    """Find what a run numbers, lowest number first: `name` is "v*" or the like. Other names there are a user's."""
     made = re.compile(name.replace("*", r"(\d{6,})"), re.ASCII)
     found = ((made.fullmatch(path.name), path) for path in folder.glob(name))
     return dict(sorted((int(match[1]), path) for match, path in found if match and (path / holds).exists()))

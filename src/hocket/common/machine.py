@@ -67,7 +67,7 @@ def free_memory() -> int:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host is this machine: whether a socket can be bound to it."""
+    """Check whether a host is this machine: a socket can be bound to it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -93,7 +93,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """Return whether a host stands for all addresses of a machine, which only a server can have: 0.0.0.0 or ::."""
+    """Check whether a host stands for all addresses of a machine, as only a server's can: 0.0.0.0 or ::."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:

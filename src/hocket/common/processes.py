@@ -94,7 +94,7 @@ def first(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
 
 
 def nobody_reads() -> bool:
-    """Return whether an output is a pipe whose reader has gone."""
+    """Check whether the standard output or error is a pipe whose reader has gone."""
     poll = select.poll()
     for stream in (1, 2):
         poll.register(stream, 0)

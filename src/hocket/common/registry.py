@@ -133,7 +133,7 @@ class Registry(Generic[T]):
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module, if it is one of hocket's own, has a file."""
+    """Check whether a module has a file, if it is one of hocket's own."""
     if not module.startswith("hocket."):
         return True
     path = Path(__file__).parents[2].joinpath(*module.split("."))

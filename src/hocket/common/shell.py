@@ -66,7 +66,7 @@ def _modules(folder: str) -> Iterator[Path]:
 
 
 def _is_elsewhere(module: str, *, before: str) -> bool:
-    """Return whether Python has a module of that name, or a folder that is searched before this one."""
+    """Check whether Python has a module of that name, or a folder that is searched before this one."""
     folders = map(Path, sys.path[: sys.path.index(before)])
     is_package = any(
         (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file() for folder in folders

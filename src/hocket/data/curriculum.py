@@ -58,14 +58,14 @@ class Curriculum:
         raise NotImplementedError
 
     def moves_on(self, step: int) -> bool:
-        """Return whether the epoch ends; `step` is prompts drawn / rollout.prompts_per_step."""
+        """Decide whether the epoch ends; `step` is prompts drawn / rollout.prompts_per_step."""
         return False
 
     def measured(self, index: int, pass_rate: float) -> None:
         """Receive the pass rate of a played prompt."""
 
     def state(self) -> dict[str, Any]:
-        """Return what it remembers, for JSON."""
+        """Return the curriculum's memory, for JSON."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

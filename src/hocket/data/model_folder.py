@@ -141,13 +141,13 @@ def _without_weights(path: str, *, trains: bool) -> list[str]:
 
 
 def has_weights(path: str) -> bool:
-    """Return whether a folder has weights, or what is left of them."""
+    """Check whether a folder has weights, whole or in part."""
     files, problems = model_files.weight_files(path)
     return bool(files or problems)
 
 
 def has_tensor(path: str, name: str) -> bool:
-    """Return whether the weight files hold a tensor of this name."""
+    """Check whether the weight files hold a tensor of this name."""
     files, _ = model_files.weight_files(path)
     shapes, _ = model_files.read_headers(files)
     return name in shapes

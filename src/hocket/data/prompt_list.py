@@ -22,7 +22,7 @@ class Prompts(Sequence[Prompt]):
         return [prompt.meta.get(name) for prompt in self]
 
     def keys(self) -> list[str]:
-        """Return what prompts share that ask the same, but for white space."""
+        """Return a key of each prompt, equal where two ask the same, but for white space."""
         return [key_of(prompt) for prompt in self]
 
     def select(self, indices: Iterable[int]) -> "Prompts":

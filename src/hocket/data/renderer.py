@@ -251,7 +251,7 @@ class Renderer:
         return shows(self._tokenizer, [SYSTEM, ASKED])
 
     def missing_opening(self) -> str:
-        """Return what stands before a model's turn, if the template ignores `add_generation_prompt`."""
+        """Find the text before a model's turn, for a template that ignores `add_generation_prompt`."""
         try:
             asked = self.render(TURN[:1])
             plain = self.render(TURN[:1], add_generation_prompt=False)

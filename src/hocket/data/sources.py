@@ -67,7 +67,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
 
 
 def identity(data: DataConfig, *, has_images: bool) -> str | None:
-    """Return what identifies a source's content; None: not worth a cache."""
+    """Make a key of a source's content for the cache; None: it is not worth one."""
     small = 0 if has_images else SMALL
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
@@ -162,7 +162,7 @@ def _rows(source: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[st
 
 
 def _is_short(kind: Any) -> bool:
-    """Return whether a type is a float whose digits a float64 does not show: 0.1 becomes 0.10000000149011612."""
+    """Check whether a type is a float whose digits a float64 does not show: 0.1 becomes 0.10000000149011612."""
     return str(kind) in ("float", "halffloat")
 
 

@@ -183,7 +183,7 @@ def _rotary(config: Any) -> list[dict[str, Any]]:
 
 
 def _reach(rotary: dict[str, Any], positions: int) -> float:
-    """Return how many positions scaling reaches; vLLM computes alike where the config's number is not scaled yet."""
+    """Count the positions that scaling reaches, as vLLM does where the config's number is not scaled yet."""
     if rotary["rope_type"] == "dynamic":  # from there on, the longest sequence of a row would turn all others
         return positions
     factor = rotary.get("factor") or 1.0

@@ -148,7 +148,7 @@ class SeeingRenderer(Renderer):
         raise ValueError(f"an image must be a path, a data URL, bytes or of Pillow, got {picture!r:.80}")
 
     def _path(self, picture: Any) -> Path | None:
-        """Return where a picture is in the data's folder; a symbolic link that leads out of it is the user's own."""
+        """Find an image in the data's folder; a symbolic link that leads out of it is the user's own."""
         text = picture.get("path") if isinstance(picture, Mapping) and not picture.get("bytes") else picture
         if not isinstance(text, str) or text.startswith("data:") or "://" in text:
             return None

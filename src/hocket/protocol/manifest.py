@@ -42,7 +42,7 @@ class ModelShapes(NamedTuple):
 
 @functools.cache
 def model_shapes(path: str) -> ModelShapes:
-    """Return what the trainer publishes of a model, which it loads and writes in this way, too; no data is read."""
+    """Describe the tensors that the trainer publishes of a model, from the headers of its files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     files, _ = model_files.weight_files(path)

@@ -67,7 +67,7 @@ class RetryError(Exception):
 
 
 def named(rollout: Rollout) -> dict[str, Any]:
-    """Return what a reward can name of a rollout, as JSON can say it; images as data URLs."""
+    """Make the parameters that a reward can name of a rollout, as values of JSON; images are data URLs."""
     told = {name: of(rollout) for name, of in _OF_FIRST.items() if name not in ("rollout", "images")}
     if images := rollout.prompt.images:
         from hocket.common.vision import data_url

@@ -145,7 +145,7 @@ def _in_digits(text: str) -> str:
 
 
 def column(meta: Mapping[str, Any], name: str) -> Any:
-    """Return what is in a column; text is JSON."""
+    """Return a column's value; text is read as JSON."""
     given = meta.get(name)
     return json.loads(given) if isinstance(given, str) else given
 
@@ -159,13 +159,13 @@ def list_of(option: str, meta: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def last_block(text: str) -> str | None:
-    """Return what is in the last fenced block."""
+    """Return the text of the last fenced block."""
     blocks: list[str] = re.findall(r"```[^\n`]*\n(.*?)```", text, re.DOTALL)
     return blocks[-1] if blocks else None
 
 
 def after_thought(completion: str, opening: str) -> str:
-    """Return what follows the thought: nothing where it was not closed."""
+    """Return the text after the thought: none where the thought was not closed."""
     said = (opening + completion).rpartition("</think>")[2]
     return "" if "<think>" in said else said
 

@@ -38,7 +38,7 @@ class Runner:
         """Wait until calls can be made. Raise NoScoreError where none can."""
 
     async def call(self, call: Call) -> list[Score]:
-        """Return what a call gives, or raise what it raises."""
+        """Return the scores of a call, or raise its error."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class InLoop(Runner):
 
 
 async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
-    """Return what a call returns; make it again, after a while, while it raises RetryError."""
+    """Return a call's result; repeat a call that raises RetryError after a while."""
     for attempt in range(retries):
         try:
             return await call()

@@ -197,7 +197,7 @@ class Episode:
         await self._call(self._environment.close, returns=(object,))
 
     def _room(self, token_ids: Sequence[int], observation: Observation) -> int:
-        """Return how many tokens the next turn may have after these; below 1: there is none."""
+        """Count the tokens that the next turn may have after these; below 1: there is none."""
         if self.transcript.number == self.limits.max_turns and not observation.goes_on:
             return 0
         return self.limits.max_length - len(self.transcript.token_ids) - len(token_ids)

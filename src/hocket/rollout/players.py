@@ -19,7 +19,7 @@ from hocket.types import Prompt, Rollout
 def player(
     make: Callable[[], Environment], pool: ServerPool, ask: RequestTurn, renderer: Renderer, limits: Limits
 ) -> Play:
-    """Return what plays episodes of the environment that `make` makes; `renderer`: of the prompts' data."""
+    """Choose the player of an environment's episodes; `renderer` is that of the prompts' data."""
     example = make()
     if type(example) is SingleTurn and not example.thinking_tokens:  # a subclass has a step of its own
         return partial(play_single_turn, ask=ask, limits=limits, placeholder=renderer.placeholder)

@@ -235,7 +235,7 @@ class Engine:
         return self.sources[kind]
 
     def _held_as(self, version: int, found: Found) -> Held | None:
-        """Return what the model holds if it is this version: a resumed run gives its name to other weights."""
+        """Return this version if the model holds it already; a resumed run gives its name to other weights."""
         held = self.held
         if held is None or held.answer.version != version or found.checksum not in ("", held.answer.checksum):
             return None

@@ -27,7 +27,7 @@ class Broadcasts:
         self._joined = ""  # its name
 
     async def find(self, source: protocol.CollectiveSource, version: int) -> Found:
-        """Return what is announced; it comes once the workers ask for it."""
+        """Find an announced transfer, which begins once the workers ask for it."""
         expected = await self._engine.expected(source.adapter)
         versions.check_buckets(source.buckets, expected, partial=source.partial)
         if source.group.name != self._joined:

@@ -58,7 +58,7 @@ atexit.register(gc.freeze)
 
 
 def _shown(record: logging.LogRecord) -> bool:
-    """Return whether to show a log of vLLM: what ends an engine is in `last_words`."""
+    """Decide whether to show a log record of vLLM: what ends an engine is in `last_words`."""
     return record.exc_info is None or TRACEBACK in os.environ
 
 
@@ -230,7 +230,7 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
 
 
 def last_words(llm: Any) -> str:
-    """Return what ended the engine, and where its traceback is; nothing if it runs, or was killed."""
+    """Name the error that ended the engine and the place of its traceback; "" if it runs, or was killed."""
     path: Path = llm.last_words
     return f"{path.read_text('utf-8').splitlines()[0]} (its traceback is in {path})" if path.exists() else ""
 
@@ -255,7 +255,7 @@ def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: An
 
 
 def load() -> dict[str, Any]:
-    """Return what vLLM's gauges say, by the fields of Health; nothing before they are there."""
+    """Read vLLM's gauges, as fields of Health; {} before there are any."""
     from prometheus_client import REGISTRY
 
     names = {"vllm:num_requests_waiting": "waiting", "vllm:kv_cache_usage_perc": "kv_use"}
@@ -410,7 +410,7 @@ async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
-    """Return what finds calls of these tools by vLLM's parser. Raises ApiError without one."""
+    """Make a function that finds calls of these tools by vLLM's parser. Raises ApiError without one."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

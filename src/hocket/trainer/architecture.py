@@ -50,7 +50,7 @@ _tried: dict[str, Logits] = {}  # by config
 
 
 def try_small(config: Any) -> Logits:
-    """Return how logits follow from the head's output. Raise TrainerError for what would train wrong here."""
+    """Find how logits follow from the head's output. Raises TrainerError for a model that would train wrong here."""
     text = config.get_text_config()
     key = f"{type(text).__name__} {text.to_json_string(use_diff=False)}"
     if key not in _tried:
@@ -228,7 +228,7 @@ def _gradients(model: nn.Module, hidden_brh: Tensor, weights_brh: Tensor) -> dic
 
 @torch.no_grad()
 def _logits(model: Any, ids_bt: Tensor, hidden_bth: Tensor) -> Logits | None:
-    """Return how logits follow from the head's output; None if in another way than these."""
+    """Find how logits follow from the head's output; None: in no way that is known here."""
     if model.base_model is model:  # it has no head
         return Logits()
     logits = model(input_ids=ids_bt, use_cache=False).logits.double()

@@ -254,7 +254,7 @@ def _probe(device: torch.device) -> None:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `varlen_attn` takes them, [row, heads, d] each."""
+    """Check whether `varlen_attn` takes tensors like these, [row, heads, d] each."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"

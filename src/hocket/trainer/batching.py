@@ -94,7 +94,7 @@ class Packer:
         return range(len(samples))
 
     def starts(self, samples: Sequence[TrainSample]) -> list[int]:
-        """Return how many positions each sequence, in that order, has in common with the one before."""
+        """Count the positions that each sequence, in that order, has in common with the one before."""
         return [0] * len(samples)
 
     def runs(self, sizes: Sizes, run: SequenceRun, most: float, enough: float = math.inf) -> list[SequenceRun]:
@@ -133,7 +133,7 @@ def num_positions(sample: TrainSample) -> int:
 
 
 def keys(sequence: TokenSequence) -> np.ndarray:
-    """Return what tells sequences apart: its ids and, as all images have the same, the hash of one in their place."""
+    """Return numbers that tell sequences apart: token ids and, as all images have the same, an image's hash."""
     ids = np.array(sequence.token_ids, np.int64)
     for image in sequence.images:
         key = int.from_bytes(bytes.fromhex(image.name[:16]), "little", signed=True)

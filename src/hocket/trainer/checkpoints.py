@@ -126,7 +126,7 @@ def find(config: Config, say: Callable[[str], None], *, dry_run: bool = False, c
 
 
 def refuse_taken(run_dir: Path, *, resume: bool) -> int:
-    """Return how many steps the run in a folder has; raise ConfigError for any, but to `resume`."""
+    """Count the steps of the run in a folder; raise ConfigError for any, but to `resume`."""
     with reading(run_dir / METRICS):
         rows = read_lines(run_dir / METRICS)
         kept = numbered(run_dir / FOLDER, "step_*", COMPLETE_FILE)

@@ -110,5 +110,5 @@ def chosen_recomputation(chosen: bool | str | dict[str, Any]) -> Recomputation:
 
 
 def chosen_row_division() -> "Callable[[int, Ranks], RowPart]":
-    """Return how `trainer.sequence_parallel` ranks divide a row. Raises ConfigError."""
+    """Make the division of a row among `trainer.sequence_parallel` ranks. Raises ConfigError."""
     return ROW_DIVISIONS.get("ulysses", "trainer.sequence_parallel: ")

@@ -244,7 +244,7 @@ class DeepSpeedEngine:
         return [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
 
     def layout(self, max_bytes: int, *, trained: bool = False) -> list[list[tuple[str, Tensor]]]:
-        """Return what `buckets` yields, on the meta device."""
+        """List the buckets that `buckets` yields, on the meta device."""
         on_meta = functools.partial(torch.empty, dtype=self._dtype, device="meta")
         named = self._trained if trained else self._published
         tensors = ((name, on_meta(whole_shape(parameter))) for name, parameter in named.items())
@@ -324,7 +324,7 @@ class DeepSpeedEngine:
         return mapping.lp_fragment_address.start, flats[mapping.param_group_index], address.start, address.numel
 
     def _flats(self) -> list[Tensor]:
-        """Return what AdamW steps on: the parameters (ZeRO-0), or flat parts of them."""
+        """List the tensors that AdamW updates: the parameters (ZeRO-0), or flat parts of them."""
         (group,) = self._adamw.param_groups
         # ZeRO-3 gives it to AdamW during a step only.
         return list(self._engine.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else group["params"])

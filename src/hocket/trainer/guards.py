@@ -30,7 +30,7 @@ _NO_ROOM = r"out of memory|allocate memory|ALLOC_FAILED|MemoryError"
 
 
 def first_fault(samples: Sequence[TrainSample], done: Sequence[Update]) -> str:
-    """Return which number was extreme or not finite first, and what to do."""
+    """Name the first number that was extreme or not finite, and the remedy."""
     found = [
         (float(np.where(np.isnan(values), np.inf, np.abs(values)).max(initial=0.0)), index, name)
         for index, sample in enumerate(samples)

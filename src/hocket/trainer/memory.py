@@ -83,7 +83,7 @@ def estimate(
     quantized: bool = False,
     row_tokens: float = math.inf,
 ) -> Estimate:
-    """Return what a step needs with a transformers model, on any device; with "auto", for a micro-batch of one chunk.
+    """Estimate a step's memory with a transformers model, on any device; with "auto", for a micro-batch of one chunk.
 
     `offloads`: the optimizer's state is off the device. `quantized`: frozen linear layers but the head have 4 bits.
     `row_tokens`: as of `divide`; rows that share much take more than is estimated.
@@ -134,7 +134,7 @@ def _frozen_in_layers(model: Any) -> int:
 
 
 def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> Estimate:
-    """Return what a step needs; raise ConfigError where its ranks can't divide rows as they are asked to."""
+    """Estimate the memory of a step; raise ConfigError where its ranks can't divide rows as they are asked to."""
     parts = []
     for model, whole in models:
         if sees(whole.config) and config.sequence_parallel > 1:
@@ -160,7 +160,7 @@ def needed(models: Models, config: TrainerConfig, dtype: torch.dtype, *, num_ran
 
 
 def check(models: Models, config: TrainerConfig, dtype: torch.dtype, device: torch.device, num_ranks: int) -> Estimate:
-    """Return what a step needs; raise ConfigError where it clearly can't fit."""
+    """Estimate the memory of a step; raise ConfigError where it clearly can't fit."""
     together = needed(models, config, dtype, num_ranks=num_ranks, on_gpu=device.type == "cuda")
     available = available_bytes(device)
     if together.total * (1 - _TOLERANCE) > available:
@@ -173,7 +173,7 @@ def check(models: Models, config: TrainerConfig, dtype: torch.dtype, device: tor
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return what this rank can still allocate; on a CPU, its share of the free memory."""
+    """Return the bytes that this rank can still allocate; on a CPU, its share of the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -125,7 +125,7 @@ class Policy(nn.Module):
         return specs.result()
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, ...]:
-        """Return what `token_logprobs` does of the batch's targets; 0 where its mask is false."""
+        """Compute `token_logprobs` of the batch's targets; 0 where its mask is false."""
         hidden_brh = self._hidden(batch.input_ids_br, batch.segments, batch.images)
         columns = token_logprobs(
             hidden_brh,

@@ -62,12 +62,12 @@ class SharingPacker(Packer):
 
 
 def starts(sequences: Sequence[np.ndarray], pairs: float) -> list[int]:
-    """Return how many positions each sequence begins like the one before."""
+    """Count the positions in which each sequence begins like the one before."""
     return [0, *(in_common(*both, pairs) for both in itertools.pairwise(sequences))]
 
 
 def in_common(before: np.ndarray, ids: np.ndarray, pairs: float) -> int:
-    """Return how many positions of `ids` begin alike; 0 where they are too few."""
+    """Count the positions in which `ids` begin alike; 0 where they are too few."""
     least = min(len(before), len(ids))
     differing = np.flatnonzero(before[:least] != ids[:least])
     common = int(differing[0]) if len(differing) else least

@@ -159,7 +159,7 @@ class Ranks:
         return str(self._store.get(FAILURE).decode()) if self._store.check([FAILURE]) else None
 
     def _ask_store(self, call: Callable[[], T], seconds: float) -> T:
-        """Return what a call of the store returns; RuntimeError where it fails or takes longer.
+        """Return the result of a call of the store; raise RuntimeError where it fails or takes longer.
 
         Where the link to its host is cut, it would take a quarter of an hour.
         """

@@ -111,7 +111,7 @@ WEIGHTS.register("model")(Weights)
 
 
 def published_name(model: Any, name: str) -> str:
-    """Return what files call a layer, or what is beside it: of Qwen2.5-VL, not what transformers does in memory."""
+    """Return the name of a layer or parameter in files, which for Qwen2.5-VL is not its name in memory."""
     (name,) = revert_weight_conversion(model, {name: torch.empty(0)})
     return name
 
@@ -130,7 +130,7 @@ def linear_layers(model: Any) -> list[tuple[str, Any]]:
 
 
 def sees(config: Any) -> bool:
-    """Return whether a model of this config takes images."""
+    """Check whether a model of this config takes images."""
     return hasattr(config, "vision_config")
 
 
@@ -175,7 +175,7 @@ def _processor_files(path: str) -> list[str]:
 
 
 def part_of(name: str) -> str:
-    """Return which part of a model a parameter or layer is of: language, vision or projector."""
+    """Name the part of a model that a parameter or layer is of: language, vision or projector."""
     return next((part for part, words in PARTS.items() if not words.isdisjoint(name.split("."))), "language")
 
 
