@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from hocket import run_part
 from hocket.common.registry import load_plugins
 from hocket.config import load
@@ -53,3 +55,13 @@ def test_what_a_part_may_do_stands_in_the_order_of_a_step() -> None:
     order = ["rolled_out", "samples", "trained", "published", "checkpointed", "evaluated", "ends", "recorded"]
     order += ["servers_changed", "summary", "close"]
     assert [name for name in vars(run_part.RunPart) if not name.startswith("_")] == order
+
+
+def test_a_run_without_the_checks_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in (RUN_PARTS._table, RUN_PARTS._modules, RUN_PARTS.items):
+        monkeypatch.delitem(names, "checks", raising=False)
+    lines: list[str] = []
+    monkeypatch.setattr("builtins.print", lines.append)
+    with joined(tmp_path) as parts:
+        assert not any(type(part).__name__ == "SamplingCheck" for part in parts)
+    assert lines == [run_part.NOT_CHECKED]
