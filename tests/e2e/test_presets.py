@@ -9,7 +9,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from hocket.rollout.players import player
 from hocket.trainer.checkpoints import Checkpoints
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
+from hocket.types import Rollout
 from support import fakes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
@@ -68,6 +69,9 @@ class Copy:
     async def training(self, *, publishes: bool) -> AsyncIterator[dict[str, float]]:
         del publishes
         yield {}
+
+    def max_gap(self, rollouts: Iterable[Rollout]) -> float:
+        return 1e-4  # both compute in float32
 
     async def publish(self) -> dict[str, float]:
         self.trainer.stream(1 << 30, self._load)
