@@ -123,6 +123,25 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     assert not {"openai-organization", "openai-project", "x-secret"} & service.headers.keys()
 
 
+async def test_a_key_that_a_judge_echoes_is_in_no_error_note_or_cache(
+    scores_of: Scores, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-hush-hush")
+    options = {"key_env": "MY_KEY", "retries": 0, "cache": str(tmp_path / "cache.db")}
+    verdict = '{"reason": "sk-hush-hush", "score": 7}'
+    for answer in (
+        completion(verdict),
+        completion("sk-hush-hush"),
+        (401, {}, "sk-hush-hush"),
+        (200, {}, "sk-hush-hush"),
+    ):
+        async with Saying(answer).open() as service:
+            (score,) = await scores_of(functions(service, **options), "x")
+        assert "sk-hush" not in f"{score.error} {score.note}"
+        assert "[secret]" in f"{score.error} {score.note}"
+    assert b"sk-hush" not in (tmp_path / "cache.db").read_bytes()
+
+
 async def test_the_same_completion_is_asked_for_once_even_while_it_is_asked_for(scores_of: Scores) -> None:
     async with Service(QUIET).open() as service:
         scores = await scores_of(functions(service), "7", "7", "9", "7")
