@@ -191,7 +191,7 @@ def test_a_start_imports_nothing_that_it_can_do_without(start: str, without: set
 
 def test_rewards_that_ask_others_are_imported_by_their_name_alone() -> None:
     """A run without a judge has nothing of it: the registry's table is the one place that knows it."""
-    names = ("code.reward", "http_reward.reward", "judge.endpoint", "judge.judge", "reward_model")
+    names = ("code.reward", "http_reward.reward", "judge", "reward_model")
     doors = {f"hocket.extras.{name}" for name in names}
     entered = {name: own(imports(path)) & doors for name, path in FILES.items() if name not in doors}
     assert {name: found for name, found in entered.items() if found} == {}

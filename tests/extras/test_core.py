@@ -134,7 +134,7 @@ def users_of(unit: str) -> set[str]:
 
 def test_few_extras_need_another_one() -> None:
     needed = {unit: users for unit in UNITS if (users := users_of(unit))}
-    assert needed == {"agents": {"verifiers"}, "http_reward": {"judge"}}
+    assert needed == {"agents": {"verifiers"}, "http_reward": {"judge.py"}}
 
 
 @pytest.mark.long

@@ -125,8 +125,8 @@ REWARDS: Registry[Reward] = Registry(
     code="hocket.extras.code.reward",
     gym="hocket.extras.gym.reward",
     http="hocket.extras.http_reward.reward",
-    judge="hocket.extras.judge.judge",
-    judge_ranking="hocket.extras.judge.judge",
+    judge="hocket.extras.judge",
+    judge_ranking="hocket.extras.judge",
     reward_model="hocket.extras.reward_model",
 )
 

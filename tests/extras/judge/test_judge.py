@@ -1,6 +1,6 @@
 import asyncio
 import contextlib
-import itertools
+import math
 import re
 import sqlite3
 from collections.abc import Awaitable, Callable
@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, RewardError
-from hocket.extras.judge import endpoint
-from hocket.extras.judge.judge import ranking_in, score_in
+from hocket.extras import judge
+from hocket.extras.judge import ranking_in, score_in
 from hocket.rewards import runners
 from hocket.types import Rollout, Score
+from support.batches import scorer_of_all
 from support.episodes import Scorers, Scores, make_rollout
 from support.service import (
     LIES,
@@ -38,9 +40,8 @@ QUIET = FakeJudge()
 async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_call(
     scorer_of: Scorers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
 ) -> None:
-    monkeypatch.setattr(endpoint, "MINUTE_S", 1.0)
     monkeypatch.setattr(runners, "BACK_OFF_S", 0.1)
-    limits = {"requests_per_minute": 100, "max_concurrent": 16, "cache": str(tmp_path / "cache.db")}
+    limits = {"max_concurrent": 16, "cache": str(tmp_path / "cache.db")}
     limits |= {"timeout_s": 2.0, "retries": 20}  # one of 8 calls has no verdict, or more where the machine is busy
     size = 1 if name == "judge" else 4
     groups = [[make_rollout(str(group * size + i)) for i in range(size)] for group in range(120)]
@@ -53,8 +54,16 @@ async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_c
             assert [score.total for score in scores] == pytest.approx(values)
     assert len(service.arrivals) > 120
     assert sum(score.parts[f"{name}/calls"] for score in scores) == 0
-    assert service.most_within(1) <= 100
     assert service.most <= 16
+
+
+async def test_a_call_that_is_refused_for_now_is_made_again_when_the_endpoint_says(scores_of: Scores) -> None:
+    busy = (429, {"retry-after": "1"}, "slow down")
+    async with Saying(busy, completion('{"score": 7}')).open() as service:
+        (score,) = await scores_of(functions(service, retries=1), "x")
+    assert (score.total, score.parts["judge/calls"], score.parts["judge/tokens"]) == (0.7, 2, 120)
+    first, second = service.arrivals
+    assert second - first >= 1
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -82,8 +91,7 @@ async def test_an_answer_in_the_cache_that_is_no_verdict_is_asked_for_again(scor
             assert (score.error, score.total) == (None, pytest.approx(number / 10))
             with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as cache:
                 spoil = "UPDATE answers SET value = CAST(? AS TEXT) WHERE value = ?"
-                while not cache.execute(spoil, (garbage, verdicts[number - 1])).rowcount:  # a thread stores it
-                    await asyncio.sleep(0.01)
+                assert cache.execute(spoil, (garbage, verdicts[number - 1])).rowcount == 1
 
 
 async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_lied(
@@ -115,6 +123,25 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     assert not {"openai-organization", "openai-project", "x-secret"} & service.headers.keys()
 
 
+async def test_a_key_that_a_judge_echoes_is_in_no_error_note_or_cache(
+    scores_of: Scores, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-hush-hush")
+    options = {"key_env": "MY_KEY", "retries": 0, "cache": str(tmp_path / "cache.db")}
+    verdict = '{"reason": "sk-hush-hush", "score": 7}'
+    for answer in (
+        completion(verdict),
+        completion("sk-hush-hush"),
+        (401, {}, "sk-hush-hush"),
+        (200, {}, "sk-hush-hush"),
+    ):
+        async with Saying(answer).open() as service:
+            (score,) = await scores_of(functions(service, **options), "x")
+        assert "sk-hush" not in f"{score.error} {score.note}"
+        assert "[secret]" in f"{score.error} {score.note}"
+    assert b"sk-hush" not in (tmp_path / "cache.db").read_bytes()
+
+
 async def test_the_same_completion_is_asked_for_once_even_while_it_is_asked_for(scores_of: Scores) -> None:
     async with Service(QUIET).open() as service:
         scores = await scores_of(functions(service), "7", "7", "9", "7")
@@ -122,22 +149,16 @@ async def test_the_same_completion_is_asked_for_once_even_while_it_is_asked_for(
     assert sorted(score.parts["judge/calls"] for score in scores) == [0, 0, 1, 1]
 
 
-async def test_tokens_are_reserved_for_a_call_and_then_counted_as_the_endpoint_does(
-    scorer_of: Scorers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tokens_are_counted_as_the_endpoint_does_or_estimated(scorer_of: Scorers) -> None:
     usage = [(100, 100), (500, 100), (-(10**9), 10**9), (float("nan"), "many"), (None, 1)]
-    options = {"template": "{completion}", "max_tokens": 500, "tokens_per_minute": 1000}
+    options = {"template": "{completion}", "max_tokens": 500}
+    tokens = []
     async with Saying(*(completion('{"score": 10}', *counts) for counts in usage)).open() as service:
-        rewards, tokens = scorer_of(functions(service, **options)), []
-        for i in range(5):
-            if i == 2:  # 200 + 600 fit into a minute, 200 + 600 + 600 don't
-                monkeypatch.setattr(endpoint, "MINUTE_S", 0.5)
-            async with asyncio.timeout(endpoint.MINUTE_S / 2 if i < 2 else None):
-                tokens.append((await rewards.score(make_rollout(str(i) * 200))).parts["judge/tokens"])
-        late = await scorer_of(functions(service, **options | {"max_tokens": 901})).score(make_rollout("x" * 200))
+        rewards = scorer_of(functions(service, **options))
+        for number in range(5):
+            score = await rewards.score(make_rollout(str(number) * 200))
+            tokens.append(score.parts["judge/tokens"])
     assert tokens == [200, 600, 600, 600, 600]  # without a count, 200 bytes are 100 tokens and all 500 are written
-    assert [b - a >= 0.5 for a, b in itertools.pairwise(service.arrivals)][1:] == [True] * 3
-    assert "a call may take 1001 tokens, but only 1000 are allowed per minute" in str(late.error)
 
 
 async def test_a_ranking_gives_each_place_its_value_and_shares_the_cost(scorer_of: Scorers) -> None:
@@ -191,28 +212,59 @@ def counted(folder: Path) -> float:
         return float(cache.execute("SELECT value FROM answers WHERE key = 'dollars'").fetchone()[0])
 
 
-async def wait_counted(folder: Path, dollars: float) -> None:
-    while counted(folder) != dollars:  # until what was told its thread is there
-        await asyncio.sleep(0.02)
-
-
 async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(scorer_of: Scorers, tmp_path: Path) -> None:
-    """A call costs a dollar and may cost as many as `max_tokens`, which those under way at once hold."""
+    """A call costs a dollar."""
     options: dict[str, Any] = {"price": [0.0, 1e6], "cache": str(tmp_path / "cache.db")}
     async with Saying(completion('{"score": 10}', 1000, 1)).open() as service:
-        for budget, max_tokens, enough, cost in ((2, 1, "ab", 2), (3, 1, "abc", 3), (8, 5, "d", 4)):
-            rewards = scorer_of(functions(service, budget=budget, max_tokens=max_tokens, **options))
+        for budget, enough in ((2, "ab"), (3, "c"), (3.5, "d")):
+            rewards = scorer_of(functions(service, budget=budget, **options))
             for text in enough:
                 assert (await rewards.score(make_rollout(text))).total == 1.0
-            spent = f"has cost {cost}.00 dollars .*cache.db.* may cost {max_tokens}, its budget is {budget}: raise"
+            cost = math.ceil(budget)
+            spent = f"has cost {cost}.00 dollars .*cache.db.*, its budget is {budget}: raise"
             with pytest.raises(RewardError, match=spent):
                 await rewards.score_group([make_rollout(enough[0]), make_rollout("x")])
-        rewards = scorer_of(functions(service, budget=11, max_tokens=5, **options))
-        scores = await asyncio.gather(*(rewards.score(make_rollout(str(i))) for i in range(40)), return_exceptions=True)
-    calls = len(service.arrivals)
-    assert 5 <= calls <= 7
-    assert len([one for one in scores if isinstance(one, RewardError)]) == 40 - (calls - 4)
-    await wait_counted(tmp_path, calls)
+            assert counted(tmp_path) == len(service.arrivals) == cost
+        rewards = scorer_of(functions(service, budget=4, **options))
+        assert (await rewards.score(make_rollout("a"))).total == 1.0  # from the cache
+
+
+async def test_no_more_calls_than_are_under_way_at_once_go_over_the_budget(scorer_of: Scorers, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"price": [0.0, 1e6], "cache": str(tmp_path / "cache.db"), "budget": 11}
+    async with Saying(completion('{"score": 10}', 1000, 1)).open() as service:
+        rewards = scorer_of(functions(service, max_concurrent=3, **options))
+        calls = (rewards.score(make_rollout(str(number))) for number in range(40))
+        scores = await asyncio.gather(*calls, return_exceptions=True)
+    made = len(service.arrivals)
+    assert 11 <= made <= 11 + 2
+    assert len([score for score in scores if isinstance(score, RewardError)]) == 40 - made
+    assert counted(tmp_path) == made
+
+
+def ask_many(url: str, folder: Path) -> None:
+    """Has a run of its own score 50 completions, of which another run may have some."""
+
+    async def ask() -> None:
+        options = {"base_url": url, "model": "m", "rubric": "r", "key_env": None, "max_concurrent": 8}
+        specs = {"judge": options | {"price": [1e6, 1e6], "cache": str(folder / "cache.db")}}
+        with scorer_of_all(RewardsConfig.model_validate({"functions": specs})) as rewards:
+            scores = await asyncio.gather(*(rewards.score(make_rollout(str(number))) for number in range(50)))
+        assert [score.total for score in scores] == [number % 11 / 10 for number in range(50)]
+
+    asyncio.run(ask())
+
+
+async def test_two_runs_that_share_a_cache_at_once_lose_no_answer_and_no_dollar(tmp_path: Path) -> None:
+    async with Service(FakeJudge(latency_s=0.01)).open() as service:
+        runs = [asyncio.to_thread(ask_many, f"{service.url}/v1", tmp_path) for _ in range(2)]
+        await asyncio.gather(*runs)
+        calls = len(service.arrivals)
+        await asyncio.to_thread(ask_many, f"{service.url}/v1", tmp_path)
+    assert 50 <= calls <= 100
+    assert len(service.arrivals) == calls
+    assert counted(tmp_path) == 120 * calls
+    with contextlib.closing(sqlite3.connect(tmp_path / "cache.db")) as cache:
+        assert cache.execute("SELECT count(*) FROM answers").fetchone() == (51,)
 
 
 @pytest.mark.parametrize(
@@ -254,35 +306,31 @@ def test_a_cancelled_call_is_counted_though_the_event_loop_ends_with_it(scores_o
 async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_else_up(
     scorer_of: Scorers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def judge(**options: Any) -> Callable[[str], Awaitable[Score]]:
+    def scoring(**options: Any) -> Callable[[str], Awaitable[Score]]:
         scorer = scorer_of(functions(service, **counting(tmp_path) | options))
         return lambda text: scorer.score(make_rollout(text))
 
+    path = tmp_path / "cache.db"
     async with Saying(completion('{"score": 7}')).open() as service:
-        score = judge()
+        score = scoring()
         await score("1")
-        with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
-            while other.execute("SELECT count(*) FROM answers").fetchone() != (2,):  # dollars and answer are written
-                await asyncio.sleep(0.01)
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            assert (await score("7")).total == 0.7  # not held up either
-            waits = asyncio.ensure_future(score("7"))
-            await asyncio.sleep(0.1)
-            assert not waits.done()
+            waiting = [asyncio.ensure_future(score("7")) for _ in range(2)]
+            done, _ = await asyncio.wait(waiting, timeout=0.1)  # the event loop goes on
+            assert not done
             other.execute("COMMIT")
-        assert (await waits).parts["judge/calls"] == 0
-        await wait_counted(tmp_path, 240)
-        assert len(service.arrivals) == 2
-        monkeypatch.setattr(endpoint, "LOCKED_S", 0.1)
-        score = judge()
+        assert [(await one).total for one in waiting] == [0.7, 0.7]
+        assert (len(service.arrivals), counted(tmp_path)) == (2, 240)
+        monkeypatch.setattr(judge, "LOCKED_S", 0.1)
+        score = scoring()
         await score("1")
-        with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            await score("8")
             with pytest.raises(RewardError, match=r"cache .*cache.db can't be used: database is locked"):
                 await score("9")
-            for cache in (tmp_path / "cache.db", tmp_path, tmp_path / "no" / "such.db"):
-                error = str((await judge(cache=str(cache))("9")).error)
+            for cache in (path, tmp_path, tmp_path / "no" / "such.db"):
+                error = str((await scoring(cache=str(cache))("9")).error)
                 assert f"can't be set up: RewardError: the judge's cache {cache} can't be used" in error
                 assert "it must be a file that no other process holds, in a folder that is there" in error
 
@@ -292,25 +340,6 @@ async def test_the_next_rollout_with_a_text_whose_calls_have_failed_does_not_pay
         rewards = scorer_of(functions(service, retries=0))
         assert (await rewards.score(make_rollout("x"))).error
         assert (await rewards.score(make_rollout("x"))).parts["judge/calls"] == 1
-
-
-async def test_rewards_that_ask_one_model_within_the_same_limit_share_it(
-    scorer_of: Scorers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint, "MINUTE_S", 0.5)
-    async with Service(QUIET).open() as service:
-        slower = functions(service, "judge_ranking", requests_per_minute=3, base_url=f"{service.url}/v1/")
-        rewards = scorer_of(functions(service, requests_per_minute=3) | slower)
-        for group in range(3):
-            await rewards.score_group([make_rollout(str(2 * group + i)) for i in range(2)])
-    assert (len(service.arrivals), service.most_within(0.5)) == (9, 3)
-
-
-def test_limits_end_with_their_run(scores_of: Scores) -> None:
-    judge = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "r", "key_env": None, "retries": 0}
-    for limits in ({"tokens_per_minute": 1000}, {"max_tokens": 1001}):  # as of two calls of hocket.train in a notebook
-        (score,) = asyncio.run(scores_of({"judge": judge | limits}, "abcd"))  # type: ignore[arg-type]
-        assert "http://127.0.0.1:1/v1/chat/completions can't be reached" in str(score.error)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +390,8 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
         ({"template": '{completion} {"score": 1}'}, "any other brace is written twice"),
         ({"model": ["m", ""]}, "judge.model.1: String should have at least 1 character"),
         ({"base_url": "127.0.0.1:1"}, r"judge.base_url: must begin with http:// or https:// and a host"),
-        ({"tokens_per_minute": 512}, "set it above max_tokens, which is 512"),
+        ({"requests_per_minute": 600}, "requests_per_minute and tokens_per_minute were removed: set max_concurrent"),
+        ({"tokens_per_minute": 512}, r"is asked again after its Retry-After; change the section .*judge"),
         ({"price": [1, -1]}, "judge.price.1: Input should be greater than or equal to 0"),
     ],
 )
