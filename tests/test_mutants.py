@@ -64,5 +64,7 @@ def test_names_of_functions_are_those_of_their_code() -> None:
 
 
 def test_what_a_meant_mutant_changes_stands_once_in_its_file() -> None:
-    texts = {row.path: Path(ROOT, "src/hocket", row.path).read_text(encoding="utf-8") for row in MEANT}
-    assert [(row.path, row.name) for row in MEANT if texts[row.path].count(row.before) != 1] == []
+    package = Path(ROOT, "src/hocket")
+    rows = [row for row in MEANT if (package / "extras").exists() or not row.path.startswith("extras/")]
+    texts = {row.path: (package / row.path).read_text(encoding="utf-8") for row in rows}
+    assert [(row.path, row.name) for row in rows if texts[row.path].count(row.before) != 1] == []

@@ -87,6 +87,8 @@ def test_numbers_of_a_packed_stream_are_base64_of_four_bytes_each() -> None:
 def test_every_code_that_has_a_meaning_is_one_that_a_server_or_client_gives() -> None:
     package = Path(hocket.__file__).parent
     rooms = ("server", "client", "extras")
+    if not (package / "extras").exists():  # run.py test --core
+        pytest.skip("extras give some of the codes")
     sources = [path.read_text(encoding="utf-8") for room in rooms for path in package.glob(f"{room}/**/*.py")]
     for code in {*OUTCOMES, *protocol.CURABLE, *GONE, *NO_WAY}:
         assert any(f'"{code}"' in source for source in sources), code
