@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from asyncio import get_running_loop
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,11 +125,17 @@ class Worker:
 
         That is LateError for an answer that is late.
         """
+        is_late = False
+
+        def kill_late() -> None:
+            nonlocal is_late
+            is_late = True
+            self.kill()
+
         # Not `poll(timeout_s)`: a worker may hang while it reads a request or writes an answer.
-        killing = threading.Timer(timeout_s, self.kill)
+        killing = threading.Timer(timeout_s, kill_late)
         killing.daemon = True
         killing.start()
-        deadline = time.monotonic() + timeout_s
         problem = "answered with something else than a result"
         try:
             self._requests.send_bytes(request)
@@ -143,7 +148,6 @@ class Worker:
         except Exception:  # noqa: BLE001, S110 - no answer may end the run
             pass
         finally:
-            is_late = time.monotonic() >= deadline
             killing.cancel()
         problem = problem or self._ending()
         self.kill()
