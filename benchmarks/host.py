@@ -133,7 +133,7 @@ def step(port: int, sampled: Sequence[Sampled], num_ranks: int, folder: Path) ->
     """Returns the processor seconds of each stage per million completion tokens."""
     stage, algorithm, draw = Stages(), AlgorithmConfig(), random.Random(0)
     ids = [tuple(draw.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS)]
-    prompts = [Prompt(id=f"p{number}", token_ids=own, text="?") for number, own in enumerate(ids)]
+    prompts = [Prompt(id=f"p{number}", token_ids=array("I", own), text="?") for number, own in enumerate(ids)]
     with stage("server: encode"):
         encode(sampled)
     groups = asyncio.run(play(port, prompts, stage))

@@ -10,6 +10,7 @@ import contextlib
 import math
 import tempfile
 import time
+from array import array
 from collections import deque
 from typing import Any
 
@@ -22,7 +23,7 @@ from support.service import Answer, FakeJudge, Headers, Service, functions
 
 AT_ONCE = 16
 MINUTE_S = 60
-PROMPT = Prompt(id="p", token_ids=(1,))
+PROMPT = Prompt(id="p", token_ids=array("I", (1,)))
 
 
 class Limited:

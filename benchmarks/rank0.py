@@ -84,7 +84,7 @@ async def gather(port: int, rollouts: int, tokens: int) -> tuple[float, Batch]:
     """Collects one batch; returns the processor seconds of this process, and the batch."""
     prompt_ids = tuple(random.Random(0).randrange(VOCABULARY) for _ in range(PROMPT_TOKENS))
     count = rollouts // GROUP_SIZE
-    left = {i: Prompt(id=f"p{i}", token_ids=(i, *prompt_ids), text="?") for i in range(count)}
+    left = {i: Prompt(id=f"p{i}", token_ids=array("I", (i, *prompt_ids)), text="?") for i in range(count)}
     plan = Plan(
         label="step 1",
         sampling=SamplingParams(max_tokens=tokens, seed=0),

@@ -6,6 +6,7 @@ bare function on one core, and through the scorer; microseconds of wall time tha
 
 import asyncio
 import time
+from array import array
 
 from shared import parser
 
@@ -17,7 +18,7 @@ from support.batches import played, scorer_of_all
 
 
 def rollouts(number: int, said: str) -> list[Rollout]:
-    prompts = [Prompt(id=f"rows:{i}", token_ids=(1,), answer=str(i)) for i in range(number)]
+    prompts = [Prompt(id=f"rows:{i}", token_ids=array("I", (1,)), answer=str(i)) for i in range(number)]
     return [played(prompt, f"step 1/{i}/0", said.format(i + i % 2)) for i, prompt in enumerate(prompts)]
 
 

@@ -14,6 +14,7 @@ import random
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -198,7 +199,7 @@ def sample(seed: int) -> TrainSample:
     mask = (False,) * 8 + (True,) * 56
     return TrainSample(
         sequence=TokenSequence(
-            token_ids=ids,
+            token_ids=array("I", ids),
             mask=mask,
             logprobs=(-10.0,) * 64,
         ),

@@ -30,6 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def make_samples(spread: int, options: argparse.Namespace) -> list[TrainSample]:
         samples.append(
             TrainSample(
                 sequence=TokenSequence(
-                    token_ids=tuple(draw.randrange(1000) for _ in range(length + 1)),
+                    token_ids=array("I", [draw.randrange(1000) for _ in range(length + 1)]),
                     mask=(False,) * prompt + (True,) * (length + 1 - prompt),
                     logprobs=(0.0,) * prompt + (-9.0,) * (length + 1 - prompt),
                 ),

@@ -4,11 +4,19 @@ Token ids are the truth; text is for rewards and people and is never encoded aga
 """
 
 import dataclasses
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 FinishReason = Literal["stop", "length", "abort"]
 InFlight = Literal["keep", "drain", "abort"]  # while weights load, requests go on, end before, or are aborted
+TokenIds: TypeAlias = "array[int]"  # Python 3.11 can't subscript the class
+"""Ids of tokens, in this process always an array("I"): four bytes each, a list or tuple takes ten times that, and what
+servers send, what is pickled for other ranks and what numpy reads is the same memory.
+
+They have another type only at the borders: a tokenizer gives a list, a request is JSON and has a list, a tensor is made
+by numpy, and plugins (`Action`, the argument `token_ids` of a reward) get a tuple, which can be compared and hashed.
+"""
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Metrics = dict[str, float]
 Columns = Mapping[str, Sequence[float]]  # by name: a number per token, 0.0 where it was not sampled
@@ -34,7 +42,7 @@ class Prompt:
     """One row of the data, rendered once."""
 
     id: str  # stable name of the row, "source:row"
-    token_ids: tuple[int, ...]  # never empty
+    token_ids: TokenIds  # never empty
     messages: tuple[Message, ...] | None = None  # None for plain text
     text: str = ""  # for rewards and people: the last user message, or all
     opening: str = ""  # the thought at its end that the chat template opens, maybe closes: "<think>\n"
@@ -58,7 +66,7 @@ class TurnReward(NamedTuple):
 class TokenSequence:
     """One flat sequence, exactly as the engine read and sampled it."""
 
-    token_ids: Sequence[int]  # [t] a tuple or an array
+    token_ids: TokenIds  # [t]
     mask: tuple[bool, ...]  # [t] True where the policy sampled: only that is trained
     logprobs: Sequence[float]  # [t] the engine's; 0.0 where the mask is False
     finish_reason: FinishReason = "stop"  # of the last turn; "length" where a limit cut it off

@@ -1,6 +1,7 @@
 """What a turn with images becomes on its way to a server, and what of the answer is compared."""
 
 import asyncio
+from array import array
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hocket.types import Image
 from support import fakes
 from support.servers import SAMPLING, FakeServer, Pool
 
-TOKENS = (5, 8, 9, 9, 8, 6, 8, 9, 9, 8)  # two images of 4 tokens, whose placeholder is 9
+TOKENS = array("I", (5, 8, 9, 9, 8, 6, 8, 9, 9, 8))  # two images of 4 tokens, whose placeholder is 9
 
 
 def images(*files: bytes) -> tuple[Image, ...]:
@@ -76,7 +77,7 @@ async def test_a_request_has_room_for_the_images_of_its_turns(monkeypatch: pytes
     deadline, server = Deadline(10.0), FakeServer(complete=sees)
     turns = [await turn(seed, b"a", b"b", deadline=deadline) for seed in range(5)]
     for one in turns:
-        one.token_ids = (*TOKENS, one.seed)
+        one.token_ids = array("I", (*TOKENS, one.seed))
     await asked(server, turns)
     assert sorted(len(request.prompts) for request in server.requests) == [1, 2, 2]
 
@@ -96,4 +97,4 @@ async def test_what_the_engine_read_is_compared_with_what_was_meant(read: tuple[
     with pytest.raises(ServerError, match=f"another prompt of step 1/3: {said}; do both") as caught:
         asks.check(done, "http://s")
     assert caught.value.code == "protocol"
-    asks.check(done.model_copy(update={"prompt_token_ids": TOKENS}), "http://s")
+    asks.check(done.model_copy(update={"prompt_token_ids": tuple(TOKENS)}), "http://s")

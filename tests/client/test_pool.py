@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -102,7 +103,7 @@ async def play(
     batcher, deadline = batcher or Batcher(pool), deadline or Deadline(timeout_s)
     turns = [
         Turn(
-            token_ids=tuple(prompt),
+            token_ids=array("I", prompt),
             sampling=sampling,
             seed=SEED + i * n + j,
             deadline=deadline,

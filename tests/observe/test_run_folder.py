@@ -195,7 +195,7 @@ def test_groups_come_back_as_they_were_and_the_sequences_of_an_agent_s_episode_s
     *read, last = groups_of(lines)
     assert read == [first, second]
     assert (last.scores[0].error, math.isnan(last.scores[0].total)) == ("math: hung", True)  # it stays a failed one
-    assert last.rollouts[0].prompt.token_ids == (1, 2, 3, 4, 5)  # all that is there was told
+    assert list(last.rollouts[0].prompt.token_ids) == [1, 2, 3, 4, 5]  # all that is there was told
     for total, what in ((None, "nan"), (math.inf, "inf")):  # as an edited row may have
         (edited,) = groups_of([json.dumps(rows[2] | {"reward": total})])
         assert (edited.scores[0].error, edited.scored) == (f"the row has no reward: {what}", [])

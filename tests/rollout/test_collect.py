@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from array import array
 
 import pytest
 
@@ -11,7 +12,7 @@ from hocket.rollout.collect import Plan, Seat, collect
 from hocket.types import Prompt, Rollout, Score
 from support.batches import SAMPLING, drawing, gathered, ids, played, scoring
 
-PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
+PROMPTS = [Prompt(id=f"p{i}", token_ids=array("I", (i,))) for i in range(40)]
 
 
 async def at_once(prompt: Prompt, seat: Seat) -> Rollout:

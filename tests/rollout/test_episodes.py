@@ -7,6 +7,7 @@ import dataclasses
 import math
 import random
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ async def played(
     chats: list[tuple[Message, ...]] = [(*user(f"{i:03}"),) for i in range(num_prompts)]
     token_ids = renderer().encode([renderer().render(chat) for chat in chats])
     prompts = [
-        Prompt(id=f"p{i}", token_ids=tuple(ids), messages=chat, answer="7")
+        Prompt(id=f"p{i}", token_ids=array("I", ids), messages=chat, answer="7")
         for i, (chat, ids) in enumerate(zip(chats, token_ids, strict=True))
     ]
     return (await gathered(prompts, play, own_reward, group_size=group_size)).groups
@@ -100,19 +101,19 @@ async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_an
     assert len({turn.seed for turn, _ in engine.turns}) == len(engine.turns)  # no two turns share their random numbers
     turns_of = collections.defaultdict(list)
     for turn, completion in sorted(engine.turns, key=lambda one: len(one[0].token_ids)):
-        turns_of[turn.token_ids[1:4]].append((turn.token_ids, completion))  # the digits of the prompt's number
+        turns_of[bytes(turn.token_ids[1:4])].append((turn.token_ids, completion))  # the digits of the prompt's number
     ends = set()
     for group in groups:
         rollout, score = group.rollouts[0], group.scores[0]
         (sequence,) = rollout.sequences
-        turns, rewards = turns_of[rollout.prompt.token_ids[1:4]], gave[rollout.prompt.id]
+        turns, rewards = turns_of[bytes(rollout.prompt.token_ids[1:4])], gave[rollout.prompt.id]
         assert len(sequence.token_ids) == len(sequence.mask) == len(sequence.logprobs) <= 80
         assert rollout.sequences[-1].turns == len(turns) >= 1
         mask = [False] * len(sequence.token_ids)
         for context, completion in turns:
             # Every context is the sequence up to there, and what was sampled follows it just as it was sampled.
             start, end = len(context), len(context) + len(completion.token_ids)
-            assert tuple(sequence.token_ids[:start]) == context
+            assert sequence.token_ids[:start] == context
             assert tuple(sequence.token_ids[start:end]) == completion.token_ids
             assert tuple(sequence.logprobs[start:end]) == completion.logprobs
             mask[start:end] = [True] * (end - start)
@@ -189,7 +190,7 @@ class Endless(Unruly):
 
 @pytest.mark.parametrize("single", [False, True])
 async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(single: bool) -> None:
-    seven = tuple(renderer().encode([renderer().render(user("007"))])[0])
+    seven = array("I", renderer().encode([renderer().render(user("007"))])[0])
     closed: collections.Counter[int] = collections.Counter()
 
     def says(turn: Turn) -> Completion:
@@ -202,7 +203,7 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(single: 
     (late,) = [group.rollouts[0] for group in groups if "rollout.timeout_s" in str(group.scores[0].error)]
     error = "the episode was not over within 60 s (rollout.timeout_s): it has not finished in time"
     assert (late.prompt.id, late.error, late.sequences[0].turns, late.num_sampled) == ("p7", error, 0, 0)
-    assert tuple(late.sequences[0].token_ids) == late.prompt.token_ids
+    assert late.sequences[0].token_ids == late.prompt.token_ids
     assert closed == ({} if single else {1: 12})
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -299,7 +300,7 @@ async def test_what_an_environment_does_wrong_is_the_episodes_error(
     rollout = await played_one(make, max_turns=4, timeout_s=0.05 if make is Late else 5.0)
     assert says in str(rollout.error)
     assert rollout.sequences[0].turns == turns
-    assert turns or tuple(rollout.sequences[0].token_ids) == rollout.prompt.token_ids
+    assert turns or rollout.sequences[0].token_ids == rollout.prompt.token_ids
 
 
 @pytest.mark.parametrize("kind", ["text", "messages"])
@@ -381,7 +382,7 @@ async def one_episode(
     **fields: Any,
 ) -> tuple[Rollout, list[Turn]]:
     """Plays an episode whose prompt has two tokens; returns what the engine was asked, too."""
-    prompt, engine = Prompt(id="p", token_ids=(7, 8), **fields), FakeEngine(says)
+    prompt, engine = Prompt(id="p", token_ids=array("I", (7, 8)), **fields), FakeEngine(says)
     bounds = limits(max_turns=max_turns)
     rollout = await Episode(prompt, seat(), make, engine.ask, rendering or renderer(), bounds, TokenBudget()).play()
     assert rollout.error is None
@@ -455,7 +456,7 @@ async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_traine
     assert list(sequence.mask) == mask + [True] * (len(sequence.mask) - len(mask))
     assert all((logprob == -0.5) == trained for logprob, trained in zip(sequence.logprobs, sequence.mask, strict=True))
     assert [turn.sampling.max_tokens for turn in turns] == [3, SAMPLING.max_tokens][: len(said)]
-    assert turns[-1].token_ids == tuple(sequence.token_ids[: len(turns[-1].token_ids)])
+    assert turns[-1].token_ids == sequence.token_ids[: len(turns[-1].token_ids)]
     assert len({turn.seed for turn in turns}) == len(said)
 
 
@@ -515,7 +516,7 @@ async def test_history_that_outgrows_the_context_goes_on_shortened_in_a_new_sequ
         for _ in range(sequence.turns):
             turn, completion = next(contexts)
             assert turn.sampling.max_tokens == 8  # never cut short by the context
-            assert turn.token_ids == tuple(sequence.token_ids[: len(turn.token_ids)])
+            assert turn.token_ids == sequence.token_ids[: len(turn.token_ids)]
             end = len(turn.token_ids) + len(completion.token_ids)
             assert tuple(sequence.token_ids[len(turn.token_ids) : end]) == completion.token_ids
     assert next(contexts, None) is None

@@ -1,4 +1,5 @@
 import itertools
+from array import array
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hocket.rollout.evaluate import Evaluation, pass_at_k
 from hocket.types import Prompt, Rollout, Score
 from support.batches import played, scoring
 
-PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
+PROMPTS = [Prompt(id=f"p{i}", token_ids=array("I", (i + 1,))) for i in range(4)]
 RIGHT = {"0a": 1.0, "1a": 1.0, "2a": 0.0, "3a": 0.0}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from hocket.types import Group, Prompt, Rollout
 from support import fakes
 from support.batches import ids, own_reward, played, scoring
 
-PROMPTS = Prompts(Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40))
+PROMPTS = Prompts(Prompt(id=f"p{i}", token_ids=array("I", (i,))) for i in range(40))
 
 
 class FakePlayer:

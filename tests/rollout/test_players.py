@@ -1,6 +1,7 @@
 """Episodes of one turn: what is asked and written down is what an episode of the environment single_turn has."""
 
 import dataclasses
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from hocket.rollout.players import player
 from hocket.types import FinishReason, Prompt, Rollout
 from support.episodes import renderer
 
-PROMPT = Prompt(id="p", token_ids=(5, 6, 7), text="?", opening="<think>\n")
+PROMPT = Prompt(id="p", token_ids=array("I", (5, 6, 7)), text="?", opening="<think>\n")
 LIMITS = Limits(max_turns=8, max_length=100, timeout_s=60.0)
 Answer = Callable[[Turn], Completion]
 

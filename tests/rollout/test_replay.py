@@ -1,5 +1,6 @@
 """Recorded rollouts in place of a server's."""
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from support.batches import played
 
 
 def recorded(step: int) -> Group:
-    rollout = played(Prompt(id="p", token_ids=(1,)), f"step {step}/0/0", "x", version=step)
+    rollout = played(Prompt(id="p", token_ids=array("I", (1,))), f"step {step}/0/0", "x", version=step)
     return Group(id=f"step {step}/0", rollouts=(rollout,), scores=(Score(total=float(step)),))
 
 

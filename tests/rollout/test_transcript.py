@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ class Server:
 
     async def ask(self, turn: Turn) -> Completion:
         body = {
-            "prompts": [turn.token_ids],
+            "prompts": [list(turn.token_ids)],
             "begun": [turn.begun],
             "sampling": turn.sampling.model_dump(mode="json"),
             "tools": TOOLS,
@@ -65,7 +66,7 @@ class Server:
         speaks = SpeakingEngine(self.tokenizer, *token_ids)
         self.monkeypatch.setattr("hocket.server.vllm_api.complete", speaks)
         parts = Parts(sizes, stop)
-        prompt = Prompt(id="p", token_ids=tuple(pieces_of(self.tokenizer, "the END of STOP a")))
+        prompt = Prompt(id="p", token_ids=array("I", pieces_of(self.tokenizer, "the END of STOP a")))
         bounds = limits(max_length=15_000)
         rollout = await Episode(prompt, seat(), lambda: parts, self.ask, self.renderer, bounds, TokenBudget()).play()
         assert rollout.error is None

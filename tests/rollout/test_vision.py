@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 def prompt(renderer: Renderer) -> Prompt:
     chat = (*user([PLACE, {"type": "text", "text": "What?"}]),)
     ids, images = renderer.expanded(renderer.encode([renderer.render(chat)])[0], [RED])
-    return Prompt(id="p", token_ids=tuple(ids), messages=chat, text="What?", images=images)
+    return Prompt(id="p", token_ids=array("I", ids), messages=chat, text="What?", images=images)
 
 
 def drawing(*parts: Any, first: Observation | None = None, **fields: Any) -> Callable[[], Environment]:
@@ -82,7 +83,7 @@ async def test_what_an_environment_draws_is_read_at_its_place_and_never_trained(
     check_places(sequence.images, sequence.token_ids)
     for turn in turns:
         assert turn.images == sequence.images[: len(turn.images)]
-        assert turn.token_ids == tuple(sequence.token_ids[: len(turn.token_ids)])
+        assert turn.token_ids == sequence.token_ids[: len(turn.token_ids)]
     for image in sequence.images:
         assert not any(sequence.mask[image.start : image.start + image.length])
     said = [message["content"] for message in sequence.dialogue]

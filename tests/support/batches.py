@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -111,7 +112,7 @@ def played(
     """Returns the rollout of a single turn with so many tokens."""
     told = len(prompt.token_ids)
     sequence = TokenSequence(
-        token_ids=(*prompt.token_ids, *range(5, 5 + sampled)),
+        token_ids=array("I", (*prompt.token_ids, *range(5, 5 + sampled))),
         mask=(False,) * told + (True,) * sampled,
         logprobs=(0.0,) * told + tuple(-(i + 1) / 10 for i in range(sampled)),
         finish_reason=finish,

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import operator
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 def prompts(num: int, **fields: Any) -> Prompts:
     """Returns the prompts rows:0, rows:1, ..., each of one token."""
-    return Prompts(Prompt(id=f"rows:{i}", token_ids=(i + 1,), text=f"{i}", **fields) for i in range(num))
+    return Prompts(Prompt(id=f"rows:{i}", token_ids=array("I", (i + 1,)), text=f"{i}", **fields) for i in range(num))
 
 
 def saved(stream: PromptStream) -> dict[str, Any]:

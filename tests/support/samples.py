@@ -1,6 +1,7 @@
 """Groups with scores, and what an algorithm makes of them: what the tests of algorithms have in common."""
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 
 from hocket import config
@@ -27,19 +28,19 @@ def make_rollout(
 ) -> Rollout:
     """A prompt of two tokens, then one per log-prob; None is a token that the policy did not sample."""
     sequence = TokenSequence(
-        token_ids=(1, 2, *(first + i for i in range(len(logprobs)))),
+        token_ids=array("I", (1, 2, *(first + i for i in range(len(logprobs))))),
         mask=(False, False, *(logprob is not None for logprob in logprobs)),
         logprobs=(0.0, 0.0, *(logprob or 0.0 for logprob in logprobs)),
         finish_reason=finish_reason,
     )
-    return Rollout(id=name, prompt=Prompt(id=name, token_ids=(1, 2)), sequences=(sequence,))
+    return Rollout(id=name, prompt=Prompt(id=name, token_ids=array("I", (1, 2))), sequences=(sequence,))
 
 
 def taken(*turns: TurnReward, finish_reason: FinishReason = "stop") -> TokenSequence:
     """A prompt of one token, then each turn's tokens and one of the environment."""
     mask = (False, *(flag for turn in turns for flag in (*[True] * turn.tokens, False)))
     return TokenSequence(
-        token_ids=(1,) * len(mask),
+        token_ids=array("I", (1,)) * len(mask),
         mask=mask,
         logprobs=(0.0,) * len(mask),
         finish_reason=finish_reason,
@@ -48,7 +49,7 @@ def taken(*turns: TurnReward, finish_reason: FinishReason = "stop") -> TokenSequ
 
 
 def episode(*sequences: TokenSequence) -> Rollout:
-    return Rollout(id="a", prompt=Prompt(id="p", token_ids=(1,)), sequences=sequences)
+    return Rollout(id="a", prompt=Prompt(id="p", token_ids=array("I", (1,))), sequences=sequences)
 
 
 def score(reward: float | Mapping[str, float] | None) -> Score:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def sequence(token_ids: Sequence[int], mask: Sequence[bool] | int = 2, *, logpro
     if isinstance(mask, int):
         mask = tuple(index >= mask for index in range(len(token_ids)))
     return TokenSequence(
-        token_ids=tuple(token_ids), mask=tuple(mask), logprobs=tuple(logprob if m else 0.0 for m in mask)
+        token_ids=array("I", token_ids), mask=tuple(mask), logprobs=tuple(logprob if m else 0.0 for m in mask)
     )
 
 
@@ -249,7 +250,7 @@ def read_batch(path: Path) -> list[TrainSample]:
         TrainSample(
             id=row["id"],
             sequence=TokenSequence(
-                token_ids=tuple(row["token_ids"]),
+                token_ids=array("I", row["token_ids"]),
                 mask=tuple(map(bool, row["mask"])),
                 logprobs=tuple(row["rollout_logprobs"]),
                 version_min=row["version_min"],

@@ -19,7 +19,7 @@ from hocket.client.server import IMAGE_BYTES, prompt_input
 from hocket.common.tasks import note
 from hocket.errors import ErrorOutcome, ServerError
 from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
-from hocket.types import Image
+from hocket.types import Image, TokenIds
 
 WINDOW_S = 0.002  # for which turns wait for company
 DOUBLES = 8  # the time doubles with so many requests in flight on the least busy server
@@ -31,7 +31,7 @@ MAX_TURNS = MAX_PROMPTS  # in one request
 class Turn:
     """A model turn that waits for its completion."""
 
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     sampling: SamplingParams  # without its seed
     seed: int  # alone decides the random numbers
     deadline: Deadline
@@ -57,7 +57,7 @@ class Turn:
             message = f"{url}/generate cut {self.place} off at {size} tokens, asked for {asked}"
             raise ServerError(message, code="protocol")
         read = completion.prompt_token_ids
-        if self.images and read != self.token_ids:
+        if self.images and read != tuple(self.token_ids):
             pairs = enumerate(itertools.zip_longest(self.token_ids, read))
             place, (ours, theirs) = next(pair for pair in pairs if len(set(pair[1])) > 1)
             message = (
@@ -166,16 +166,16 @@ class Batcher:
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
         """Answer turns as completions come, and take them out of `todo`."""
-        prompts: dict[tuple[tuple[int, ...], int, int], list[Turn]] = defaultdict(list)
-        counts = Counter[tuple[tuple[int, ...], int]]()
+        prompts: dict[tuple[bytes, int, int], list[Turn]] = defaultdict(list)  # turns that read the same
+        counts = Counter[tuple[bytes, int]]()
         for turn in turns:
-            prompt = turn.token_ids, turn.begun
+            prompt = turn.token_ids.tobytes(), turn.begun
             prompts[*prompt, counts[prompt] // MAX_SAMPLES].append(turn)
             counts[prompt] += 1
         by_prompt = list(prompts.values())
         request = GenerateRequest(
-            prompts=[prompt_input(token_ids, turns[0].images) for token_ids, _, _ in prompts],
-            begun=[begun for _, begun, _ in prompts],
+            prompts=[prompt_input(mine[0].token_ids, mine[0].images) for mine in by_prompt],
+            begun=[mine[0].begun for mine in by_prompt],
             sampling=turns[0].sampling,
             seeds=[[turn.seed for turn in mine] for mine in by_prompt],
             session=member.session,

@@ -15,7 +15,7 @@ from hocket.common.redaction import redacted
 from hocket.common.tasks import run_in_thread
 from hocket.errors import ServerError, SyncError, cause_of, door
 from hocket.protocol import manifest
-from hocket.types import Image
+from hocket.types import Image, TokenIds
 
 A = TypeVar("A", bound=pydantic.BaseModel)
 R = TypeVar("R", bound=protocol.Request[Any])
@@ -133,11 +133,11 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
             raise ServerError(f"can't reach {self.url}{route}: the server has left", code="unreachable") from error
 
 
-def prompt_input(token_ids: Sequence[int], images: Sequence[Image]) -> protocol.PromptInput:
+def prompt_input(token_ids: TokenIds, images: Sequence[Image]) -> protocol.PromptInput:
     """Return a prompt as servers take it: each image's placeholder for its tokens, and the images beside."""
-    if not images:
-        return list(token_ids)
     short = list(token_ids)
+    if not images:
+        return short
     for image in reversed(images):
         short[image.start : image.start + image.length] = [image.placeholder]
     return protocol.ImagePrompt(token_ids=short, images=[base64.b64encode(image.data).decode() for image in images])

@@ -10,7 +10,9 @@ from hocket.types import Prompt
 class Prompts(Sequence[Prompt]):
     """A list of prompts that knows a fingerprint of itself, and which of them ask the same.
 
-    Example: `Prompts([Prompt(id="a.jsonl:1", text="1 + 1", token_ids=(5, 6, 5), answer="2")])[0].answer == "2"`.
+    Example: a list of one prompt.
+
+        Prompts([Prompt(id="a.jsonl:1", text="1 + 1", token_ids=array("I", (5, 6, 5)), answer="2")])
     """
 
     def __init__(self, prompts: Iterable[Prompt] = ()) -> None:
@@ -44,7 +46,7 @@ class Prompts(Sequence[Prompt]):
 def digest_of(prompt: Prompt) -> str:
     """Return a hash of a prompt's place, tokens, answer and pictures."""
     pictures = (image.name for image in prompt.images)
-    return sha256_of_text(repr([prompt.id, prompt.token_ids, prompt.answer, *pictures]))[:16]
+    return sha256_of_text(repr([prompt.id, tuple(prompt.token_ids), prompt.answer, *pictures]))[:16]
 
 
 def key_of(prompt: Prompt) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,7 +86,7 @@ def _prompts(data: DataConfig, renderer: Renderer, source: str) -> Iterator[Prom
             if not token_ids[0]:
                 raise ValueError(NO_TOKEN)
             ids, images = renderer.expanded(token_ids[0], pictures)
-            return Prompt(id=name, source=source, token_ids=tuple(ids), images=images, **fields)
+            return Prompt(id=name, source=source, token_ids=array("I", ids), images=images, **fields)
 
         return [text], prompt
 

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import time
+from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +48,7 @@ class KeptPrompts(Prompts):
             return [self[i] for i in range(len(self))[index]]
         row = self._rows[index]
         images = tuple(Image(**one) for one in row["images"])
-        return Prompt(token_ids=tuple(row["token_ids"]), images=images, **_others(row["others"]))
+        return Prompt(token_ids=array("I", row["token_ids"]), images=images, **_others(row["others"]))
 
 
 @STORES.register("cache")
@@ -115,7 +116,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     text = json.dumps(others)
     if repr(_others(text)) != repr(others):
         raise TypeError(f"{prompt.id} has a column that JSON can't hold as it is")
-    ids = prompt.token_ids
+    ids = list(prompt.token_ids)
     images = [{**dataclasses.asdict(one), "file": one.data} for one in prompt.images]
     known = {"digest": digest_of(prompt), "key": key_of(prompt), "others": text, "images": images}
     return {"token_ids": ids, "length": len(ids), **known}

@@ -188,7 +188,7 @@ def rollout_of(row: Mapping[str, Any], id: str = "", folder: Path | None = None)
     answer = row.get("answer")
     prompt = Prompt(
         id=row.get("prompt_id", ""),
-        token_ids=tuple(sequences[-1].token_ids[:num_read]),
+        token_ids=sequences[-1].token_ids[:num_read],
         messages=messages and tuple(messages),
         text=said or text_of(next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), "")),
         answer=None if answer is None else str(answer),
@@ -210,7 +210,7 @@ def _sequence(row: Mapping[str, Any], folder: Path | None) -> TokenSequence:
     completion = row.get("completion")
     if not isinstance(completion, str):
         raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
-    token_ids = tuple(row.get("token_ids", ()))
+    token_ids = array("I", row.get("token_ids", ()))
     images: tuple[Image, ...] = ()
     if row.get("images"):
         from hocket.observe.vision import image_of

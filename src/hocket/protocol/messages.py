@@ -1,13 +1,16 @@
 """The messages between trainer and server: JSON, validated on both sides."""
 
+import base64
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Generic, Literal, NotRequired, Self, TypeVar
 
 import pydantic
 from pydantic import Field
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from hocket.protocol.column import Column
 from hocket.types import FinishReason, Image, InFlight
 
 _A = TypeVar("_A", bound=pydantic.BaseModel)
@@ -145,11 +148,48 @@ class ToolCall(Strict):
     id: str = ""
 
 
+class Column:
+    """A field with a number per token: a list in JSON or, in a `packed` stream, an array in base64."""
+
+    def __init__(self, listed: Any, code: str) -> None:
+        self._listed = listed
+        self._code = code  # of the array: "I" or "f", 4 bytes each
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        packed = core_schema.no_info_plain_validator_function(self._read)
+        write = core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True, when_used="json")
+        return core_schema.union_schema([handler(self._listed), packed], mode="left_to_right", serialization=write)
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, array):
+            return value
+        if not isinstance(value, str):
+            raise ValueError("must be a list, or base64")
+        import numpy as np  # here, as a launcher needs none
+
+        numbers = _in_wire_order(array(self._code, base64.b64decode(value, validate=True)))
+        if not np.isfinite(numbers).all():
+            raise ValueError("must be finite")
+        return numbers
+
+    def _write(self, values: Sequence[float], info: pydantic.SerializationInfo) -> Any:
+        if not info.context:
+            return tuple(values)
+        return base64.b64encode(_in_wire_order(array(self._code, values))).decode()
+
+
+def _in_wire_order(numbers: "array[Any]") -> "array[Any]":
+    """Swap the bytes of numbers where this machine is not little-endian, as messages are."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
 class Completion(Strict):
     """One sampled completion of at least one token."""
 
-    token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "<u4", "I")]
-    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "f")]  # under the distribution sampled from
+    token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "I")]
+    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "f")]  # under the distribution sampled from
     text: str  # of the turn, with its tokens in the prompt (`begun`); without the stop token, or stop string
     after_text: str = Field(default="", exclude_if=lambda text: not text)  # the stop string, and the rest of its token
     finish_reason: FinishReason

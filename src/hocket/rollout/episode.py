@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hocket.client.batcher import Turn
 from hocket.common.tasks import seed_of
@@ -20,6 +20,7 @@ from hocket.envs.base import History
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
+from hocket.rollout.history import Conversation
 from hocket.rollout.transcript import Transcript
 from hocket.types import Image, Message, Prompt, Rollout, TokenSequence
 
@@ -66,6 +67,16 @@ class TokenBudget:
         self._changed.set()
 
 
+class Rendered(NamedTuple):
+    """What is added to a sequence before a turn."""
+
+    token_ids: Sequence[int]
+    images: Images = ()  # whose tokens are among them
+
+
+NOTHING = Rendered(())
+
+
 def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
     return len(prompt.token_ids) + sampling.max_tokens
 
@@ -79,7 +90,16 @@ def late(seat: Seat, failed: ServerError) -> str:
 
 @dataclasses.dataclass
 class Episode:
-    """One episode; it is a whole sequence after every turn, also where the next one fails."""
+    """One episode; it is a whole sequence after every turn, also where the next one fails.
+
+    It waits until its tokens fit (`budget`), makes its environment and has it reset. Then it takes turns: what the
+    environment says is rendered and added to the transcript, the model completes that, the environment answers by a
+    step. A step that is done ends it; where a limit does, the environment is asked once more (`truncated`). In the end
+    the environment is closed, whatever has failed.
+
+    Two things outlast a turn: the transcript, which a shorter history replaces, and the conversation that history is
+    made of (history.py). What else an observation brings, its pictures too, goes from method to method.
+    """
 
     prompt: Prompt
     seat: Seat
@@ -90,15 +110,11 @@ class Episode:
     budget: TokenBudget
 
     def __post_init__(self) -> None:
-        self.transcript = Transcript(self.prompt.token_ids, self.prompt.opening, self.prompt.images)
-        self._pictures: Sequence[Any] = ()  # of an observation, as the environment gives them
-        self._images: Images = ()  # made of them
-        self._ended: list[TokenSequence] = []  # whose history was shortened
-        self._began = [*(self.prompt.messages or ())]
-        self._since: Sequence[Message] = ()  # messages after these, in the prompt of the transcript,
-        self._known = 0  # and how many of its dialogue, too
-        self.reward = 0.0
+        self._transcript = Transcript(self.prompt.token_ids, self.prompt.opening, self.prompt.images)
+        self._finished: list[TokenSequence] = []  # of transcripts before this one, whose history was shortened
+        self._conversation = Conversation(self.prompt.messages or ())
         self._environment = Environment()  # until it is made
+        self._reward = 0.0
         self._left_s = self.limits.timeout_s
         self._num_asked = 0
         self._held = most_tokens(self.prompt, self.seat.sampling)
@@ -118,8 +134,8 @@ class Episode:
         return Rollout(
             id=self.seat.id,
             prompt=self.prompt,
-            sequences=(*self._ended, self.transcript.sequence()),
-            reward=self.reward if self._environment.gives_reward else None,
+            sequences=(*self._finished, self._transcript.sequence()),
+            reward=self._reward if self._environment.gives_reward else None,
             error=error,
             metrics=self._environment.metrics,
         )
@@ -143,14 +159,15 @@ class Episode:
         await self._close()
 
     async def _take_turns(self, environment: Environment) -> None:
+        """Have the model and the environment take turns: each observation's tokens, then a completion, then a step."""
         seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
         start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
-        observation = self._seen(start or Observation())
-        token_ids = await self._before(observation)
-        while token_ids is not None and (room := self._room(token_ids, observation)) > 0:
-            self.transcript.add_observation(token_ids, observation, self._images)
+        observation, pictures = self._split(start or Observation())
+        added = await self._at_start(observation, pictures)
+        while added is not None and (room := self._room(added, observation)) > 0:
+            self._transcript.add_observation(added.token_ids, observation, added.images)
             completion = await self._turn(observation, room)
-            self.transcript.add_completion(completion)
+            self._transcript.add_completion(completion)
             if self.renderer.placeholder in completion.token_ids:  # read again, it would be taken for an image
                 break
             action = Action(
@@ -160,30 +177,34 @@ class Episode:
                 tool_calls=completion.tool_calls,
             )
             step: Step = await self._call(environment.step, action, returns=(Step,), own_s=environment.step_timeout_s)
-            self._reward(step.reward)
+            self._add_reward(step.reward)
             if step.done:
                 return
-            observation = self._seen(step)
-            token_ids = await self._within(await self._between(observation, completion), observation)
-        if not self.transcript.number:
+            observation, pictures = self._split(step)
+            added = await self._after_turn(observation, pictures, completion)
+            history = self.limits.history
+            if history is not None and self._outgrows(added, observation):
+                added = await self._shortened(history, added, observation, pictures)
+        if not self._transcript.number:
             raise EpisodeError("reset: the prompt with what it adds leaves no room for a turn in model.max_length")
-        self.transcript.finish_reason = "length"
-        self._reward(await self._call(environment.truncated, returns=(float, int)))
+        self._transcript.cut_off()
+        self._add_reward(await self._call(environment.truncated, returns=(float, int)))
 
-    def _reward(self, reward: float) -> None:
-        self.reward += reward
-        self.transcript.add_reward(reward)
+    def _add_reward(self, reward: float) -> None:
+        self._reward += reward
+        self._transcript.add_reward(reward)
 
     async def _turn(self, observation: Observation, room: int) -> Completion:
+        """Have the model take a turn, or go on with one, of at most `room` tokens."""
         usual = self.seat.sampling
-        most = min(observation.max_tokens or usual.max_tokens, room)
+        most = min(self._wanted(observation), room)
         stop = usual.stop if observation.stop is None else observation.stop
-        self._hold(len(self.transcript.token_ids) + most)
+        self._hold(len(self._transcript.token_ids) + most)
         self._num_asked += 1
         turn = Turn(
-            token_ids=tuple(self.transcript.token_ids),
-            images=tuple(self.transcript.images),
-            begun=self.transcript.begun,
+            token_ids=self._transcript.token_ids[:],
+            images=tuple(self._transcript.images),
+            begun=self._transcript.begun,
             sampling=usual.model_copy(update={"max_tokens": most, "stop": stop}),
             seed=seed_of(usual.seed, self.seat.number, self._num_asked),
             deadline=self.seat.deadline,
@@ -196,82 +217,93 @@ class Episode:
         self._left_s = self.limits.timeout_s
         await self._call(self._environment.close, returns=(object,))
 
-    def _room(self, token_ids: Sequence[int], observation: Observation) -> int:
-        """Count the tokens that the next turn may have after these; below 1: there is none."""
-        if self.transcript.number == self.limits.max_turns and not observation.goes_on:
-            return 0
-        return self.limits.max_length - len(self.transcript.token_ids) - len(token_ids)
+    def _wanted(self, observation: Observation) -> int:
+        """Count the tokens that the next turn is to have, where there is room."""
+        return observation.max_tokens or self.seat.sampling.max_tokens
 
-    def _seen(self, observation: Observation) -> Observation:
-        """Return an observation without its pictures, which wait for its tokens."""
-        self._images = ()
+    def _room(self, added: Rendered, observation: Observation) -> int:
+        """Count the tokens that the next turn may have behind what is added; below 1: there is none."""
+        if self._transcript.number == self.limits.max_turns and not observation.goes_on:
+            return 0
+        return self.limits.max_length - len(self._transcript.token_ids) - len(added.token_ids)
+
+    def _split(self, observation: Observation) -> tuple[Observation, Sequence[Any]]:
+        """Return an observation without its pictures, and the pictures, which are rendered with its tokens."""
         try:
-            observation, self._pictures = self.renderer.observed(observation)
+            return self.renderer.observed(observation)
         except ValueError as error:
             raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
-        return observation
 
-    async def _before(self, observation: Observation) -> list[int] | None:
-        """Return the tokens that reset adds to the prompt; with messages, that is rendered anew."""
+    async def _at_start(self, observation: Observation, pictures: Sequence[Any]) -> Rendered | None:
+        """Render what reset adds to the prompt; with messages, that is rendered anew."""
         if not observation.messages:
-            return await self._text(observation)
-        self._began += observation.messages
-        self._known = len(observation.messages)
-        self._pictures = [*(image.data for image in self.prompt.images), *self._pictures]
-        token_ids = await self._chat(self._began)
-        if token_ids is None or len(token_ids) >= self.limits.max_length:
+            return await self._text(observation, pictures)
+        self._conversation.begin(observation.messages)
+        pictures = [*(image.data for image in self.prompt.images), *pictures]
+        prompt = await self._chat(self._conversation.began, pictures)
+        if prompt is None or len(prompt.token_ids) >= self.limits.max_length:
             return None
-        self.transcript = Transcript(token_ids, self.prompt.opening, self._images)
-        self._images = ()
-        return []
+        self._transcript = Transcript(prompt.token_ids, self.prompt.opening, prompt.images)
+        return NOTHING
 
-    async def _between(self, step: Observation, completion: Completion) -> list[int] | None:
-        """Return a step's tokens; without any the model goes on where it stopped."""
+    async def _after_turn(self, step: Observation, pictures: Sequence[Any], completion: Completion) -> Rendered | None:
+        """Render what a step adds behind a completion; without any the model goes on where it stopped."""
         if not step.messages:
-            return await self._text(step)
+            return await self._text(step, pictures)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
         following = partial(self.renderer.following, step.messages, self.prompt.options, ended=ended)
-        return await self._rendered(partial(following, at_most=self.limits.max_length), self.transcript.images)
+        following = partial(following, at_most=self.limits.max_length)
+        return await self._rendered(following, pictures, before=self._transcript.images)
 
-    async def _within(self, token_ids: list[int] | None, step: Observation) -> list[int] | None:
-        """Return a step's tokens; none, where history outgrows the context: a new sequence has a shorter one."""
-        wanted = step.max_tokens or self.seat.sampling.max_tokens
-        is_over = token_ids is None or self._room(token_ids, step) < wanted
-        has_turn = self.transcript.number < self.limits.max_turns and not step.goes_on
-        if self.limits.history is None or not (is_over and has_turn):
-            return token_ids
-        dialogue: Sequence[Message] = [*self._since, *self.transcript.dialogue[self._known :], *step.messages]
-        if step.text or self._pictures or self.transcript.images or any(m["role"] == "environment" for m in dialogue):
+    def _outgrows(self, added: Rendered | None, step: Observation) -> bool:
+        """Check whether the next turn has too little room with all history, and may have more with less of it."""
+        if self._transcript.number >= self.limits.max_turns or step.goes_on:
+            return False
+        return added is None or self._room(added, step) < self._wanted(step)
+
+    async def _shortened(
+        self, history: History, added: Rendered | None, step: Observation, pictures: Sequence[Any]
+    ) -> Rendered | None:
+        """Begin a new transcript with a shorter history, to which nothing is added.
+
+        Where none is short enough the old one stays, and gets `added`.
+        """
+        dialogue = self._conversation.since(self._transcript.dialogue, step.messages)
+        has_text = bool(step.text) or any(message["role"] == "environment" for message in dialogue)
+        if has_text or pictures or self._transcript.images:
             raise EpisodeError("env.history can shorten messages alone, no texts or images: set env.history=keep")
         for _ in range(MAX_SHORTENED):
-            dialogue = await self._call(self.limits.history, self._began, dialogue, returns=(list, tuple))
-            asked = await self._chat([*self._began, *dialogue])
-            if asked is not None and len(asked) + wanted <= self.limits.max_length:
-                self._ended.append(self.transcript.sequence())
-                self._since = dialogue
-                self._known = len(step.messages)
-                self.transcript = Transcript(asked, self.prompt.opening, number=self.transcript.number)
-                return []
-        return token_ids
+            dialogue = await self._call(history, self._conversation.began, dialogue, returns=(list, tuple))
+            prompt = await self._chat([*self._conversation.began, *dialogue])
+            if prompt is not None and len(prompt.token_ids) + self._wanted(step) <= self.limits.max_length:
+                self._finished.append(self._transcript.sequence())
+                self._conversation.shorten(dialogue, step.messages)
+                number = self._transcript.number
+                self._transcript = Transcript(prompt.token_ids, self.prompt.opening, number=number)
+                return NOTHING
+        return added
 
-    async def _chat(self, messages: Sequence[Message]) -> list[int] | None:
-        return await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)))
+    async def _chat(self, messages: Sequence[Message], pictures: Sequence[Any] = ()) -> Rendered | None:
+        return await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)), pictures)
 
-    async def _text(self, observation: Observation) -> list[int] | None:
-        return await self._rendered(lambda: self._encode(observation.text)) if observation.text else []
+    async def _text(self, observation: Observation, pictures: Sequence[Any]) -> Rendered | None:
+        if not observation.text:
+            return NOTHING
+        return await self._rendered(lambda: self._encode(observation.text), pictures)
 
     def _encode(self, text: str) -> list[int]:
         return self.renderer.encode([text], at_most=self.limits.max_length)[0]
 
-    async def _rendered(self, render: Callable[[], list[int]], before: Sequence[Image] = ()) -> list[int] | None:
-        """Return tokens rendered in a thread, those of pictures among them; None if a sequence can't hold them."""
+    async def _rendered(
+        self, render: Callable[[], list[int]], pictures: Sequence[Any], before: Sequence[Image] = ()
+    ) -> Rendered | None:
+        """Render tokens in a thread, those of pictures among them. Returns None if a sequence can't hold them."""
 
-        def expanded() -> tuple[list[int], Images]:
-            return self.renderer.expanded(render(), self._pictures, before)
+        def expanded() -> Rendered:
+            return Rendered(*self.renderer.expanded(render(), pictures, before))
 
         try:
-            token_ids, self._images = await asyncio.get_running_loop().run_in_executor(_RENDERING, expanded)
-            return token_ids
+            return await asyncio.get_running_loop().run_in_executor(_RENDERING, expanded)
         except TooLongError:
             return None
         except ValueError as error:

@@ -64,5 +64,5 @@ async def play_single_turn(
         else:
             transcript.add_completion(completion)
             if placeholder in completion.token_ids:
-                transcript.finish_reason = "length"
+                transcript.cut_off()
     return Rollout(id=seat.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)

@@ -90,6 +90,10 @@ class Transcript:
         for last in self.turn_rewards[-1:]:
             self.turn_rewards[-1] = last._replace(tokens=last.tokens + tokens, reward=last.reward + reward)
 
+    def cut_off(self) -> None:
+        """Note that a limit ended the last turn."""
+        self.finish_reason = "length"
+
     def sequence(self) -> TokenSequence:
         return TokenSequence(
             token_ids=self.token_ids[:],

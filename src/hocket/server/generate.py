@@ -124,7 +124,7 @@ class Sampler:
             self._require_ready()
             raise ApiError(503, "aborted", "generation was aborted", "send it again")
         check_finite(output.logprobs.logprobs)
-        token_ids = list(output.token_ids)
+        token_ids = output.token_ids  # a list
         stopped = output.finish_reason == "stop"
         by_string = stopped and isinstance(output.stop_reason, str)
         # The token that ended it is no part of the text.

@@ -11,6 +11,7 @@ import heapq
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from hocket.trainer.attention import WHOLE, RowPart, Segments
 from hocket.types import Image, TokenSequence, TrainSample
 
 SequenceRun = Sequence[int]  # numbers of sequences, one after another in the order of tokens
-_NO_TOKENS = TokenSequence(token_ids=(0, 0), mask=(False, False), logprobs=(0.0, 0.0))
+_NO_TOKENS = TokenSequence(token_ids=array("I", (0, 0)), mask=(False, False), logprobs=(0.0, 0.0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

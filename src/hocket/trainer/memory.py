@@ -6,6 +6,7 @@ The estimate is good to about 15 % for the usual decoder, and too high with 16-b
 import dataclasses
 import math
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -225,7 +226,7 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -
         ids = span * count + [0] * (length - count * len(span))
         starts = range(1, count * len(span), len(span)) if vision else ()
         images = tuple(dataclasses.replace(vision.blank, start=start) for start in starts)
-        sequence = TokenSequence(token_ids=ids, mask=(True,) * length, logprobs=zeros, images=images)
+        sequence = TokenSequence(token_ids=array("I", ids), mask=(True,) * length, logprobs=zeros, images=images)
         samples.append(TrainSample(sequence=sequence, advantages=zeros, columns=dict.fromkeys(learner.reads, zeros)))
     [[make]] = divide(samples, micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(make(ranks.device, ranks.part)).loss * math.nan, last=True)

@@ -103,7 +103,7 @@ class Agents:
             transcripts = [Transcript(prompt.token_ids, images=prompt.images)]
         elif error is not None and record.cut_off:
             # Dropping truncated episodes would bias the group towards short answers.
-            transcripts[-1].finish_reason = "length"
+            transcripts[-1].cut_off()
             returned = 0.0
             error = None
         if isinstance(returned, str):

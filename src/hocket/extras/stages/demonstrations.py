@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import logging
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -152,7 +153,7 @@ def sequences(
         for image in images:
             mask[image.start : image.start + 1] = [False] * image.length
         zeros = (0.0,) * len(mask)
-        found.append(TokenSequence(token_ids=tuple(ids), mask=tuple(mask), logprobs=zeros, images=images))
+        found.append(TokenSequence(token_ids=array("I", ids), mask=tuple(mask), logprobs=zeros, images=images))
     return found
 
 

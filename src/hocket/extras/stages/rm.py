@@ -88,11 +88,11 @@ class RmOptions(Stage):
 
 def _read(sequence: TokenSequence, pad: int | None, margin: float) -> TrainSample:
     """Return what the reward `reward_model` reads, without padding, and train on what it says at the last token."""
-    ids = list(sequence.token_ids)
+    ids = sequence.token_ids[:]
     while ids[-1] == pad:
         ids.pop()
     mask = (False,) * len(ids) + (True,)  # where the token that follows would be predicted
-    read = dataclasses.replace(sequence, token_ids=(*ids, ids[-1]), mask=mask, logprobs=(0.0,) * len(mask))
+    read = dataclasses.replace(sequence, token_ids=ids + ids[-1:], mask=mask, logprobs=(0.0,) * len(mask))
     return pairs.sample(read, margins=margin)
 
 
