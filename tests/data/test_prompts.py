@@ -99,7 +99,7 @@ def test_a_prompt_is_rendered_as_the_chat_template_says(tokenizer: Any, write_js
 def test_plain_text_has_one_beginning_of_sequence(bos_tokenizer: Any, write_jsonl: Write) -> None:
     source = write_jsonl({"prompt": "a b"}, {"prompt": "<s> a b"})
     prompts = load(source, bos_tokenizer, answer_column=None, chat_template=False)
-    assert [p.token_ids for p in prompts] == [(0, 3, 4), (0, 3, 4)]
+    assert [list(p.token_ids) for p in prompts] == [[0, 3, 4], [0, 3, 4]]
     assert (prompts[0].messages, prompts[0].text) == (None, "a b")
 
 

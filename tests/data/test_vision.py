@@ -119,7 +119,7 @@ def test_bytes_and_pictures_come_from_parquet_json_datasets_and_tasks(sighted: A
     sources = [str(folder / "rows.parquet"), str(folder / "rows.json"), f"hf:{folder / 'saved'}", "task:drawn"]
     prompts = [load(source, sighted)[0] for source in sources]
     TASKS.forget("drawn")
-    assert len({prompt.token_ids for prompt in prompts}) == 1
+    assert len({tuple(prompt.token_ids) for prompt in prompts}) == 1
     assert [prompt.images[0].data for prompt in prompts[:3]] == [RED] * 3
     assert decoded(prompts[3].images[0].data).tobytes() == decoded(RED).tobytes()
 

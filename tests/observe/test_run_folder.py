@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 from support.examples import plugged, shown
 
 BASE = TokenSequence(
-    token_ids=(1, 2, 3, 4, 5), mask=(False, False, True, False, True),  # between two turns the environment spoke
+    token_ids=array("I", (1, 2, 3, 4, 5)), mask=(False, False, True, False, True),  # the environment spoke in between
     logprobs=(0.0, 0.0, -0.1, 0.0, -0.123456789012345), version_min=3, version_max=4, turns=2, text="ab\u2028\r\n",
     dialogue=({"role": "assistant", "content": "a"}, {"role": "environment", "content": "?"}),
 )  # fmt: skip
@@ -39,7 +40,7 @@ ONE = 'from hocket.rewards import reward\n\n@reward("{}")\ndef own(completion):\
 def rollout(group: str, index: int, others: tuple[TokenSequence, ...] = (), **changes: Any) -> Rollout:
     asked = None if group == "step 1/0" else ({"role": "user", "content": "sort ba"},)
     prompt = Prompt(
-        id=f"task:{group}", token_ids=(1, 2), text="sort ba", answer="ab", messages=asked, meta={"level": 2}
+        id=f"task:{group}", token_ids=array("I", (1, 2)), text="sort ba", answer="ab", messages=asked, meta={"level": 2}
     )
     return Rollout(id=f"{group}/{index}", prompt=prompt, sequences=(*others, replace(BASE, **changes)))
 

@@ -18,6 +18,7 @@ from hocket.config import ModelConfig
 from hocket.errors import TrainerError
 from hocket.trainer import architecture, attention
 from hocket.trainer.attention import Reach, Segments, attend
+from hocket.trainer.logprobs import Logits
 from hocket.trainer.policy import Policy, skeleton
 from support.training import CPU, assert_near
 
@@ -112,10 +113,10 @@ def test_logits_that_are_changed_by_no_factor_are_refused(monkeypatch: pytest.Mo
 
 def test_a_factor_of_the_logits_and_a_cap_are_part_of_log_probs() -> None:
     output = torch.tensor([-60.0, 0.0, 15.0])
-    assert architecture.Logits().of(output) is output
-    assert architecture.Logits(factor=0.5).of(output).tolist() == [-30, 0, 7.5]
+    assert Logits().of(output) is output
+    assert Logits(factor=0.5).of(output).tolist() == [-30, 0, 7.5]
     # 30 · tanh(-2), tanh(.5)
-    assert architecture.Logits(cap=30.0).of(output).tolist() == pytest.approx([-28.9208, 0, 13.8635], abs=1e-4)
+    assert Logits(cap=30.0).of(output).tolist() == pytest.approx([-28.9208, 0, 13.8635], abs=1e-4)
 
 
 def test_it_is_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -42,17 +42,19 @@ def as_scores(returned: Any, size: int, of_group: bool) -> list[Score]:
 def as_score(returned: Any) -> Score:
     """Return the score: an error where the number is not finite."""
     try:
-        score = returned
-        if isinstance(returned, Mapping):
-            score = Score(total=math.fsum(map(_number, returned.values())), parts=returned)
+        total: Any = returned
+        parts: Mapping[str, Any] = {}
+        note = ""
+        if isinstance(returned, Score):
+            if returned.error is not None:
+                return no_score(returned.error, returned.note)
+            total, parts, note = returned.total, returned.parts, returned.note
+        elif isinstance(returned, Mapping):
             if not returned:
                 raise NoScoreError("returned no parts")
-        elif not isinstance(returned, Score):
-            score = Score(total=returned)
-        if score.error is not None:
-            return no_score(score.error, score.note)
-        parts = {_plain(name): _number(value) for name, value in score.parts.items()}
-        return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
+            total, parts = math.fsum(map(_number, returned.values())), returned
+        parts = {_plain(name): _number(value) for name, value in parts.items()}
+        return Score(total=_number(total), parts=parts, note=_plain(note))
     except Exception as error:  # noqa: BLE001 - others of its group have their scores
         return failure(error)
 

@@ -67,14 +67,14 @@ class TokenBudget:
         self._changed.set()
 
 
-class Rendered(NamedTuple):
+class Added(NamedTuple):
     """What is added to a sequence before a turn."""
 
     token_ids: Sequence[int]
     images: Images = ()  # whose tokens are among them
 
 
-NOTHING = Rendered(())
+NOTHING = Added(())
 
 
 def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
@@ -221,7 +221,7 @@ class Episode:
         """Count the tokens that the next turn is to have, where there is room."""
         return observation.max_tokens or self.seat.sampling.max_tokens
 
-    def _room(self, added: Rendered, observation: Observation) -> int:
+    def _room(self, added: Added, observation: Observation) -> int:
         """Count the tokens that the next turn may have behind what is added; below 1: there is none."""
         if self._transcript.number == self.limits.max_turns and not observation.goes_on:
             return 0
@@ -234,7 +234,7 @@ class Episode:
         except ValueError as error:
             raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
 
-    async def _at_start(self, observation: Observation, pictures: Sequence[Any]) -> Rendered | None:
+    async def _at_start(self, observation: Observation, pictures: Sequence[Any]) -> Added | None:
         """Render what reset adds to the prompt; with messages, that is rendered anew."""
         if not observation.messages:
             return await self._text(observation, pictures)
@@ -246,7 +246,7 @@ class Episode:
         self._transcript = Transcript(prompt.token_ids, self.prompt.opening, prompt.images)
         return NOTHING
 
-    async def _after_turn(self, step: Observation, pictures: Sequence[Any], completion: Completion) -> Rendered | None:
+    async def _after_turn(self, step: Observation, pictures: Sequence[Any], completion: Completion) -> Added | None:
         """Render what a step adds behind a completion; without any the model goes on where it stopped."""
         if not step.messages:
             return await self._text(step, pictures)
@@ -255,15 +255,15 @@ class Episode:
         following = partial(following, at_most=self.limits.max_length)
         return await self._rendered(following, pictures, before=self._transcript.images)
 
-    def _outgrows(self, added: Rendered | None, step: Observation) -> bool:
+    def _outgrows(self, added: Added | None, step: Observation) -> bool:
         """Check whether the next turn has too little room with all history, and may have more with less of it."""
         if self._transcript.number >= self.limits.max_turns or step.goes_on:
             return False
         return added is None or self._room(added, step) < self._wanted(step)
 
     async def _shortened(
-        self, history: History, added: Rendered | None, step: Observation, pictures: Sequence[Any]
-    ) -> Rendered | None:
+        self, history: History, added: Added | None, step: Observation, pictures: Sequence[Any]
+    ) -> Added | None:
         """Begin a new transcript with a shorter history, to which nothing is added.
 
         Where none is short enough the old one stays, and gets `added`.
@@ -283,10 +283,10 @@ class Episode:
                 return NOTHING
         return added
 
-    async def _chat(self, messages: Sequence[Message], pictures: Sequence[Any] = ()) -> Rendered | None:
+    async def _chat(self, messages: Sequence[Message], pictures: Sequence[Any] = ()) -> Added | None:
         return await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)), pictures)
 
-    async def _text(self, observation: Observation, pictures: Sequence[Any]) -> Rendered | None:
+    async def _text(self, observation: Observation, pictures: Sequence[Any]) -> Added | None:
         if not observation.text:
             return NOTHING
         return await self._rendered(lambda: self._encode(observation.text), pictures)
@@ -296,11 +296,11 @@ class Episode:
 
     async def _rendered(
         self, render: Callable[[], list[int]], pictures: Sequence[Any], before: Sequence[Image] = ()
-    ) -> Rendered | None:
+    ) -> Added | None:
         """Render tokens in a thread, those of pictures among them. Returns None if a sequence can't hold them."""
 
-        def expanded() -> Rendered:
-            return Rendered(*self.renderer.expanded(render(), pictures, before))
+        def expanded() -> Added:
+            return Added(*self.renderer.expanded(render(), pictures, before))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(_RENDERING, expanded)

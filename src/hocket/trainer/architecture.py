@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hocket.errors import TrainerError
 from hocket.trainer import attention
 from hocket.trainer.attention import ADVICE, Segments
+from hocket.trainer.logprobs import Logits
 
 WIDTH = 64  # of feed-forward layers, and tokens of the vocabulary
 HEADS = 4
@@ -33,17 +34,6 @@ CAUSAL = 1e-5  # how far later tokens may move a token's numbers: an expert's pr
 CAP = "final_logit_softcapping"  # of configs
 SEEDS = 3  # rounding may choose another expert: then other weights decide
 ITS_OWN = "computes attention with code of its own, not through transformers' AttentionInterface"
-
-
-class Logits(NamedTuple):
-    """What becomes of the output of a model's head."""
-
-    factor: float = 1.0
-    cap: float | None = None  # that they stay below
-
-    def of(self, output: Tensor) -> Tensor:
-        scaled = output if self.factor == 1 else output * self.factor
-        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
 _tried: dict[str, Logits] = {}  # by config

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens; the logits of a whole batch never exist at the same time."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 512  # of a policy's forward pass
 KEPT_BYTES = 128 << 20  # of a row's log-probs of all tokens; to compute more again saves memory
+
+
+class Logits(NamedTuple):
+    """What becomes of the output of a model's head."""
+
+    factor: float = 1.0
+    cap: float | None = None  # that they stay below
+
+    def of(self, output: Tensor) -> Tensor:
+        scaled = output if self.factor == 1 else output * self.factor
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
 class TokenStatistics:

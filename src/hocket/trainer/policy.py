@@ -20,7 +20,7 @@ from hocket.trainer import architecture, attention, choices
 from hocket.trainer.attention import Segments
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.float32_head import compute_in_float32
-from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, TokenStatistics, token_logprobs
+from hocket.trainer.logprobs import CHUNK_TOKENS, KEPT_BYTES, Logits, TokenStatistics, token_logprobs
 from hocket.trainer.weights import WEIGHTS, attending, empty_model, head_of, load_model, sees, unshared
 from hocket.types import Image
 
@@ -103,7 +103,7 @@ class Policy(nn.Module):
             self._forward_pass = recomputation.forward_pass
 
     @functools.cached_property
-    def logits(self) -> architecture.Logits:
+    def logits(self) -> Logits:
         return architecture.try_small(self.model.config)
 
     @property

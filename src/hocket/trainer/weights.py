@@ -156,11 +156,16 @@ def write_beside(folder: Path, model: Any, tokenizer: Any, path: str) -> None:
 
 def _ends(named: int | list[int] | None, tokenizer: Any) -> int | list[int] | None:
     """Add the end of the chat template's turns, which was taught, to the ids that end an answer."""
-    end = end_of_turn(tokenizer)
+    end = _taught_end(tokenizer)
     ends = named if isinstance(named, list) else [tokenizer.eos_token_id if named is None else named]
     if end is None or end in ends:
         return named
     return [*(id_ for id_ in ends if id_ is not None), end]
+
+
+@functools.cache  # a template is rendered once, not at each publication
+def _taught_end(tokenizer: Any) -> int | None:
+    return end_of_turn(tokenizer)
 
 
 def _copy_processor(model: Any, path: str, folder: Path) -> None:

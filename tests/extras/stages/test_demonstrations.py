@@ -37,7 +37,7 @@ def test_every_turn_of_the_assistant_is_taught_with_its_end_and_nothing_else(
     # <s> user a b <eot> assistant c <eot> user d <eot> assistant e a <eot>
     tokens = (0, 8, 3, 4, 2, 9, 5, 2, 8, 6, 2, 9, 7, 3, 2)
     (whole,) = load_demonstrations(DataConfig(source=write_jsonl({"messages": chat})), bos_tokenizer, 20)
-    assert whole.token_ids == tokens
+    assert tuple(whole.token_ids) == tokens
     assert "".join(str(int(on)) for on in whole.mask) == "000000" + "11" + "0000" + "111"
     assert list(tokens) == bos_tokenizer.apply_chat_template(chat)["input_ids"]
     for row, columns in (

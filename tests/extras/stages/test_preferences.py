@@ -149,6 +149,6 @@ def test_a_whole_side_has_what_the_template_writes_behind_it_and_may_be_too_long
     data = DataConfig(source=write_jsonl(*({"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in (2, 5))))
     sampled, whole = (load_preferences(data, tokenizer, 10, whole=whole) for whole in (False, True))
     assert [len(pair.chosen.mask) for pair in sampled] == [7, 10]
-    assert [pair.chosen.token_ids for pair in whole] == [
+    assert [tuple(pair.chosen.token_ids) for pair in whole] == [
         (*sampled[0].chosen.token_ids, *tokenizer("abc", add_special_tokens=False)["input_ids"])
     ]
