@@ -1,6 +1,8 @@
 """Messages are strict: what is not exactly right is refused, on either side."""
 
+import base64
 import json
+import sys
 from pathlib import Path
 
 import pydantic
@@ -82,6 +84,16 @@ def test_numbers_of_a_packed_stream_are_base64_of_four_bytes_each() -> None:
     read = Completion.model_validate_json(sent)
     rounded = pytest.approx(-0.1, rel=2**-24)  # once, to float32
     assert (list(read.token_ids), list(read.logprobs)) == ([4, 2], [-0.5, rounded])
+
+
+def test_a_machine_of_the_other_byte_order_swaps_what_it_sends_and_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Completion.model_validate_json(json.dumps(COMPLETION))
+    plain = json.loads(sent.model_dump_json(context=True))
+    monkeypatch.setattr("sys.byteorder", "big" if sys.byteorder == "little" else "little")
+    swapped = json.loads(sent.model_dump_json(context=True))
+    first, second = (base64.b64decode(one["token_ids"])[:4] for one in (plain, swapped))
+    assert first == second[::-1]
+    assert list(Completion.model_validate_json(json.dumps({**COMPLETION, **swapped})).token_ids) == [4, 2]
 
 
 def test_every_code_that_has_a_meaning_is_one_that_a_server_or_client_gives() -> None:
