@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 FinishReason = Literal["stop", "length", "abort"]
 InFlight = Literal["keep", "drain", "abort"]  # while weights load, requests go on, end before, or are aborted
 TokenIds: TypeAlias = "array[int]"  # Python 3.11 can't subscript the class
-"""Ids of tokens, in this process always an array("I"): four bytes each, a list or tuple takes ten times that, and what
-servers send, what is pickled for other ranks and what numpy reads is the same memory.
+"""Ids of tokens, in a process always an array("I").
 
-They have another type only at the borders: a tokenizer gives a list, a request is JSON and has a list, a tensor is made
-by numpy, and plugins (`Action`, the argument `token_ids` of a reward) get a tuple, which can be compared and hashed.
+It has four bytes per id, where a list or tuple has about forty; what servers send, what is pickled
+for other ranks and what numpy reads is an array's memory as it is. Ids have another type only at the
+borders: a tokenizer gives a list, a request is JSON of a list, tensors are made by numpy, and plugins
+(`Action`, the argument `token_ids` of a reward) get a tuple, which can be compared and hashed.
 """
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Metrics = dict[str, float]

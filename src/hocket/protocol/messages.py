@@ -149,7 +149,7 @@ class ToolCall(Strict):
 
 
 class Column:
-    """A field with a number per token: a list in JSON or, in a `packed` stream, an array in base64."""
+    """A field with a number per token: a list in JSON or, in a `packed` stream, base64 of an array."""
 
     def __init__(self, listed: Any, code: str) -> None:
         self._listed = listed

@@ -92,13 +92,14 @@ def late(seat: Seat, failed: ServerError) -> str:
 class Episode:
     """One episode; it is a whole sequence after every turn, also where the next one fails.
 
-    It waits until its tokens fit (`budget`), makes its environment and has it reset. Then it takes turns: what the
-    environment says is rendered and added to the transcript, the model completes that, the environment answers by a
-    step. A step that is done ends it; where a limit does, the environment is asked once more (`truncated`). In the end
-    the environment is closed, whatever has failed.
+    It waits until its tokens fit (`budget`), makes its environment and has it reset. Then it takes
+    turns: what the environment says is rendered and added to the transcript, the model completes
+    that, the environment answers by a step. A step that is done ends it; where a limit does, the
+    environment is asked once more (`truncated`). In the end it is closed, whatever has failed.
 
-    Two things outlast a turn: the transcript, which a shorter history replaces, and the conversation that history is
-    made of (history.py). What else an observation brings, its pictures too, goes from method to method.
+    Two things outlast a turn: the transcript, which a shorter history replaces, and the conversation
+    that history is made of (history.py). What else an observation brings, its pictures too, goes
+    from method to method.
     """
 
     prompt: Prompt
@@ -111,7 +112,7 @@ class Episode:
 
     def __post_init__(self) -> None:
         self._transcript = Transcript(self.prompt.token_ids, self.prompt.opening, self.prompt.images)
-        self._finished: list[TokenSequence] = []  # of transcripts before this one, whose history was shortened
+        self._finished: list[TokenSequence] = []  # before history was shortened
         self._conversation = Conversation(self.prompt.messages or ())
         self._environment = Environment()  # until it is made
         self._reward = 0.0
@@ -159,7 +160,7 @@ class Episode:
         await self._close()
 
     async def _take_turns(self, environment: Environment) -> None:
-        """Have the model and the environment take turns: each observation's tokens, then a completion, then a step."""
+        """Have model and environment take turns: an observation's tokens, a completion, a step."""
         seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
         start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
         observation, pictures = self._split(start or Observation())
@@ -222,13 +223,13 @@ class Episode:
         return observation.max_tokens or self.seat.sampling.max_tokens
 
     def _room(self, added: Added, observation: Observation) -> int:
-        """Count the tokens that the next turn may have behind what is added; below 1: there is none."""
+        """Count the tokens that the next turn may have behind what is added; below 1: no turn."""
         if self._transcript.number == self.limits.max_turns and not observation.goes_on:
             return 0
         return self.limits.max_length - len(self._transcript.token_ids) - len(added.token_ids)
 
     def _split(self, observation: Observation) -> tuple[Observation, Sequence[Any]]:
-        """Return an observation without its pictures, and the pictures, which are rendered with its tokens."""
+        """Take an observation apart: what is rendered as text, and the pictures in it."""
         try:
             return self.renderer.observed(observation)
         except ValueError as error:
@@ -246,8 +247,13 @@ class Episode:
         self._transcript = Transcript(prompt.token_ids, self.prompt.opening, prompt.images)
         return NOTHING
 
-    async def _after_turn(self, step: Observation, pictures: Sequence[Any], completion: Completion) -> Added | None:
-        """Render what a step adds behind a completion; without any the model goes on where it stopped."""
+    async def _after_turn(
+        self,
+        step: Observation,
+        pictures: Sequence[Any],
+        completion: Completion,
+    ) -> Added | None:
+        """Render what a step adds behind a completion; without any the model goes on there."""
         if not step.messages:
             return await self._text(step, pictures)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
@@ -256,7 +262,7 @@ class Episode:
         return await self._rendered(following, pictures, before=self._transcript.images)
 
     def _outgrows(self, added: Added | None, step: Observation) -> bool:
-        """Check whether the next turn has too little room with all history, and may have more with less of it."""
+        """Check whether the next turn has too little room, and may have more with less history."""
         if self._transcript.number >= self.limits.max_turns or step.goes_on:
             return False
         return added is None or self._room(added, step) < self._wanted(step)
@@ -273,9 +279,11 @@ class Episode:
         if has_text or pictures or self._transcript.images:
             raise EpisodeError("env.history can shorten messages alone, no texts or images: set env.history=keep")
         for _ in range(MAX_SHORTENED):
-            dialogue = await self._call(history, self._conversation.began, dialogue, returns=(list, tuple))
-            prompt = await self._chat([*self._conversation.began, *dialogue])
-            if prompt is not None and len(prompt.token_ids) + self._wanted(step) <= self.limits.max_length:
+            began = self._conversation.began
+            dialogue = await self._call(history, began, dialogue, returns=(list, tuple))
+            prompt = await self._chat([*began, *dialogue])
+            wanted = self._wanted(step)
+            if prompt is not None and len(prompt.token_ids) + wanted <= self.limits.max_length:
                 self._finished.append(self._transcript.sequence())
                 self._conversation.shorten(dialogue, step.messages)
                 number = self._transcript.number
@@ -284,7 +292,11 @@ class Episode:
         return added
 
     async def _chat(self, messages: Sequence[Message], pictures: Sequence[Any] = ()) -> Added | None:
-        return await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)), pictures)
+        options = self.prompt.options
+        return await self._rendered(
+            lambda: self._encode(self.renderer.render(messages, options)),
+            pictures,
+        )
 
     async def _text(self, observation: Observation, pictures: Sequence[Any]) -> Added | None:
         if not observation.text:
@@ -297,7 +309,7 @@ class Episode:
     async def _rendered(
         self, render: Callable[[], list[int]], pictures: Sequence[Any], before: Sequence[Image] = ()
     ) -> Added | None:
-        """Render tokens in a thread, those of pictures among them. Returns None if a sequence can't hold them."""
+        """Render tokens in a thread, with those of pictures. Returns None if no sequence can hold them."""
 
         def expanded() -> Added:
             return Added(*self.renderer.expanded(render(), pictures, before))

@@ -8,21 +8,22 @@ from hocket.types import Message
 class Conversation:
     """The messages of an episode, apart from their tokens.
 
-    They are those that it began with, and those since. A transcript's prompt is rendered from the messages known when
-    it was begun; its dialogue goes on from there, with later ones. Both change only here, and each time that a new
-    transcript begins:
+    They are those that it began with, and those since. A transcript's prompt is rendered from the
+    messages known when it was begun, its dialogue goes on from there; the first messages of the
+    dialogue may repeat the last ones of the prompt. What is known changes with each new transcript:
 
-        at first    began: those of the data's prompt       since: none             the dialogue repeats none
-        begin()     began: these, and those of reset        since: none             the dialogue repeats those of reset
-        shorten()   began: as before                        since: what is kept     the dialogue repeats the last step's
+                    began                      since           the dialogue repeats
+        at first    the data's prompt          nothing         nothing
+        begin()     ... and reset's messages   nothing         reset's messages
+        shorten()   as before                  what is kept    the last step's messages
 
-    `begin` may be called once, before the model's first turn; `shorten` any time later.
+    `begin` may be called once, before the model's first turn; `shorten` any time after a turn.
     """
 
     def __init__(self, messages: Iterable[Message]) -> None:
         self._began = [*messages]
         self._since: Sequence[Message] = ()
-        self._num_repeated = 0  # first messages of the transcript's dialogue, which are in its prompt, too
+        self._num_repeated = 0  # of the dialogue's first messages
 
     @property
     def began(self) -> Sequence[Message]:
@@ -34,7 +35,7 @@ class Conversation:
         self._num_repeated = len(messages)
 
     def since(self, dialogue: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-        """List what was said since the beginning: up to a transcript's dialogue, and a step's messages behind it."""
+        """List what was said since the beginning: to the end of a dialogue, and a step's messages."""
         return [*self._since, *dialogue[self._num_repeated :], *messages]
 
     def shorten(self, kept: Sequence[Message], messages: Sequence[Message]) -> None:
