@@ -63,25 +63,28 @@ PRESETS: Mapping[str, Preset] = {
     "gspo": _row(
         "2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean", minibatches=4
     ),
-    "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0, minibatches=16),
+    "cispo": _row("2506.13585", "ratio capped at 5", objective="cispo", clip_low=1.0, clip_high=4.0, minibatches=16),
     "rloo": _row(
-        "2402.14740", "the paper has clip=none aggregate=seq_mean_token_sum", baseline="leave_one_out", scale="none"
+        "2402.14740",
+        "the paper has objective=none aggregate=seq_mean_token_sum",
+        advantage="leave_one_out",
+        scale="none",
     ),
-    "reinforce_pp": _row("2501.03262", baseline="none", scale="tokens", kl="k1", kl_in="reward", kl_coef=0.01),
+    "reinforce_pp": _row("2501.03262", advantage="none", scale="tokens", kl="k1", kl_in="reward", kl_coef=0.01),
     "reinforce_pp_baseline": _row("2501.03262", "without the paper's KL term: add kl=k2 and a kl_coef", scale="tokens"),
     "ppo": _row(
         "1707.06347",
         "with a critic and generalised advantages, 1506.02438; epochs of 1909.08593",
-        baseline="critic",
+        advantage="critic",
         scale="tokens",
         epochs=4,
     ),
     "distill": _row(
         "2306.13649",
         "reference: the teacher; the reverse KL of sampled tokens alone, with rewards of weight 0",
-        baseline={"name": "none", "discount": 0.0},
+        advantage={"name": "none", "discount": 0.0},
         scale="none",
-        clip="none",
+        objective="none",
         kl="k1",
         kl_in="reward",
         kl_coef=1.0,
@@ -92,7 +95,7 @@ PRESETS: Mapping[str, Preset] = {
 class AdvantageConfig(Section):
     preset: PresetName | None = None
     """Published algorithm (algorithms.md); replaces defaults."""
-    baseline: Chosen = "mean"
+    advantage: Chosen = "mean"
     """Advantage. Of the group: `mean`, `leave_one_out`; per token: `none`, option discount; `critic`, options discount
     and gae_lambda; or your own."""
     credit: Chosen = "episode"
@@ -123,7 +126,7 @@ class AdvantageConfig(Section):
 class LossKnobs(Section):
     ratio: Ratio = "token"
     """Probability ratio per `token`, or its geometric mean per `sequence`."""
-    clip: Chosen = "ppo"
+    objective: Chosen = "ppo"
     """`ppo`: min(clipped, unclipped), option dual_clip: the largest ratio where the advantage is negative; `cispo`:
     clipped as fixed weight; `none`; or your own objective."""
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -205,7 +208,7 @@ class CriticConfig(Section):
 
 
 def preset_table() -> str:
-    columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl", "updates")
+    columns = ("advantage", "scale", "ratio", "objective", "range", "aggregate", "correction", "kl", "updates")
     defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
     rows = []
     for name, preset in (("(none)", NO_PRESET), *((f"`{name}`", row) for name, row in PRESETS.items())):

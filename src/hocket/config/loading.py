@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from hocket.common.files import kind_of
 from hocket.common.registry import Registry, explain
 from hocket.config.sections import Section, UserPath, leaves, markdown_table, put
-from hocket.config.whole import Config
+from hocket.config.whole import RENAMED, Config
 from hocket.errors import ConfigError
 
 UNION = re.compile(r"constrained-int|bool|[a-z-]+\[.*\]", re.DOTALL)  # pydantic's words for a kind, behind a key
@@ -192,6 +192,8 @@ def as_setting(argument: str) -> str:
 
 
 def _hint(key: str) -> str:
+    if key in RENAMED:
+        return f"it is {RENAMED[key]!r} now"
     if here := name_here(key):
         return f"here that is {here}"
     known = [*dict(_fields())]
