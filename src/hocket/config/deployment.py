@@ -74,7 +74,7 @@ class SyncConfig(Section):
 
     @property
     def collective_timeout_s(self) -> float:
-        """Seconds that a rank waits: through a hand-over, its repetition, a comparison, log-probs."""
+        """Seconds that a rank waits: through a weight sync, its repetition, a comparison, log-probs."""
         return self.timeout_s * 6
 
 
